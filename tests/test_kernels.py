@@ -1,0 +1,126 @@
+"""Attention, merging and chunk selection against PyTorch's own attention in float64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triforce.kernels.attention import FEW_ROWS, attend, merge_partials
+from triforce.kernels.chunks import chunk_means, chunk_scores, gather_chunks, select_chunks
+
+SHAPES = [(4, 4, 32), (8, 2, 64), (6, 1, 24), (2, 2, 128)]  # num_heads, num_kv_heads, head_dim
+
+
+def random_qkv(shape, n, m, dtype=torch.float32, seed=0):
+    num_heads, num_kv_heads, head_dim = shape
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(num_heads, n, head_dim, generator=g).to(dtype)
+    k = torch.randn(num_kv_heads, m, head_dim, generator=g).to(dtype)
+    v = torch.randn(num_kv_heads, m, head_dim, generator=g).to(dtype)
+    return q, k, v
+
+
+def oracle(q, k, v, scale, diagonal):
+    """SDPA in float64, and the log-sum-exp of its scores."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    n, m = q.shape[1], k.shape[1]
+    mask = torch.ones(n, m, dtype=torch.bool)
+    if diagonal is not None:
+        mask = torch.arange(m) <= torch.arange(n).unsqueeze(1) + diagonal
+    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
+    return out.nan_to_num(0.0), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", [1, 3, FEW_ROWS, FEW_ROWS + 1, 75])
+@pytest.mark.parametrize("diagonal", [None, 0, 5, 60, -2, 1000])
+def test_attend_equals_sdpa_in_float64(shape, n, diagonal):
+    q, k, v = random_qkv(shape, n, 100)
+    out, lse = attend(q, k, v, scale=0.3, diagonal=diagonal)
+    want_out, want_lse = oracle(q, k, v, 0.3, diagonal)
+    assert (out - want_out).abs().max() < 2e-5
+    seen = want_lse > float("-inf")
+    assert torch.equal(seen, lse > float("-inf"))
+    assert torch.allclose(lse[seen].double(), want_lse[seen], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [1, 13, 40])
+def test_attend_in_bfloat16_errs_no_more_than_its_inputs(n):
+    q, k, v = random_qkv((4, 4, 64), n, 300, torch.bfloat16)
+    out, lse = attend(q, k, v, scale=0.125, diagonal=300 - n)
+    want_out, want_lse = oracle(q, k, v, 0.125, 300 - n)
+    assert (out - want_out).abs().max() < 2**-8
+    assert (lse - want_lse).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("n", [2, 40])
+def test_hidden_keys_may_hold_anything(n):
+    q, k, v = random_qkv((4, 2, 32), n, 64)
+    diagonal = 10 - n
+    want = attend(q, k, v, scale=1.0, diagonal=diagonal)
+    k[:, 10:] = float("nan")
+    v[:, 10:] = 0.0
+    got = attend(q, k, v, scale=1.0, diagonal=diagonal)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 7, 33])
+@pytest.mark.parametrize("cuts", [(20,), (1, 2, 50), (33, 64, 90)])
+def test_merged_parts_equal_the_whole(n, cuts):
+    q, k, v = random_qkv((8, 4, 32), n, 100)
+    offset = 100 - n
+    edges = [0, *cuts, 100]
+    parts = [attend(q, k[:, a:b], v[:, a:b], scale=0.2, diagonal=offset - a) for a, b in itertools.pairwise(edges)]
+    out, lse = merge_partials([p[0] for p in parts], [p[1] for p in parts])
+    want_out, want_lse = oracle(q, k, v, 0.2, offset)
+    assert (out - want_out).abs().max() < 2e-5
+    assert (lse - want_lse).abs().max() < 2e-5
+
+
+def test_heads_that_do_not_divide_are_refused():
+    q, k, v = random_qkv((6, 4, 8), 1, 4)
+    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
+        attend(q, k, v, scale=1.0)
+
+
+def test_chunk_means_leave_the_ragged_end_out():
+    k = torch.arange(22.0).reshape(1, 22, 1)
+    assert chunk_means(k, 8).flatten().tolist() == [3.5, 11.5]
+
+
+def test_chunk_scores_are_the_attention_mass_over_means():
+    q, k, _ = random_qkv((8, 2, 16), 3, 40)
+    means = chunk_means(k, 8)
+    scores = chunk_scores(q, means, 0.25)
+    mass = (q @ means.repeat_interleave(4, 0).transpose(1, 2) * 0.25).softmax(-1)  # [8, 3, 5]
+    assert torch.allclose(scores, mass.reshape(2, 12, 5).mean(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 40])
+def test_selection_keeps_sink_newest_and_best(count):
+    scores = torch.rand(3, 12, generator=torch.Generator().manual_seed(1))
+    picked = select_chunks(scores, count)
+    assert picked.shape == (3, min(count, 12))
+    for head in range(3):
+        indices = picked[head].tolist()
+        assert indices == sorted(set(indices))
+        assert 11 in indices
+        if count > 1:
+            assert 0 in indices
+        if 2 < count < 12:
+            best = scores[head, 1:-1].topk(count - 2).indices + 1
+            assert set(best.tolist()) <= set(indices)
+
+
+def test_gather_fetches_each_head_its_own_chunks():
+    g = torch.Generator().manual_seed(2)
+    flat = torch.randn(3, 64, 5, generator=g)  # [heads, tokens, head_dim]
+    blocks = flat.reshape(3, 4, 16, 5).transpose(0, 1)  # 4 blocks of 16 tokens
+    indices = torch.tensor([[0, 3, 7], [1, 2, 15], [0, 8, 9]])
+    got = gather_chunks(blocks, indices, 4)
+    for head in range(3):
+        want = torch.cat([flat[head, 4 * c : 4 * c + 4] for c in indices[head].tolist()])
+        assert torch.equal(got[head], want)
