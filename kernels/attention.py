@@ -17,7 +17,7 @@ FEW_ROWS = 16
 """Up to this many query rows a batched matmul over the whole block is faster than PyTorch's flash kernel on a CPU."""
 
 _TILE_ROWS = 128
-"""Rows per tile of the plain path when no flash kernel fits the device; bounds the score matrix."""
+"""Rows per tile of the plain path; bounds the score matrix."""
 
 
 class Scratch:
@@ -46,6 +46,7 @@ def attend(
     *,
     scale: float,
     diagonal: int | None = None,
+    window: int | None = None,
     scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends `n` query rows to `m` keys.
@@ -56,6 +57,7 @@ def attend(
         scale: factor on the scores, usually `head_dim ** -0.5`.
         diagonal: row `i` sees keys `j <= diagonal + i`; `None` shows every key to every row. Keys past the last
             visible one may hold anything in `k`, but must be finite in `v`.
+        window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
 
     Returns:
@@ -69,15 +71,13 @@ def attend(
     num_kv_heads, m, _ = k.shape
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
-    if diagonal is not None and diagonal >= m - 1:
+    if diagonal is not None and diagonal >= m - 1 and window is None:
         diagonal = None
     grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-    if n <= FEW_ROWS:
-        out, lse = _attend_few_rows(grouped, k, v, scale, diagonal, scratch or Scratch())
-    elif q.device.type == "cpu":
+    if n > FEW_ROWS and window is None and q.device.type == "cpu":
         out, lse = _attend_flash_cpu(grouped, k, v, scale, diagonal)
     else:
-        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, scratch or Scratch())
+        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch())
     return out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
 
 
@@ -107,7 +107,7 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _attend_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, scratch: Scratch
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Two batched matmuls over the whole block; 16-bit keys and values are widened into reused memory first.
 
@@ -119,20 +119,20 @@ def _attend_few_rows(
     wide_q = (q.to(dtype) * scale).reshape(num_kv_heads, group * n, head_dim)
     scores = scratch.get("scores", (num_kv_heads, group * n, m), dtype, q.device)
     torch.bmm(wide_q, _widen(k, dtype, scratch).transpose(1, 2), out=scores)
+    blind_rows = diagonal is not None and (diagonal < 0 or window is not None)  # some rows may see no key
     if diagonal is not None:
         columns = torch.arange(m, device=q.device)
-        last = torch.arange(diagonal, diagonal + n, device=q.device)
-        hidden = columns > last.unsqueeze(1)  # [n, m]
+        last = torch.arange(diagonal, diagonal + n, device=q.device).unsqueeze(1)
+        hidden = columns > last  # [n, m]
+        if window is not None:
+            hidden |= columns <= last - window
         scores.view(num_kv_heads, group, n, m).masked_fill_(hidden, float("-inf"))
     peak = scores.amax(dim=-1, keepdim=True)
-    if diagonal is not None and diagonal < 0:
+    if blind_rows:
         peak.masked_fill_(peak == float("-inf"), 0.0)
     total = scores.sub_(peak).exp_().sum(dim=-1, keepdim=True)
     out = torch.bmm(scores, _widen(v, dtype, scratch))
-    if diagonal is not None and diagonal < 0:
-        out /= total.clamp_min(torch.finfo(dtype).tiny)
-    else:
-        out /= total
+    out /= total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
     lse = peak.add_(total.log_())
     return out.view(num_kv_heads, group, n, head_dim), lse.view(num_kv_heads, group, n)
 
@@ -178,11 +178,13 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -
 
 
 def _attend_tiled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, scratch: Scratch
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """The few-row path over tiles of rows, for devices whose flash kernels are not wired in yet."""
+    """The plain path tile by tile: a few rows, a window, or a device whose flash kernels are not wired in."""
+    if q.shape[2] <= _TILE_ROWS:
+        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch)
     tiles = [
-        _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, scratch)
+        _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, window, scratch)
         for i, tile in enumerate(q.split(_TILE_ROWS, dim=2))
     ]
     return torch.cat([out for out, _ in tiles], dim=2), torch.cat([lse for _, lse in tiles], dim=2)

@@ -20,7 +20,7 @@ def random_qkv(shape, n, m, dtype=torch.float32, seed=0):
     return q, k, v
 
 
-def oracle(q, k, v, scale, diagonal):
+def oracle(q, k, v, scale, diagonal, window=None):
     """SDPA in float64, and the log-sum-exp of its scores."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[0] // k.shape[0]
@@ -28,7 +28,8 @@ def oracle(q, k, v, scale, diagonal):
     n, m = q.shape[1], k.shape[1]
     mask = torch.ones(n, m, dtype=torch.bool)
     if diagonal is not None:
-        mask = torch.arange(m) <= torch.arange(n).unsqueeze(1) + diagonal
+        distance = torch.arange(n).unsqueeze(1) + diagonal - torch.arange(m)
+        mask = (distance >= 0) & (distance < (window or m + n + abs(diagonal)))
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     scores = (q @ k.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
     return out.nan_to_num(0.0), scores.logsumexp(-1)
@@ -45,6 +46,16 @@ def test_attend_equals_sdpa_in_float64(shape, n, diagonal):
     seen = want_lse > float("-inf")
     assert torch.equal(seen, lse > float("-inf"))
     assert torch.allclose(lse[seen].double(), want_lse[seen], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [1, 5, 150])
+@pytest.mark.parametrize("diagonal", [0, 40, 300])
+def test_attend_in_a_window_equals_sdpa_in_float64(n, diagonal):
+    q, k, v = random_qkv((4, 2, 32), n, 100)
+    out, lse = attend(q, k, v, scale=0.3, diagonal=diagonal, window=30)
+    want_out, want_lse = oracle(q, k, v, 0.3, diagonal, 30)
+    assert (out - want_out).abs().max() < 2e-5
+    assert torch.allclose(lse.double(), want_lse, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("n", [1, 13, 40])

@@ -1,0 +1,382 @@
+"""The engine: loads a target and a draft, plans what was left to it, and starts runs. It never prints."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tp.config import ModelConfig
+from ..tp.decoder import Cache, Decoder
+from ..tp.errors import CapacityError, ModelError, UsageError
+from ..tp.registry import find_pair
+from .full_cache import FullCache
+from .generation import Generation, Result
+from .memory import check_memory, plan_memory
+from .pacing import PassCost
+from .refresh import RefreshPolicy
+from .retrieval_cache import RetrievalCache, planned_budget
+from .sampling import Sampling
+from .streaming_cache import StreamingCache
+from .tiers import Draws, Tier
+
+LONGEST_DRAFT = 8
+LONGEST_BLOCK = 24
+
+_MODELLED_BANDWIDTH = 20e9
+"""Bytes a second that plain PyTorch reads on two cores; with the two below, where adaptation starts from."""
+
+_MODELLED_LAYER_SECONDS = 0.6e-3
+"""Dispatch of one layer's operations."""
+
+_MODELLED_ROW_SHARE = 0.08
+"""What each further row adds to a pass, as a share of the pass with one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be fixed by hand; `None` is planned, then adapted. Tokens throughout, but for `tiers`.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    tiers: int = 3
+    budget: int | None = None
+    chunk_size: int | None = None
+    draft_length: int | None = None
+    block_length: int | None = None
+    refresh: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tiers not in (1, 2, 3):
+            raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
+        for name, least, most in (
+            ("budget", 1, None),
+            ("chunk_size", 1, 512),
+            ("draft_length", 1, 64),
+            ("block_length", 1, 256),
+        ):
+            value = getattr(self, name)
+            if value is not None and (value < least or (most is not None and value > most)):
+                upto = f"from {least} to {most}" if most else f"{least} or more"
+                raise UsageError(f"{name.replace('_', '-')} is {value}; it must be {upto}")
+        if self.budget is not None and self.budget < self.planned_chunk_size:
+            raise UsageError(
+                f"budget is {self.budget} tokens, less than one chunk of {self.planned_chunk_size}; "
+                "raise it or lower chunk-size"
+            )
+        RefreshPolicy(self.refresh)
+
+    @property
+    def planned_chunk_size(self) -> int:
+        return self.chunk_size or 8
+
+    def budget_for(self, context: int) -> int:
+        """Tokens of the retrieval cache for a context of so many; 0 where that tier is off."""
+        if self.tiers == 1:
+            return 0
+        return self.budget or planned_budget(context, self.planned_chunk_size)
+
+
+class Engine:
+    """A target model, perhaps a draft model, and the caches they keep between runs.
+
+    A run whose prompt begins like the one before it (a follow-up question about the same book) starts from the keys and
+    values that are already there.
+    """
+
+    def __init__(self, target: Decoder, draft: Decoder | None, settings: Settings) -> None:
+        """Raises:
+        ModelError: the two do not share a vocabulary.
+        """
+        if draft is not None:
+            check_draft(target.config, draft.config)
+        self.target, self.draft, self.settings = target, draft, settings
+        self._full: FullCache | None = None
+        self._context: list[int] = []
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        draft: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        gpus: int = 1,
+        resident: float | None = None,
+        context: int | None = None,
+        tiers: int = 3,
+        budget: int | None = None,
+        chunk_size: int | None = None,
+        draft_length: int | None = None,
+        block_length: int | None = None,
+        refresh: str | int = "auto",
+    ) -> Engine:
+        """Loads a pair.
+
+        Args:
+            model: a directory or a preset's name.
+            draft: the same; `None` is the preset's own, or none for a directory; `"none"` runs two tiers.
+            device: `auto` (CUDA where there is one), `cpu` or `cuda`.
+            dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
+            gpus: ranks that share the model; only 1 so far.
+            resident: GiB of the KV cache kept on the compute device; so far all of it is, so only `None` is taken.
+            context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
+            tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`.
+
+        Raises:
+            UsageError, ModelError, CapacityError: with the value and the remedy.
+        """
+        if gpus != 1:
+            raise UsageError(f"gpus is {gpus}; this version runs on 1 (tensor parallelism is not there yet)")
+        if resident is not None:
+            raise UsageError(f"resident is {resident}; this version keeps the whole KV cache on the compute device")
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh)
+        target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
+        target_config = ModelConfig.load(target_directory)
+        draft_config = ModelConfig.load(draft_directory) if draft_directory else None
+        if draft_config:
+            check_draft(target_config, draft_config)
+        where = resolve_device(device)
+        kind = resolve_dtype(dtype, target_config)
+        needed = context or 1
+        check_memory(
+            plan_memory(
+                target_config,
+                draft_config,
+                dtype=kind,
+                context=needed,
+                budget=settings.budget_for(needed),
+                chunk_size=settings.planned_chunk_size,
+            ),
+            needed,
+        )
+        target = Decoder.load(target_directory, dtype=kind, device=where)
+        small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
+        return cls(target, small, settings)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 256,
+        **options: Any,
+    ) -> Result:
+        """Runs to the end; see `stream`."""
+        run = self.stream(prompt_ids, sampling, max_new_tokens, **options)
+        for _ in run:
+            pass
+        return Result(run.statistics.token_ids, run.stats())
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int] | Tensor,
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 256,
+        *,
+        ignore_eos: bool = False,
+        on_prefill: Callable[[float], None] | None = None,
+    ) -> Generation:
+        """Prepares a run; iterating over it does the work, one event a round.
+
+        Args:
+            prompt_ids: token ids, a list or a 1-D tensor, at least one.
+            sampling: default `Sampling()`.
+            max_new_tokens: at least 1.
+            ignore_eos: go on after an end-of-sequence token.
+            on_prefill: called with the share of the prefill done, 0 to 1.
+
+        Raises:
+            UsageError: no token, one outside the vocabulary, or an impossible length.
+            CapacityError: more tokens than the model's positions or the memory hold.
+        """
+        prompt = self._checked(prompt_ids, max_new_tokens)
+        seeded = sampling is not None and sampling.seed is not None
+        sampling = (sampling or Sampling()).with_seed()
+        capacity = len(prompt) + max_new_tokens
+        budget = self.settings.budget_for(capacity)
+        full = self._full_cache(prompt, capacity)
+        retrieval = streaming = None
+        tiers = [self._tier("verify", self.target, full, capacity)]
+        if budget:
+            retrieval = RetrievalCache(
+                full, self.target.rope, budget=budget, chunk_size=self.settings.planned_chunk_size
+            )
+            tiers.append(self._tier("retrieval", self.target, retrieval, budget))
+            if self.draft:
+                streaming = StreamingCache(self.draft)
+                tiers.append(self._tier("draft", self.draft, streaming, streaming.window))
+        self._link_tiers(tiers)
+        eos = () if ignore_eos else self.target.config.eos_token_ids
+        draws = Draws(
+            sampling,
+            torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
+            frozenset(eos),
+            measured=sampling.greedy or not seeded,
+        )
+        self._context = prompt
+        return Generation(
+            context=prompt,
+            max_new_tokens=max_new_tokens,
+            full=full,
+            retrieval=retrieval,
+            streaming=streaming,
+            tiers=tiers,
+            draws=draws,
+            refresh=RefreshPolicy(self.settings.refresh),
+            identity=self._identity(sampling, len(tiers), budget),
+            on_prefill=on_prefill,
+        )
+
+    def _checked(self, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> list[int]:
+        prompt = [int(token) for token in prompt_ids]
+        config = self.target.config
+        if not prompt:
+            raise UsageError("the prompt is empty; generation needs at least one token")
+        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
+        if unknown:
+            raise UsageError(f"the prompt holds token {unknown[0]}; {config.name} knows 0 to {config.vocab_size - 1}")
+        if max_new_tokens < 1:
+            raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
+        check_context(config, len(prompt), max_new_tokens)
+        return prompt
+
+    def _full_cache(self, prompt: list[int], capacity: int) -> FullCache:
+        """The full cache with room for `capacity` tokens, holding what it shares with `prompt` already."""
+        full = self._full
+        needed = plan_memory(
+            self.target.config,
+            None,
+            dtype=self.target.dtype,
+            context=capacity,
+            budget=self.settings.budget_for(capacity),
+            chunk_size=self.settings.planned_chunk_size,
+        )
+        if full is None or full.capacity < capacity:
+            check_memory(replace(needed, weights=0, runtime=0), capacity)
+        if full is None:
+            full = FullCache(
+                self.target.config,
+                self.target.rope,
+                dtype=self.target.dtype,
+                device=self.target.device,
+                capacity=capacity,
+            )
+            self._full = full
+        # At least the last prompt token is run again: its logits give the first new token.
+        shared = 0
+        for known, asked in zip(self._context[: full.length], prompt[:-1], strict=False):
+            if known != asked:
+                break
+            shared += 1
+        full.rollback(shared)
+        full.reserve(capacity)
+        return full
+
+    def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int) -> Tier:
+        """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
+        num_bytes = decoder.config.num_parameters * decoder.dtype.itemsize
+        num_bytes += tokens * decoder.config.kv_bytes_per_token(decoder.dtype)
+        seconds = num_bytes / _MODELLED_BANDWIDTH + decoder.config.num_layers * _MODELLED_LAYER_SECONDS
+        return Tier(name, decoder, cache, PassCost(seconds, seconds * _MODELLED_ROW_SHARE))
+
+    def _link_tiers(self, tiers: list[Tier]) -> None:
+        """Makes each tier draft for the one before it, with the lengths of the settings."""
+        levels = ((self.settings.block_length, LONGEST_BLOCK), (self.settings.draft_length, LONGEST_DRAFT))
+        for upper, lower, (length, longest) in zip(tiers, tiers[1:], levels, strict=False):
+            upper.drafter = lower
+            upper.longest = longest
+            upper.fixed = length is not None
+            upper.lookahead = length or upper.lookahead
+
+    def _identity(self, sampling: Sampling, tiers: int, budget: int) -> dict[str, Any]:
+        device = self.target.device
+        return {
+            "version": version("triforce-cli"),
+            "model": self.target.config.name,
+            "draft": self.draft.config.name if self.draft and tiers == 3 else None,
+            "device": device.type,
+            "device_name": device_name(device),
+            "world_size": 1,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "seed": sampling.seed,
+            "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
+            "settings": {
+                "tiers": tiers,
+                "budget": budget,
+                "chunk_size": self.settings.planned_chunk_size,
+                "refresh": self.settings.refresh,
+                "resident_bytes": 0,
+            },
+        }
+
+
+def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
+    """Raises:
+    ModelError: the draft's vocabulary is not the target's.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"the draft {draft.name} has a vocabulary of {draft.vocab_size}, the target {target.name} of "
+            f"{target.vocab_size}; a draft must share its target's vocabulary (or use --draft none)"
+        )
+
+
+def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises:
+    CapacityError: prompt and answer together pass the model's last position.
+    """
+    limit = config.max_position_embeddings
+    if prompt_tokens + max_new_tokens > limit:
+        raise CapacityError(
+            f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} more are asked for, but {config.name} "
+            f"has {limit:,} positions; shorten the prompt (--truncate head|tail|middle drops that part of it) or "
+            "lower --max-new-tokens"
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        UsageError: another word, or no CUDA device where one was asked for.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The dtype for `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+
+    Raises:
+        UsageError: another word.
+    """
+    dtypes = {"auto": config.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise UsageError(f"dtype is {name!r}; it is {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name as its maker gives it, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()

@@ -1,0 +1,173 @@
+"""One run: prefill, then rounds of speculation, as an iterator of what happened; statistics grow beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .full_cache import FullCache
+from .memory import device_peak_bytes, host_peak_bytes
+from .refresh import RefreshPolicy
+from .retrieval_cache import RetrievalCache
+from .sampling import distribution, draw
+from .statistics import Statistics
+from .streaming_cache import StreamingCache, prefill_streaming
+from .tiers import Draws, Tier
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one step of a run brought. Round 0 is the prefill and its first token."""
+
+    index: int
+    tokens: list[int]
+    """1 or more tokens of the text."""
+    seconds: float
+    proposed: int
+    """Tokens offered to the full cache's pass."""
+    accepted: int
+    """Those of them that stood."""
+    refreshed: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its tokens and the JSON described in the README."""
+
+    token_ids: list[int]
+    stats: dict[str, Any]
+
+
+class Generation(Iterator[Round]):
+    """A run in progress. Iterate over it for rounds; `statistics` is current at any time, `stats()` gives the JSON."""
+
+    def __init__(
+        self,
+        *,
+        context: list[int],
+        max_new_tokens: int,
+        full: FullCache,
+        retrieval: RetrievalCache | None,
+        streaming: StreamingCache | None,
+        tiers: list[Tier],
+        draws: Draws,
+        refresh: RefreshPolicy,
+        identity: dict[str, Any],
+        on_prefill: Callable[[float], None] | None,
+    ) -> None:
+        """Args:
+        context: the prompt; grows by the generated tokens. The first `full.length` of them are in `full` already.
+        tiers: the full cache's tier first, then those below it.
+        identity: the part of the JSON that is known before the run.
+        on_prefill: called with the share of the prefill done.
+        """
+        self._context, self._prompt_tokens = context, len(context)
+        self._max_new_tokens = max_new_tokens
+        self._full, self._retrieval, self._streaming = full, retrieval, streaming
+        self._tiers, self._top = tiers, tiers[0]
+        self._draws = draws
+        self._refresh = refresh
+        self._identity = identity
+        self._on_prefill = on_prefill
+        self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
+        self._rounds = self._run()
+
+    def __next__(self) -> Round:
+        return next(self._rounds)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
+        lookaheads = {tier.name: tier.lookahead if tier.drafter else 0 for tier in self._tiers}
+        return {"draft_length": lookaheads.get("retrieval", 0), "block_length": lookaheads["verify"]}
+
+    def stats(self) -> dict[str, Any]:
+        """The JSON of the run so far."""
+        measured = self.statistics.as_dict()
+        settings = self._identity["settings"] | self.lengths
+        return self._identity | measured | {"settings": settings}
+
+    def _run(self) -> Iterator[Round]:
+        yield self._prefill()
+        began = time.perf_counter()
+        while self.statistics.finish_reason == "interrupted":
+            event, began = self._round(began)
+            yield event
+
+    def _prefill(self) -> Round:
+        began = time.perf_counter()
+        decoder = self._top.decoder
+        pending = torch.tensor(self._context[self._full.length :], device=decoder.device)
+        logits = decoder.forward(pending, self._full, on_progress=self._on_prefill)
+        token = draw(distribution(logits, self._draws.sampling)[0], self._draws.generator)
+        if self._retrieval:
+            self._retrieval.refresh()
+        if self._streaming:
+            prefill_streaming(self._tiers[-1].decoder, self._streaming, self._context)
+        self._top.pace()
+        self._context.append(token)
+        seconds = time.perf_counter() - began
+        self.statistics.prefill_s = self.statistics.ttft_s = seconds
+        self._full.bytes_read = 0
+        self._note([token])
+        return Round(0, [token], seconds, 0, 0, False)
+
+    def _round(self, began: float) -> tuple[Round, float]:
+        """One round, timed from `began` to the time it returns, so that nothing between rounds goes uncounted."""
+        counts = self._top.counts
+        proposed, accepted = counts.proposed, counts.accepted
+        limit = self._max_new_tokens - len(self.statistics.token_ids)
+        tokens, _ = self._top.step(self._context, limit, self._draws)
+        self._context += tokens
+        proposed, accepted = counts.proposed - proposed, counts.accepted - accepted
+        refreshed = self._settle(accepted, proposed, time.perf_counter() - began)
+        self._top.pace()
+
+        now = time.perf_counter()
+        statistics = self.statistics
+        statistics.rounds += 1
+        statistics.decode_s += now - began
+        statistics.token_s += [(now - began) / len(tokens)] * len(tokens)
+        self._note(tokens)
+        return Round(statistics.rounds, tokens, now - began, proposed, accepted, refreshed), now
+
+    def _settle(self, accepted: int, proposed: int, round_seconds: float) -> bool:
+        """Brings the retrieval cache up to what was verified; whether it chose its chunks anew."""
+        if self._retrieval is None:
+            return False
+        began = time.perf_counter()
+        refreshed = self._refresh.due(accepted, proposed)
+        if refreshed:
+            self._retrieval.refresh()
+        else:
+            self._retrieval.adopt()
+        seconds = time.perf_counter() - began
+        self.statistics.refresh_s += seconds
+        if refreshed:
+            self.statistics.refreshes += 1
+            self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
+        return refreshed
+
+    def _note(self, tokens: list[int]) -> None:
+        s = self.statistics
+        s.token_ids += tokens
+        if tokens[-1] in self._draws.eos_token_ids:
+            s.finish_reason = "eos"
+        elif len(s.token_ids) >= self._max_new_tokens:
+            s.finish_reason = "length"
+        by_name = {tier.name: tier.counts for tier in self._tiers}
+        s.verify_s = by_name["verify"].seconds
+        s.retrieval_proposed, s.retrieval_accepted = by_name["verify"].proposed, by_name["verify"].accepted
+        if "retrieval" in by_name:
+            s.retrieval_s = by_name["retrieval"].seconds
+            s.draft_proposed, s.draft_accepted = by_name["retrieval"].proposed, by_name["retrieval"].accepted
+        if "draft" in by_name:
+            s.draft_s = by_name["draft"].seconds
+        s.bytes_streamed = self._full.bytes_read
+        s.kv_bytes = self._full.length * self._full.token_bytes
+        s.host_peak_bytes = host_peak_bytes()
+        s.device_peak_bytes = device_peak_bytes(self._top.decoder.device)

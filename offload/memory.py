@@ -1,0 +1,90 @@
+"""What a run needs in bytes, checked against what there is before anything is allocated."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from ..tp.config import ModelConfig
+from ..tp.decoder import PREFILL_ROWS
+from ..tp.errors import CapacityError
+
+RUNTIME_BYTES = 512 * 2**20
+"""Python, PyTorch, the tokenizer and small buffers, rounded up from what an idle process holds."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose. `kv` is the full cache; `prefill` bounds the activations of the longest forward."""
+
+    weights: int
+    kv: int
+    retrieval: int
+    prefill: int
+    runtime: int = RUNTIME_BYTES
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.retrieval + self.prefill + self.runtime
+
+
+def plan_memory(
+    target: ModelConfig, draft: ModelConfig | None, *, dtype: torch.dtype, context: int, budget: int, chunk_size: int
+) -> MemoryPlan:
+    """The memory of a run over `context` tokens, generated ones included, with a retrieval cache of `budget` tokens
+    (0 for none)."""
+    models = [m for m in (target, draft) if m]
+    kv_token = target.kv_bytes_per_token(dtype)
+    width = (
+        target.hidden_size
+        + target.intermediate_size * 3
+        + (2 * target.num_heads + target.num_kv_heads) * 3 * target.head_dim
+    )
+    rows = min(PREFILL_ROWS, context)
+    return MemoryPlan(
+        weights=sum(m.num_parameters for m in models) * dtype.itemsize,
+        kv=context * kv_token,
+        retrieval=(budget * kv_token + context // chunk_size * kv_token // 2) if budget else 0,
+        prefill=context * target.hidden_size * dtype.itemsize + rows * width * 4,
+    )
+
+
+def check_memory(plan: MemoryPlan, context: int) -> None:
+    """Raises:
+    CapacityError: the plan does not fit in the host's available memory; the message gives the parts and a remedy.
+    """
+    available = psutil.virtual_memory().available
+    if plan.total <= available:
+        return
+    fits = max(
+        0, int(context * (available - plan.weights - plan.runtime) / max(1, plan.total - plan.weights - plan.runtime))
+    )
+    raise CapacityError(
+        f"a context of {context:,} tokens needs {gib(plan.total)} of memory (weights {gib(plan.weights)}, KV cache "
+        f"{gib(plan.kv)}, the rest {gib(plan.total - plan.weights - plan.kv)}), but {gib(available)} is available; "
+        + (
+            f"about {fits:,} tokens would fit: shorten the prompt (--truncate) or free memory"
+            if fits > 0
+            else "free memory or choose a smaller model"
+        )
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """`num_bytes` for people, in the unit that suits it."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def host_peak_bytes() -> int:
+    """The largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_peak_bytes(device: torch.device) -> int:
+    """The most memory tensors took on an accelerator; 0 on a CPU, where it is part of the host's."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,85 @@
+"""How far to draft: the lengths that maximise expected tokens per second, from acceptance and costs.
+
+A tier that is offered `n` drafted tokens, each standing with probability `a`, keeps `1 + a + ... + a^n` tokens for
+`n` times the time per drafted token plus one pass over `n + 1` rows (Leviathan et al., arXiv 2211.17192, section 3.3).
+The same sum decides both levels, the inner one first, as its time per token is what the outer one pays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_DECAY = 0.97
+"""Weight of an observation after one more; about the last thirty count."""
+
+
+@dataclass
+class PassCost:
+    """Seconds of one pass as a line over its rows: a modelled start that measurements gradually outweigh."""
+
+    base: float
+    """Modelled seconds of a pass over no rows."""
+    per_row: float
+    """Modelled seconds of each row."""
+
+    def __post_init__(self) -> None:
+        # Decayed sums over observations of rows x and seconds y; the model counts as two of them.
+        self._n = self._x = self._xx = self._y = self._xy = 0.0
+        for rows in (1, 9):
+            self._add(rows, self.base + self.per_row * rows)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Adds a measured pass."""
+        for name in ("_n", "_x", "_xx", "_y", "_xy"):
+            setattr(self, name, getattr(self, name) * _DECAY)
+        self._add(rows, seconds)
+
+    def _add(self, rows: int, seconds: float) -> None:
+        self._n += 1
+        self._x += rows
+        self._xx += rows * rows
+        self._y += seconds
+        self._xy += rows * seconds
+
+    def seconds(self, rows: int) -> float:
+        """Expected seconds of a pass over `rows` rows."""
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x**2
+        slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
+        slope = min(max(slope, 0.0), mean_y / mean_x)
+        return mean_y + slope * (rows - mean_x)
+
+
+@dataclass
+class Acceptance:
+    """The chance that a drafted token stands, from decayed counts that start at two of three."""
+
+    accepted: float = 2.0
+    tested: float = 3.0
+
+    def observe(self, accepted: int, proposed: int) -> None:
+        """Adds a pass that kept `accepted` of `proposed`; nothing after the first rejection was tested."""
+        self.accepted = self.accepted * _DECAY + accepted
+        self.tested = self.tested * _DECAY + min(accepted + 1, proposed)
+
+    @property
+    def rate(self) -> float:
+        return min(0.995, self.accepted / self.tested)
+
+
+def expected_tokens(rate: float, drafted: int) -> float:
+    """Tokens that a pass yields when each of `drafted` tokens stands with probability `rate`."""
+    return float(drafted + 1) if rate >= 1.0 else (1.0 - rate ** (drafted + 1)) / (1.0 - rate)
+
+
+def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int) -> tuple[int, float]:
+    """The number of tokens to draft for a pass, 0 to `longest`, and the expected seconds per token it gives.
+
+    Args:
+        cost: of the pass that tests the draft.
+        draft_seconds: time per drafted token.
+        rate: chance that one stands.
+    """
+    times = [(n * draft_seconds + cost.seconds(n + 1)) / expected_tokens(rate, n) for n in range(longest + 1)]
+    best = min(range(longest + 1), key=times.__getitem__)
+    return best, times[best]

@@ -1,0 +1,55 @@
+"""When the retrieval cache chooses its chunks anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..tp.errors import UsageError
+
+_FREE_SHARE = 0.03
+"""A refresh that takes less of a round than this is worth making every time."""
+
+_DROP = 0.9
+"""Recent acceptance below this share of what followed the last refresh counts as a drop."""
+
+_RECENT = 0.7
+"""Weight of the recent acceptance after one more round."""
+
+
+@dataclass
+class RefreshPolicy:
+    """`round`, `never`, a number of rounds, or `auto`: every round while that costs next to nothing, else on a drop.
+
+    Raises:
+        UsageError: another word, or a number below 1.
+    """
+
+    mode: str | int = "auto"
+    _rounds: int = field(default=0, init=False)
+    _recent: float = field(default=1.0, init=False)
+    _after_refresh: float = field(default=1.0, init=False)
+    _cost_share: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mode, str) and self.mode.isdecimal():
+            self.mode = int(self.mode)
+        if self.mode not in ("auto", "round", "never") and not (isinstance(self.mode, int) and self.mode >= 1):
+            raise UsageError(f"refresh is {self.mode!r}; it is auto, round, never or a number of rounds from 1")
+
+    def due(self, accepted: int, proposed: int) -> bool:
+        """Whether to refresh after a round that kept `accepted` of `proposed` tokens."""
+        self._rounds += 1
+        if proposed:
+            self._recent = _RECENT * self._recent + (1 - _RECENT) * accepted / proposed
+            if self._rounds == 1:
+                self._after_refresh = self._recent
+        if self.mode == "auto":
+            return self._cost_share < _FREE_SHARE or self._recent < _DROP * self._after_refresh
+        if isinstance(self.mode, int):
+            return self._rounds >= self.mode
+        return self.mode == "round"
+
+    def done(self, seconds: float, round_seconds: float) -> None:
+        """Notes a refresh that took `seconds` after a round of `round_seconds`; 0 leaves its cost out of account."""
+        self._rounds = 0
+        self._cost_share = seconds / max(round_seconds, 1e-9)

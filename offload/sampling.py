@@ -1,0 +1,74 @@
+"""From logits to the distribution a token is drawn from, and the draw. The same for every tier.
+
+The order and the meaning of the filters are those of `transformers`: temperature, then top-k, then top-p.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..tp.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 switch the filters off.
+
+    `seed` `None` draws one when generation starts. A given seed gives the same tokens again: draft and block lengths
+    then adapt to counts and modelled costs only, never to a clock.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    temperature: float = 0.6
+    top_p: float = 0.9
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        if self.top_k < 0:
+            raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) or more")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+
+    def with_seed(self) -> Sampling:
+        """The same, with a seed drawn from the operating system where none was given."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbelow(2**31))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
+
+    Greedy gives all mass to the first of the largest logits.
+    """
+    if sampling.greedy:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    logits = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        mass = ordered.softmax(dim=-1)
+        beyond = mass.cumsum(dim=-1) - mass >= sampling.top_p  # the mass before a token already suffices
+        beyond[:, 0] = False
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), float("-inf"))
+    return logits.softmax(dim=-1)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    """Draws a token from one row of `[vocab]` weights, which need not sum to one."""
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,0 +1,135 @@
+"""The speculation loop: tiers that draft for one another, each a decoder with a cache, all running the same step.
+
+A tier's `step` lets its drafter propose, tests the proposal in one pass, keeps what stands and draws one more token:
+what it emits is distributed exactly as its own decoding would be. A tier without a drafter decodes token by token.
+Three tiers (small model, target on a retrieval cache, target on the full cache) are three of these in a row.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..tp.decoder import Cache, Decoder
+from .acceptance import accept
+from .pacing import Acceptance, PassCost, best_length
+from .sampling import Sampling, distribution
+
+PROBE_EVERY = 24
+"""Passes after which a tier that found drafting not worth it tries one drafted token again."""
+
+
+@dataclass
+class Counts:
+    """What a tier has done so far."""
+
+    seconds: float = 0.0
+    """Time in its own passes, without its drafter's."""
+    passes: int = 0
+    proposed: int = 0
+    """Tokens its drafter offered."""
+    accepted: int = 0
+    """Those of them that stood."""
+
+
+@dataclass
+class Draws:
+    """How tokens are drawn in one run: the sampling parameters, the stream of random numbers, and where text ends."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    eos_token_ids: frozenset[int]
+    measured: bool
+    """Whether lengths adapt to measured times; if not, the same seed gives the same tokens again."""
+
+
+@dataclass
+class Tier:
+    """One level of speculation.
+
+    The cache holds every token of the context but those since the last pass; `step` feeds what is missing.
+    """
+
+    name: str
+    decoder: Decoder
+    cache: Cache
+    cost: PassCost
+    drafter: Tier | None = None
+    lookahead: int = 4
+    """Tokens to ask of the drafter for one pass."""
+    fixed: bool = False
+    """Whether `lookahead` was set by hand."""
+    longest: int = 8
+    """The most `lookahead` may become."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    counts: Counts = field(default_factory=Counts)
+
+    def step(self, context: list[int], limit: int, draws: Draws) -> tuple[list[int], Tensor]:
+        """Emits 1 to `limit` tokens that follow `context` and their distributions `[tokens, vocab]`.
+
+        Nothing comes after an end-of-sequence token. `context` is left as it was.
+        """
+        start = len(context)
+        wanted = min(self.lookahead, limit - 1) if self.drafter else 0
+        drafted, draft = self.drafter.extend(context, wanted, draws) if self.drafter and wanted else ([], None)
+
+        began = time.perf_counter()
+        pending = torch.tensor(context[self.cache.length :] + drafted, device=self.decoder.device)
+        logits = self.decoder.forward(pending, self.cache, num_logits=len(drafted) + 1)
+        target = distribution(logits, draws.sampling)
+        accepted, token = accept(
+            pending[len(pending) - len(drafted) :], target if draft is None else draft, target, draws.generator
+        )
+        emitted = _until_end([*drafted[:accepted], token], draws.eos_token_ids)
+        self.rollback(start + len(emitted) - 1)
+        seconds = time.perf_counter() - began
+
+        self.counts.seconds += seconds
+        self.counts.passes += 1
+        self.counts.proposed += len(drafted)
+        self.counts.accepted += accepted
+        if draws.measured:
+            self.cost.observe(len(pending), seconds)
+        if drafted:
+            self.acceptance.observe(accepted, len(drafted))
+        return emitted, target[: len(emitted)]
+
+    def extend(self, context: list[int], count: int, draws: Draws) -> tuple[list[int], Tensor]:
+        """Steps until `count` tokens follow `context` or the sequence ends; tokens and distributions as of `step`."""
+        start = len(context)
+        rows = []
+        while len(context) - start < count and (len(context) == start or context[-1] not in draws.eos_token_ids):
+            emitted, target = self.step(context, count - (len(context) - start), draws)
+            context += emitted
+            rows.append(target)
+        tokens = context[start:]
+        del context[start:]
+        return tokens, rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def rollback(self, length: int) -> None:
+        """Takes this tier and those below back to the first `length` tokens, where they are further."""
+        if self.cache.length > length:
+            self.cache.rollback(length)
+        if self.drafter:
+            self.drafter.rollback(length)
+
+    def pace(self) -> float:
+        """Sets the lookahead of this tier and those below to what is expected to be fastest; seconds per token."""
+        if self.drafter is None:
+            return self.cost.seconds(1)
+        draft_seconds = self.drafter.pace()
+        best, seconds = best_length(self.cost, draft_seconds, self.acceptance.rate, self.longest)
+        if self.fixed:
+            return seconds
+        self.lookahead = best or int(self.counts.passes % PROBE_EVERY == 0)
+        return seconds
+
+
+def _until_end(tokens: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    for i, token in enumerate(tokens):
+        if token in eos_token_ids:
+            return tokens[: i + 1]
+    return tokens

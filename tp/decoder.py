@@ -1,0 +1,187 @@
+"""The one decoder (Llama shape): token ids in, logits out, attention left to the cache it is given.
+
+Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
+tokens. The decoder knows nothing of where keys live, of positions, or of sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .rope import Rope
+
+PREFILL_ROWS = 4096
+"""Rows that pass through a layer together; bounds the activations of a long prefill."""
+
+
+class Cache(Protocol):
+    """What attention talks to: keeps the keys and values of every token so far and attends new queries to them."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache; the next token stands at this position."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Appends `n` tokens to a layer and attends to them and all before, causally.
+
+        Args:
+            layer: layers are called in ascending order, each with the same tokens in one or several parts.
+            q: `[num_heads, n, head_dim]`, not yet rotated.
+            k, v: `[num_kv_heads, n, head_dim]`, keys not yet rotated.
+
+        Returns:
+            `[num_heads, n, head_dim]` in `q`'s dtype.
+        """
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Forgets every token from position `length` on, exactly as if they had never come."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of one layer; projections that share an input are one matrix."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    o: Tensor  # [hidden, num_heads * head_dim]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Decoder:
+    """A Llama-shaped decoder with its weights on one device."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.rope = Rope(config.head_dim, config.rope_theta, device)
+        self._embedding = checkpoint.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._layers = [_read_layer(config, checkpoint, i) for i in range(config.num_layers)]
+        self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
+        self._head = (
+            self._embedding
+            if config.tie_word_embeddings
+            else checkpoint.read("lm_head.weight", config.vocab_size, config.hidden_size)
+        )
+        self.dtype = self._embedding.dtype
+
+    @classmethod
+    def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """Builds the model of a Hugging Face directory.
+
+        Raises:
+            ModelError: see `ModelConfig.load` and `Checkpoint`.
+        """
+        config = ModelConfig.load(directory)
+        with Checkpoint.open(directory, dtype, device) as checkpoint:
+            return cls(config, checkpoint, device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: Cache,
+        *,
+        num_logits: int = 1,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> Tensor:
+        """Runs `n` tokens that follow those in `cache` through the model, layer by layer, and adds them to the cache.
+
+        All rows pass one layer before the next begins, so a long prompt attends while its keys are at hand.
+
+        Args:
+            token_ids: `[n]` int64.
+            num_logits: logits are computed for this many last tokens.
+            on_progress: called with the share of the work done, 0 to 1, after each part of a layer.
+
+        Returns:
+            Logits `[num_logits, vocab_size]`, float32.
+        """
+        start = cache.length
+        hidden = self._embedding[token_ids]  # [n, hidden]
+        work = _Progress(self.config, start, hidden.shape[0], on_progress)
+        for index, layer in enumerate(self._layers):
+            for rows in hidden.split(PREFILL_ROWS):
+                rows += self._attention(index, layer, rows, cache)
+                rows += self._mlp(layer, rows)
+                work.add(rows.shape[0])
+        return F.linear(self._rms_norm(hidden[-num_logits:], self._norm), self._head).float()
+
+    def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+        config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv)
+        qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads))
+        out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
+        return F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+
+    def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
+        gate, up = F.linear(self._rms_norm(rows, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, layer.down)
+
+    def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
+
+
+class _Progress:
+    """Turns rows done into the share of a forward's multiplications done, attention included."""
+
+    def __init__(self, config: ModelConfig, start: int, n: int, callback: Callable[[float], None] | None) -> None:
+        self._callback = callback
+        self._linear = config.num_parameters / config.num_layers
+        self._attention = 2 * config.num_heads * config.head_dim
+        self._start, self._n, self._row = start, n, 0
+        self._done = 0.0
+        self._total = config.num_layers * self._cost(0, n)
+
+    def _cost(self, row: int, n: int) -> float:
+        return n * (self._linear + self._attention * (self._start + row + n / 2))
+
+    def add(self, n: int) -> None:
+        if self._callback is None:
+            return
+        self._done += self._cost(self._row, n)
+        self._row = (self._row + n) % self._n
+        self._callback(min(1.0, self._done / self._total))
+
+
+def _read_layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> _Layer:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    prefix = f"model.layers.{index}."
+
+    def read(name: str, *shape: int) -> Tensor:
+        return checkpoint.read(f"{prefix}{name}.weight", *shape)
+
+    return _Layer(
+        input_norm=read("input_layernorm", hidden),
+        qkv=torch.cat(
+            (
+                read("self_attn.q_proj", config.num_heads * head_dim, hidden),
+                read("self_attn.k_proj", config.num_kv_heads * head_dim, hidden),
+                read("self_attn.v_proj", config.num_kv_heads * head_dim, hidden),
+            )
+        ),
+        o=read("self_attn.o_proj", hidden, config.num_heads * head_dim),
+        post_norm=read("post_attention_layernorm", hidden),
+        gate_up=torch.cat(
+            (
+                read("mlp.gate_proj", config.intermediate_size, hidden),
+                read("mlp.up_proj", config.intermediate_size, hidden),
+            )
+        ),
+        down=read("mlp.down_proj", hidden, config.intermediate_size),
+    )

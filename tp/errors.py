@@ -1,0 +1,21 @@
+"""Errors that a user can act on. The command line prints their message and exits with their code; bugs stay bugs."""
+
+
+class TriforceError(Exception):
+    """What went wrong, with which value, and what to do about it, in one message."""
+
+    exit_code = 1
+
+
+class UsageError(TriforceError):
+    """A request that can never work as written (exit code 2)."""
+
+    exit_code = 2
+
+
+class ModelError(TriforceError):
+    """A model directory that cannot be used: missing, unsupported, damaged."""
+
+
+class CapacityError(TriforceError):
+    """More memory or context than there is."""
