@@ -269,6 +269,7 @@ class Engine:
                 dtype=self.target.dtype,
                 device=self.target.device,
                 capacity=capacity,
+                chunk_size=self.settings.planned_chunk_size,
             )
             self._full = full
         # At least the last prompt token is run again: its logits give the first new token.

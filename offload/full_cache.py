@@ -35,11 +35,11 @@ class FullCache:
         dtype: torch.dtype,
         device: torch.device,
         capacity: int,
-        block_size: int | None = None,
+        chunk_size: int = 1,
     ) -> None:
-        """Reserves room for `capacity` tokens; memory is taken as tokens come."""
+        """Reserves room for `capacity` tokens; memory is taken as tokens come. A block is whole chunks."""
         self.config = config
-        self.block_size = block_size or block_size_for(capacity)
+        self.block_size = block_size_for(capacity, chunk_size)
         self.bytes_read = 0
         """Bytes of keys and values attended so far."""
         self._rope = rope
@@ -151,6 +151,8 @@ class FullCache:
         self._rope.reserve(capacity)
 
 
-def block_size_for(capacity: int) -> int:
-    """Tokens of a block for a context of up to `capacity`: a power of two near its fourth, 64 to `LARGEST_BLOCK`."""
-    return min(LARGEST_BLOCK, 1 << max(6, (capacity // 4).bit_length()))
+def block_size_for(capacity: int, chunk_size: int) -> int:
+    """Tokens of a block for a context of up to `capacity`: a power of two near its fourth, 64 to `LARGEST_BLOCK`,
+    raised to a multiple of `chunk_size`."""
+    size = min(LARGEST_BLOCK, 1 << max(6, (capacity // 4).bit_length()))
+    return -(-size // chunk_size) * chunk_size

@@ -76,6 +76,7 @@ class Generation(Iterator[Round]):
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self._rounds = self._run()
 
+    @torch.inference_mode()
     def __next__(self) -> Round:
         return next(self._rounds)
 

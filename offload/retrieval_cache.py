@@ -7,6 +7,7 @@ full cache has seen them, the drafting tier's own until then.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..kernels.attention import Scratch, attend
@@ -66,6 +67,7 @@ class RetrievalCache:
         self._exact = min(self._exact, length)
         self._num_means = min(self._num_means, length // self.chunk_size)
 
+    @torch.inference_mode()
     def refresh(self) -> None:
         """Chooses the chunks anew by the queries that `source` saw last, and takes the tail behind them from it."""
         length = self.source.length
@@ -84,6 +86,7 @@ class RetrievalCache:
         self._filled = [self._base] * len(self._filled)
         self.adopt()
 
+    @torch.inference_mode()
     def adopt(self) -> None:
         """Puts the full cache's keys and values in place of the tail's own, up to the last token it has seen."""
         length = self.source.length
