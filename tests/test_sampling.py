@@ -1,0 +1,97 @@
+"""The warped distribution equals transformers', and the acceptance rule alone keeps a distribution exactly."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from triforce.offload.acceptance import accept, residual
+from triforce.offload.sampling import Sampling, distribution
+from triforce.tp.errors import UsageError
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 500])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
+def test_distribution_equals_transformers(temperature, top_k, top_p):
+    logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0)) * 3
+    want = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        want = TopKLogitsWarper(top_k)(None, want)
+    if top_p < 1:
+        want = TopPLogitsWarper(top_p)(None, want)
+    got = distribution(logits, Sampling(temperature, top_p, top_k))
+    assert torch.allclose(got, want.softmax(-1), atol=1e-6)
+
+
+def test_greedy_puts_all_mass_on_the_first_largest_logit():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
+    assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)],
+)
+def test_impossible_sampling_is_refused_by_name_and_value(name, value):
+    with pytest.raises(UsageError, match=f"{name.replace('_', '-')} is {value}"):
+        Sampling(**{name: value})
+
+
+def emitted_distribution(draft, target):
+    """The distribution of the first emitted token for one proposed token, enumerated from the rule's own pieces."""
+    rest = residual(target, draft)
+    rest = rest / rest.sum()
+    stands = torch.minimum(target / draft.clamp_min(1e-30), torch.ones_like(target))
+    return draft * stands + (draft * (1 - stands)).sum() * rest
+
+
+rows = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
+
+
+@given(draft=rows, target=rows)
+@settings(max_examples=300, deadline=None)
+def test_rejection_keeps_target_distribution(draft, target):
+    p1, p2 = (torch.tensor(row, dtype=torch.float64) / sum(row) for row in (draft, target))
+    error = (emitted_distribution(p1, p2) - p2).abs().max()
+    assert error < 1e-12, f"the rule misses the target's distribution by {error}"
+
+
+class ScriptedUniform:
+    """Stands for `torch.rand`, giving the numbers it was told."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __call__(self, n, **_):
+        return torch.tensor(self.numbers[:n])
+
+
+def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypatch):
+    draft = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
+    target = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.25, 0.75], [1.0, 0.0]])
+    generator = torch.Generator().manual_seed(0)
+    proposed = torch.tensor([0, 0, 1])  # each stands with probability 0.5, 0.5, 1
+    for pattern, want in (
+        ((0.49, 0.49, 0.99), (3, 0)),
+        ((0.49, 0.51, 0.99), (1, 1)),
+        ((0.51, 0.1, 0.1), (0, 1)),
+    ):
+        monkeypatch.setattr(torch, "rand", ScriptedUniform(pattern))
+        assert accept(proposed, draft, target, generator) == want
+
+
+def test_nothing_proposed_draws_from_the_target():
+    target = torch.tensor([[0.0, 0.0, 1.0]])
+    empty = torch.empty(0, dtype=torch.int64)
+    assert accept(empty, target, target, torch.Generator()) == (0, 2)
+
+
+def test_equal_distributions_always_stand():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.softmax(torch.randn(9, 6, generator=generator), -1)
+    for proposed in itertools.islice(itertools.permutations(range(6)), 200):
+        accepted, _ = accept(torch.tensor(proposed), rows[:6], rows[:7], generator)
+        assert accepted == 6
