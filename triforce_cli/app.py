@@ -1,0 +1,126 @@
+"""The `triforce` command: its subcommands, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from ..tp.errors import TriforceError
+from .doctor import doctor
+from .generate import EPILOG, generate
+from .models import models
+from .stopping import Stop, stop_on_signals
+
+app = typer.Typer(
+    name="triforce",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Reads a long text and writes what follows, [bold]losslessly[/]: every token is drawn from the model's own "
+    "distribution over its full context, only several at a time.",
+    epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
+)
+app.command(epilog=EPILOG)(generate)
+app.command()(models)
+app.command()(doctor)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"triforce {version('triforce-cli')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Options of the command itself; `main` looks at `--debug` wherever it stands."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with stop_on_signals():
+        code = _run(arguments)
+    sys.exit(_flushed(code))
+
+
+def _run(arguments: list[str]) -> int:
+    debug = "--debug" in arguments
+    try:
+        result = app(args=arguments, prog_name="triforce", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Stop as stop:
+        if stop.message:
+            _complain(stop.message)
+        return stop.exit_code
+    except TriforceError as error:
+        if debug:
+            traceback.print_exc()
+        _complain(f"error: {error}")
+        return error.exit_code
+    except typer.Abort:
+        _complain("interrupted")
+        return 130
+    except Exception as error:
+        usage = _usage_message(error)
+        if usage is not None:
+            if usage:
+                _complain(usage)
+            return 2
+        if debug:
+            traceback.print_exc()
+        _complain(f"error: {type(error).__name__}: {_one_line(error)}")
+        if not debug:
+            _complain("this is not an error that triforce expects; run again with --debug for the traceback")
+        return 1
+
+
+def _usage_message(error: Exception) -> str | None:
+    """The message of an error of the option parser, `None` for any other."""
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        return None
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return ""  # making this error has printed the help
+    context = getattr(error, "ctx", None)
+    return f"error: {format_message()}\nsee {context.command_path if context else 'triforce'} --help"
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "(no message)"
+
+
+def _complain(message: str) -> None:
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        return  # stderr is gone; the exit code still tells
+
+
+def _flushed(code: int) -> int:
+    """Flushes stdout; a reader that went away is no error here, and the interpreter must not complain about it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:
+        _complain(f"error: standard output cannot be written: {error}")
+        return code or 1
+    return code
+
+
+if __name__ == "__main__":
+    main()

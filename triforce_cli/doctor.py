@@ -1,0 +1,180 @@
+"""`triforce doctor`: what this machine and this installation have, what is missing, and the command that adds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..tp.registry import EMBEDDED, find_pair
+
+_EXTRAS = {
+    "flash-attn": ("cuda", "faster attention on NVIDIA GPUs"),
+    "triton": ("cuda", "compiled kernels on NVIDIA GPUs"),
+    "matplotlib": ("plot", "plots of benchmarks"),
+    "deepspeed": ("deepspeed", "the DeepSpeed baseline"),
+    "llama-cpp-python": ("llama-cpp", "the llama.cpp baseline"),
+}
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "typer", "rich", "psutil")
+
+
+@dataclass
+class Findings:
+    """What was found. `broken` holds what keeps `triforce generate` from running, `missing` what would add to it; each
+    with the command that helps."""
+
+    versions: dict[str, str | None] = field(default_factory=dict)
+    cpu: dict[str, Any] = field(default_factory=dict)
+    cuda: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    embedded_pair: bool = False
+    broken: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
+) -> None:
+    """Says what is there (versions, processor, GPUs, memory), what is missing, and the command that adds it.
+
+    Exits 1 if something that [cyan]triforce generate[/] needs is broken.
+    """
+    findings = examine()
+    print(json.dumps(asdict(findings), indent=2) if as_json else describe(findings))
+    if findings.broken:
+        raise typer.Exit(1)
+
+
+def examine() -> Findings:
+    """Looks at everything; a part that fails becomes a finding."""
+    found = Findings()
+    found.versions = {"triforce-cli": version("triforce-cli"), "python": platform.python_version()}
+    for name in _NEEDED:
+        found.versions[name] = _version(name)
+        if found.versions[name] is None:
+            found.broken.append(f"{name} is not installed: pip install --force-reinstall triforce-cli")
+    found.cpu = _cpu()
+    found.cuda = _cuda(found)
+    _look_at_memory(found)
+    _look_at_embedded(found)
+    for name, (extra, purpose) in _EXTRAS.items():
+        found.versions[name] = _version(name)
+        if found.versions[name] is None and (extra != "cuda" or found.cuda):
+            found.missing.append(f"{name} ({purpose}): pip install 'triforce-cli[{extra}]'")
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> dict[str, Any]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    listed = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set(listed.group(1).split()) if listed else set()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": name.group(1) if name else platform.processor() or platform.machine(),
+        "cores": usable,
+        "features": [flag for flag in _CPU_FLAGS if flag in flags],
+    }
+
+
+def _cuda(found: Findings) -> list[dict[str, Any]]:
+    """CUDA devices as PyTorch sees them; a GPU that it cannot use is something missing."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")
+        return []
+    if not torch.cuda.is_available():
+        if Path("/proc/driver/nvidia/version").exists():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            found.missing.append(
+                f"an NVIDIA driver is here, but PyTorch {torch.__version__} ({built}) sees no device: "
+                "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
+            )
+        return []
+    devices: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+        except RuntimeError as error:
+            found.missing.append(f"CUDA device {index} does not answer ({error}): see nvidia-smi")
+            continue
+        devices.append({"index": index, "name": name, "total_bytes": total, "free_bytes": free})
+    return devices
+
+
+def _look_at_memory(found: Findings) -> None:
+    try:
+        import psutil
+    except ImportError:
+        return
+    memory = psutil.virtual_memory()
+    found.memory = {
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def _look_at_embedded(found: Findings) -> None:
+    """The default run's model: its files are there and their tensors are as its configuration says."""
+    try:
+        import torch
+
+        from ..tp.decoder import Decoder
+        from .tokenizer import Tokenizer
+
+        target, draft = find_pair(EMBEDDED)
+        for directory in (target, draft):
+            if directory is not None:
+                Decoder.load(directory, dtype=torch.bfloat16, device=torch.device("cpu"))
+        Tokenizer.load(target)
+    except Exception as error:  # whatever is wrong with it, the rest of the report is wanted
+        found.broken.append(f"the embedded model pair: {error}; pip install --force-reinstall triforce-cli")
+        return
+    found.embedded_pair = True
+
+
+def describe(found: Findings) -> str:
+    """The findings for people."""
+    from ..offload.memory import gib
+
+    lines = [f"{name:<18}{number or 'not installed'}" for name, number in found.versions.items()]
+    features = f" ({', '.join(found.cpu['features'])})" if found.cpu["features"] else ""
+    lines += ["", f"{'processor':<18}{found.cpu['name']}, {found.cpu['cores']} cores{features}"]
+    if found.memory:
+        sizes = {key: gib(size) for key, size in found.memory.items()}
+        lines.append(f"{'memory':<18}{sizes['available_bytes']} available of {sizes['total_bytes']}")
+        lines.append(f"{'disk, here':<18}{sizes['disk_free_bytes']} free")
+    for device in found.cuda:
+        sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
+        lines.append(f"{'CUDA device ' + str(device['index']):<18}{device['name']}, {sizes}")
+    if not found.cuda:
+        lines.append(f"{'CUDA devices':<18}none; models run on the processor")
+    lines.append(f"{'embedded model':<18}{'there, and it loads' if found.embedded_pair else 'broken'}")
+    for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
+        if entries:
+            lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]
+    lines += ["", "something needed is broken" if found.broken else "triforce generate can run here"]
+    return "\n".join(lines)

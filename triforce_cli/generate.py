@@ -1,0 +1,254 @@
+"""`triforce generate`: its options, and everything about them that can be checked before PyTorch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..tp.errors import UsageError
+from ..tp.registry import EMBEDDED, find_pair
+from .options import (
+    Device,
+    Dtype,
+    Tiers,
+    Truncate,
+    complete_auto,
+    complete_draft,
+    complete_model,
+    complete_refresh,
+    gibibytes,
+    whole_number,
+)
+
+_PROMPT, _MODEL, _SAMPLING = "Prompt", "Model and machine", "Sampling"
+_SPECULATION, _OUTPUT = "Speculation (planned, then adapted; a number fixes it)", "Output"
+
+EPILOG = """[bold]Examples[/]
+
+  The embedded model goes on with a built-in text:
+  [cyan]triforce generate[/]
+
+  A book, and what might follow it:
+  [cyan]triforce generate --prompt-file book.txt --truncate head[/]
+
+  A question about a book, the answer in a file:
+  [cyan]triforce generate --model DIR --prompt-file book.txt --ask "Who is Levin?" > answer.txt[/]
+
+  From a pipe:
+  [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
+
+  For a script, one JSON document, the same every time:
+  [cyan]triforce generate --prompt-file book.txt --temperature 0 --json - | jq .tbt_ms.mean[/]
+
+  With lengths fixed by hand, against plain decoding:
+  [cyan]triforce generate --draft-length 4 --block-length 12 --budget 1024[/]
+  [cyan]triforce generate --tiers 1[/]
+"""
+
+
+def generate(
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Text to go on from; [bold]-[/] is stdin.", rich_help_panel=_PROMPT),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The same, given here.", rich_help_panel=_PROMPT)
+    ] = None,
+    ask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A question or an instruction put after the text, through the model's chat template if it has one.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    truncate: Annotated[
+        Truncate,
+        typer.Option(
+            help="What of a text too long for the model is dropped; never the question.", rich_help_panel=_PROMPT
+        ),
+    ] = Truncate.ERROR,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="M",
+            help="A preset ([bold]triforce models[/] lists them) or a directory.",
+            autocompletion=complete_model,
+            rich_help_panel=_MODEL,
+        ),
+    ] = EMBEDDED,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D",
+            help="The small model that drafts, likewise; [bold]none[/] runs two tiers. "
+            "Default: the preset's own, none for a directory.",
+            autocompletion=complete_draft,
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Where it runs; auto is CUDA where there is one.", rich_help_panel=_MODEL)
+    ] = Device.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of weights and cache; auto is the checkpoint's.", rich_help_panel=_MODEL)
+    ] = Dtype.AUTO,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks.", rich_help_panel=_MODEL)] = 1,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Length of what is written.", rich_help_panel=_SAMPLING)
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)
+    ] = 0.6,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="P",
+            help="Keep the likeliest tokens up to this mass; 1 is off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = 0.9,
+    top_k: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Gives the same text again. Default: drawn, and reported.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Write to the full length.", rich_help_panel=_SAMPLING)
+    ] = False,
+    tiers: Annotated[
+        Tiers,
+        typer.Option(
+            help="3: small model, then the model on chosen parts of the cache, then on all of it; "
+            "2: without the small one; 1: plain decoding.",
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = Tiers.THREE,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Tokens of the cache that the middle tier sees.",
+            autocompletion=complete_auto,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    chunk_size: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Tokens that are chosen together.",
+            autocompletion=complete_auto,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    draft_length: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Tokens that the small model drafts at a time.",
+            autocompletion=complete_auto,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    block_length: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Tokens that one pass over the full cache verifies.",
+            autocompletion=complete_auto,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    refresh: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|round|N|never",
+            help="When those are chosen anew: on a drop of acceptance, every round, every N rounds, never.",
+            autocompletion=complete_refresh,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    resident: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|GIB",
+            help="GiB of the cache kept on each GPU.",
+            autocompletion=complete_auto,
+            rich_help_panel=_SPECULATION,
+        ),
+    ] = "auto",
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Live display, on a terminal.", rich_help_panel=_OUTPUT)
+    ] = True,
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Statistics, token ids and text as JSON; [bold]-[/] is stdout, which then holds nothing else.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.", rich_help_panel=_OUTPUT)] = False,
+) -> None:
+    """Goes on with a text, or answers a question about it.
+
+    The text goes to stdout as it is accepted, everything else to stderr.
+    [bold]Ctrl-C[/] stops; what was written by then is kept.
+    """
+    from .output import JsonFile
+    from .prompt import read_source
+    from .report import tell
+
+    lengths = {
+        "budget": whole_number("--budget", budget, "tokens"),
+        "chunk_size": whole_number("--chunk-size", chunk_size, "tokens"),
+        "draft_length": whole_number("--draft-length", draft_length, "tokens"),
+        "block_length": whole_number("--block-length", block_length, "tokens"),
+    }
+    if ask is not None and not ask.strip():
+        raise UsageError("--ask is empty; give a question or an instruction")
+    gib = gibibytes("--resident", resident)
+    directories = find_pair(model, draft)
+    with JsonFile.prepare(json_path) as json_file:
+        source = read_source(prompt_file, prompt, tell)
+
+        from .run import Request, run
+
+        run(
+            Request(
+                source=source,
+                ask=ask,
+                truncate=truncate.value,
+                model=model,
+                draft=draft,
+                directories=directories,
+                device=device.value,
+                dtype=dtype.value,
+                gpus=gpus,
+                resident=gib,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed,
+                ignore_eos=ignore_eos,
+                tiers=int(tiers.value),
+                refresh=refresh,
+                live=live,
+                **lengths,
+            ),
+            json_file,
+        )

@@ -1,0 +1,128 @@
+"""What people read on stderr before and after a run, and while the prompt is read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..offload import Engine
+    from .prompt import Prompt
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def tell(note: str) -> None:
+    """One line for people."""
+    print(note, file=sys.stderr, flush=True)
+
+
+def report_choices(
+    console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
+) -> None:
+    """What will run where, in a few lines, before it does."""
+    import psutil
+
+    from ..offload.engine import device_name
+    from ..offload.memory import gib, plan_memory
+
+    target, draft, settings = engine.target, engine.draft, engine.settings
+    tokens = len(prompt.token_ids)
+    capacity = tokens + max_new_tokens
+    budget = settings.budget_for(capacity)
+    plan = plan_memory(
+        target.config,
+        draft.config if draft else None,
+        dtype=target.dtype,
+        context=capacity,
+        budget=budget,
+        chunk_size=settings.planned_chunk_size,
+    )
+    tiers = [f"the full cache of {capacity:,} tokens"]
+    if budget:
+        tiers.insert(0, f"{min(budget, capacity):,} tokens chosen from it")
+        if draft:
+            tiers.insert(0, f"a draft model of {draft.config.num_parameters / 1e6:.1f} M parameters")
+    dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
+    dtype = str(target.dtype).removeprefix("torch.")
+    million = target.config.num_parameters / 1e6
+    rows = {
+        "model": f"{model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}",
+        "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
+        "tiers": ", then ".join(tiers),
+        "memory": f"{gib(plan.total)} planned (KV cache {gib(plan.kv)}) of {gib(psutil.virtual_memory().available)}",
+    }
+    _print_rows(console, rows)
+
+
+@contextmanager
+def prefill_progress(console: Console, tokens: int) -> Iterator[Callable[[float], None]]:
+    """A function to call with the share of the prompt read: a bar with the time left, or lines where no terminal is."""
+    if not console.is_terminal:
+        yield _progress_lines(tokens)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("reading {task.fields[tokens]:,} tokens"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as progress:
+        task = progress.add_task("", total=1.0, tokens=tokens)
+        yield lambda share: progress.update(task, completed=share)
+
+
+def _progress_lines(tokens: int) -> Callable[[float], None]:
+    began = told = time.monotonic()
+
+    def on_progress(share: float) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if 0 < share < 1 and now - told >= _SECONDS_BETWEEN_LINES:
+            told = now
+            left = (now - began) * (1 - share) / share
+            tell(f"reading {tokens:,} tokens: {share:.0%}, about {left:.0f} s left")
+
+    return on_progress
+
+
+def report_statistics(console: Console, stats: dict[str, Any]) -> None:
+    """What a run's JSON says, in a few lines."""
+    from ..offload.memory import gib
+
+    tbt, accepted, seconds, link, memory = (stats[key] for key in ("tbt_ms", "acceptance", "time_s", "link", "memory"))
+    settings = stats["settings"]
+    endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
+    rows = {
+        "written": f"{stats['new_tokens']:,} tokens, {endings[stats['finish_reason']]}; seed {stats['seed']}",
+        "TTFT": f"{stats['ttft_s']:.2f} s for a prompt of {stats['prompt_tokens']:,} tokens",
+    }
+    if stats["rounds"]:
+        times = ", ".join(f"{name} {tbt[name]:.1f}" for name in ("mean", "p50", "p95"))
+        rows["TBT"] = f"{times} ms ({stats['tokens_per_s']:.1f} tokens/s)"
+        if settings["tiers"] > 1:
+            shares = [f"{name} {accepted[name]:.0%}" for name in ("draft", "retrieval") if accepted[name] is not None]
+            per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
+            rows["accepted"] = ", ".join([*shares, per_round])
+        total = max(sum(seconds.values()), 1e-9)
+        rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
+        rows["KV read"] = f"{link['bytes_streamed'] / 1e9:.2f} GB at {link['gb_per_s']:.1f} GB/s"
+    device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
+    rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
+    _print_rows(console, rows)
+
+
+def _print_rows(console: Console, rows: dict[str, str]) -> None:
+    """Labels and values. Lines are left to the terminal to wrap: logs keep them whole."""
+    from rich.text import Text
+
+    for label, value in rows.items():
+        console.print(Text.assemble((f"{label:<10}", "dim"), value), soft_wrap=True)

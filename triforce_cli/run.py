@@ -1,0 +1,183 @@
+"""One run of `triforce generate`: from a checked request to text, live display, statistics and JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..offload import Engine, Generation, Round, Sampling
+from ..offload.engine import check_draft
+from ..tp.config import ModelConfig
+from ..tp.errors import TriforceError
+from .live import LiveDisplay
+from .output import JsonFile, TextOutput
+from .prompt import Source, build_prompt
+from .report import prefill_progress, report_choices, report_statistics
+from .stopping import HeldSignals, Stop
+from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, in the words of the options; `None` is `auto`."""
+
+    source: Source
+    ask: str | None
+    truncate: str
+    model: str
+    draft: str | None
+    directories: tuple[Path, Path | None]
+    device: str
+    dtype: str
+    gpus: int
+    resident: float | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    ignore_eos: bool
+    tiers: int
+    budget: int | None
+    chunk_size: int | None
+    draft_length: int | None
+    block_length: int | None
+    refresh: str
+    live: bool
+
+
+def run(request: Request, json_file: JsonFile) -> None:
+    """Generates, and writes everything where it belongs.
+
+    Raises:
+        TriforceError: the request cannot be met; nothing was written.
+        Stop: the run was interrupted, after its text, its statistics and its JSON are out.
+    """
+    console = Console(stderr=True, highlight=False)
+    sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
+    target, draft = request.directories
+    config = ModelConfig.load(target)
+    if draft and request.tiers == 3:
+        check_draft(config, ModelConfig.load(draft))
+        check_same_vocabulary(target, draft)
+    tokenizer = Tokenizer.load(target)
+    prompt = build_prompt(request.source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
+    engine = Engine.load(
+        request.model,
+        draft=request.draft,
+        device=request.device,
+        dtype=request.dtype,
+        gpus=request.gpus,
+        resident=request.resident,
+        context=len(prompt.token_ids) + request.max_new_tokens,
+        tiers=request.tiers,
+        budget=request.budget,
+        chunk_size=request.chunk_size,
+        draft_length=request.draft_length,
+        block_length=request.block_length,
+        refresh=request.refresh,
+    )
+    report_choices(console, engine, request.model, request.source.name, prompt, request.max_new_tokens)
+    with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
+        generation = engine.stream(
+            prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
+        )
+        next(generation)  # its token is taken from the statistics, like all others
+    _write(request, console, generation, tokenizer, json_file)
+
+
+def _write(
+    request: Request,
+    console: Console,
+    generation: Generation,
+    tokenizer: Tokenizer,
+    json_file: JsonFile,
+) -> None:
+    """Decodes to the end or to a `Stop`; either way text, statistics and JSON go out before it is raised again."""
+    live = request.live and LiveDisplay.possible(console)
+    output = None if json_file.on_stdout else TextOutput(deferred=live and _one_terminal())
+    text = TextStream(tokenizer.decode)
+    ended: BaseException | None = None
+    with HeldSignals() as signals:
+        try:
+            with (
+                LiveDisplay(console, generation, request.model, request.max_new_tokens)
+                if live
+                else nullcontext() as display
+            ):
+                _decode(generation, signals, text, output, display)
+        except (Stop, Exception) as error:
+            signals.hold()
+            ended = error
+        ended = _finish(console, generation, text, output, json_file, ended)
+    if ended is not None:
+        raise ended
+
+
+def _decode(
+    generation: Generation,
+    signals: HeldSignals,
+    text: TextStream,
+    output: TextOutput | None,
+    display: LiveDisplay | None,
+) -> None:
+    event: Round | None = None
+    while True:
+        piece = text.push(generation.statistics.token_ids[text.num_tokens :])
+        if output:
+            output.write(piece)
+        if display:
+            display.note(piece, event)
+        signals.allow()
+        event = next(generation, None)
+        signals.hold()
+        if event is None:
+            return
+
+
+def _finish(
+    console: Console,
+    generation: Generation,
+    text: TextStream,
+    output: TextOutput | None,
+    json_file: JsonFile,
+    ended: BaseException | None,
+) -> BaseException | None:
+    """Writes what is left to write, whatever fails on the way; the first thing that ended the run is returned."""
+    piece = text.push(generation.statistics.token_ids[text.num_tokens :]) + text.flush()
+    try:
+        if output:
+            output.write(piece)
+            output.close()
+    except Stop as stop:
+        ended = ended or stop
+    stats = generation.stats()
+    try:
+        json_file.write(_with_text(stats, text.text))
+    except (TriforceError, Stop) as error:
+        ended = ended or error
+    report_statistics(console, stats)
+    return ended
+
+
+def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
+    """The JSON with the text behind the ids it is made of."""
+    document: dict[str, Any] = {}
+    for key, value in stats.items():
+        document[key] = value
+        if key == "token_ids":
+            document["text"] = text
+    return document
+
+
+def _one_terminal() -> bool:
+    """Whether stdout and stderr are the same terminal."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return False
+    return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
