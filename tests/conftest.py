@@ -18,3 +18,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """Directories of a tiny target and its draft, with a tokenizer."""
+    from command import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("pair"))

@@ -17,7 +17,7 @@ from .wrapping import WrappedText
 
 Line = list[Segment]
 
-SIDE_BY_SIDE = 120
+SIDE_BY_SIDE = 144
 """Columns from which the numbers stand beside the text instead of below it."""
 
 _SIDE_WIDTH = 62
@@ -190,17 +190,17 @@ def _time_bar(s: Snapshot, width: int) -> Line:
 
 
 def _time_legend(s: Snapshot, width: int) -> list[Line]:
-    """What the bar's parts are, in as many lines as they take."""
+    """What the bar's parts are, in as many lines as they take: one of 76 cells, whatever the shares."""
     lines: list[Line] = [_labelled("", [])]
     used = _LABEL
     for name, share in _shares(s):
         glyph, style = _PARTS[name]
-        entry = f"{name} {share:.0%}  "
-        if used + len(entry) > width and used > _LABEL:
+        entry = f" {name} {share:.0%} "
+        if used + len(entry) > width and used > _LABEL:  # the blank at the end of a line may be cut
             lines.append(_labelled("", []))
             used = _LABEL
-        lines[-1] += [Segment(f"{glyph} ", style), Segment(entry)]
-        used += len(entry) + 2
+        lines[-1] += [Segment(glyph, style), Segment(entry)]
+        used += len(entry) + 1
     return lines
 
 

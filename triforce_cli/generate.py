@@ -12,14 +12,17 @@ from ..tp.registry import EMBEDDED, find_pair
 from .options import (
     Device,
     Dtype,
+    Request,
     Tiers,
     Truncate,
+    auto_or_whole,
     complete_auto,
     complete_draft,
     complete_model,
     complete_refresh,
     gibibytes,
-    whole_number,
+    real,
+    whole,
 )
 
 _PROMPT, _MODEL, _SAMPLING = "Prompt", "Model and machine", "Sampling"
@@ -31,16 +34,16 @@ EPILOG = """[bold]Examples[/]
   [cyan]triforce generate[/]
 
   A book, and what might follow it:
-  [cyan]triforce generate --prompt-file book.txt --truncate head[/]
+  [cyan]triforce generate --prompt-file book.txt --truncate head > more.txt[/]
 
-  A question about a book, the answer in a file:
-  [cyan]triforce generate --model DIR --prompt-file book.txt --ask "Who is Levin?" > answer.txt[/]
+  A question about a book, to a larger model:
+  [cyan]triforce generate --model DIR --prompt-file book.txt --ask "Who is Levin?"[/]
 
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
 
   For a script, one JSON document, the same every time:
-  [cyan]triforce generate --prompt-file book.txt --temperature 0 --json - | jq .tbt_ms.mean[/]
+  [cyan]triforce generate --prompt-file book.txt --temperature 0 --json - | jq .tbt_ms[/]
 
   With lengths fixed by hand, against plain decoding:
   [cyan]triforce generate --draft-length 4 --block-length 12 --budget 1024[/]
@@ -93,32 +96,32 @@ def generate(
         Device, typer.Option(help="Where it runs; auto is CUDA where there is one.", rich_help_panel=_MODEL)
     ] = Device.AUTO,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of weights and cache; auto is the checkpoint's.", rich_help_panel=_MODEL)
-    ] = Dtype.AUTO,
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks.", rich_help_panel=_MODEL)] = 1,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Length of what is written.", rich_help_panel=_SAMPLING)
-    ] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)
-    ] = 0.6,
-    top_p: Annotated[
-        float,
+        Dtype,
         typer.Option(
-            min=0,
-            max=1,
+            metavar="TYPE",
+            help="Of weights and cache: float32, bfloat16, float16; auto is the checkpoint's.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = Dtype.AUTO,
+    gpus: Annotated[str, typer.Option(metavar="N", help="Ranks.", rich_help_panel=_MODEL)] = "1",
+    max_new_tokens: Annotated[
+        str, typer.Option(metavar="N", help="Length of what is written.", rich_help_panel=_SAMPLING)
+    ] = "256",
+    temperature: Annotated[str, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING)] = "0.6",
+    top_p: Annotated[
+        str,
+        typer.Option(
             metavar="P",
             help="Keep the likeliest tokens up to this mass; 1 is off.",
             rich_help_panel=_SAMPLING,
         ),
-    ] = 0.9,
+    ] = "0.9",
     top_k: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Keep the K likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)
-    ] = 0,
+        str, typer.Option(metavar="K", help="Keep the K likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING)
+    ] = "0",
     seed: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=0,
             metavar="S",
             help="Gives the same text again. Default: drawn, and reported.",
             rich_help_panel=_SAMPLING,
@@ -212,43 +215,35 @@ def generate(
     from .prompt import read_source
     from .report import tell
 
-    lengths = {
-        "budget": whole_number("--budget", budget, "tokens"),
-        "chunk_size": whole_number("--chunk-size", chunk_size, "tokens"),
-        "draft_length": whole_number("--draft-length", draft_length, "tokens"),
-        "block_length": whole_number("--block-length", block_length, "tokens"),
-    }
+    request = Request(
+        ask=ask,
+        truncate=truncate.value,
+        model=model,
+        draft=draft,
+        device=device.value,
+        dtype=dtype.value,
+        gpus=whole("--gpus", gpus, 1),
+        resident=gibibytes("--resident", resident),
+        max_new_tokens=whole("--max-new-tokens", max_new_tokens, 1),
+        temperature=real("--temperature", temperature),
+        top_p=real("--top-p", top_p),
+        top_k=whole("--top-k", top_k, 0),
+        seed=None if seed is None else whole("--seed", seed, 0),
+        ignore_eos=ignore_eos,
+        tiers=int(tiers.value),
+        budget=auto_or_whole("--budget", budget),
+        chunk_size=auto_or_whole("--chunk-size", chunk_size),
+        draft_length=auto_or_whole("--draft-length", draft_length),
+        block_length=auto_or_whole("--block-length", block_length),
+        refresh=refresh,
+        live=live,
+    )
     if ask is not None and not ask.strip():
         raise UsageError("--ask is empty; give a question or an instruction")
-    gib = gibibytes("--resident", resident)
     directories = find_pair(model, draft)
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
 
-        from .run import Request, run
+        from .run import run
 
-        run(
-            Request(
-                source=source,
-                ask=ask,
-                truncate=truncate.value,
-                model=model,
-                draft=draft,
-                directories=directories,
-                device=device.value,
-                dtype=dtype.value,
-                gpus=gpus,
-                resident=gib,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                ignore_eos=ignore_eos,
-                tiers=int(tiers.value),
-                refresh=refresh,
-                live=live,
-                **lengths,
-            ),
-            json_file,
-        )
+        run(request, source, directories, json_file)

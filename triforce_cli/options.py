@@ -1,7 +1,8 @@
-"""What the options of commands have in common: their words, their checks, their completion in a shell."""
+"""What options take (words, numbers), checked into a `Request`, and completed in a shell."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -35,17 +36,73 @@ class Truncate(StrEnum):
     MIDDLE = "middle"
 
 
-def whole_number(option: str, value: str, unit: str) -> int | None:
-    """The value of an option that takes `auto` (`None`) or a number of `unit` from 1.
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, in the words of the options; `None` is `auto`."""
+
+    ask: str | None
+    truncate: str
+    model: str
+    draft: str | None
+    device: str
+    dtype: str
+    gpus: int
+    resident: float | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    ignore_eos: bool
+    tiers: int
+    budget: int | None
+    chunk_size: int | None
+    draft_length: int | None
+    block_length: int | None
+    refresh: str
+    live: bool
+
+
+def whole(option: str, value: str, least: int) -> int:
+    """The value of an option that takes whole numbers. Options come as text: what the parser says of a bad number
+    does not name it.
+
+    Raises:
+        UsageError: anything else, or less than `least`.
+    """
+    try:
+        number = int(value)
+    except ValueError:
+        number = least - 1
+    if number >= least:
+        return number
+    raise UsageError(f"{option} is {value!r}; it is a whole number from {least}")
+
+
+def real(option: str, value: str) -> float:
+    """The value of an option that takes numbers.
+
+    Raises:
+        UsageError: anything else.
+    """
+    try:
+        return float(value)
+    except ValueError as error:
+        raise UsageError(f"{option} is {value!r}; it is a number") from error
+
+
+def auto_or_whole(option: str, value: str) -> int | None:
+    """The value of an option that takes `auto` (`None`) or a number of tokens from 1.
 
     Raises:
         UsageError: anything else.
     """
     if value == "auto":
         return None
-    if value.isascii() and value.isdecimal() and int(value) >= 1:
-        return int(value)
-    raise UsageError(f"{option} is {value!r}; it is auto or a whole number of {unit} from 1")
+    try:
+        return whole(option, value, 1)
+    except UsageError as error:
+        raise UsageError(f"{option} is {value!r}; it is auto or a whole number of tokens from 1") from error
 
 
 def gibibytes(option: str, value: str) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..offload.engine import check_draft
 from ..tp.config import ModelConfig
 from ..tp.errors import TriforceError
 from .live import LiveDisplay
+from .options import Request
 from .output import JsonFile, TextOutput
 from .prompt import Source, build_prompt
 from .report import prefill_progress, report_choices, report_statistics
@@ -23,37 +23,8 @@ from .stopping import HeldSignals, Stop
 from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, in the words of the options; `None` is `auto`."""
-
-    source: Source
-    ask: str | None
-    truncate: str
-    model: str
-    draft: str | None
-    directories: tuple[Path, Path | None]
-    device: str
-    dtype: str
-    gpus: int
-    resident: float | None
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    ignore_eos: bool
-    tiers: int
-    budget: int | None
-    chunk_size: int | None
-    draft_length: int | None
-    block_length: int | None
-    refresh: str
-    live: bool
-
-
-def run(request: Request, json_file: JsonFile) -> None:
-    """Generates, and writes everything where it belongs.
+def run(request: Request, source: Source, directories: tuple[Path, Path | None], json_file: JsonFile) -> None:
+    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
 
     Raises:
         TriforceError: the request cannot be met; nothing was written.
@@ -61,13 +32,13 @@ def run(request: Request, json_file: JsonFile) -> None:
     """
     console = Console(stderr=True, highlight=False)
     sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
-    target, draft = request.directories
+    target, draft = directories
     config = ModelConfig.load(target)
     if draft and request.tiers == 3:
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
-    prompt = build_prompt(request.source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
+    prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
     engine = Engine.load(
         request.model,
         draft=request.draft,
@@ -83,7 +54,7 @@ def run(request: Request, json_file: JsonFile) -> None:
         block_length=request.block_length,
         refresh=request.refresh,
     )
-    report_choices(console, engine, request.model, request.source.name, prompt, request.max_new_tokens)
+    report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
     with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
         generation = engine.stream(
             prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
@@ -107,7 +78,7 @@ def _write(
     with HeldSignals() as signals:
         try:
             with (
-                LiveDisplay(console, generation, request.model, request.max_new_tokens)
+                LiveDisplay(console, generation, Path(request.model).name, request.max_new_tokens)
                 if live
                 else nullcontext() as display
             ):
