@@ -131,6 +131,8 @@ def build_prompt(
         check_context(config, len(token_ids), max_new_tokens)
         return Prompt(token_ids)
 
+    if truncate == "tail":  # what now stands before the question need not end with a line
+        before, after, special = _surroundings("", ask, tokenizer)
     # Encoded in three parts, so that the cut falls inside the context whatever the tokens at its borders are.
     context = tokenizer.encode(source.text, False)
     first = tokenizer.encode(before, special)
