@@ -1,0 +1,334 @@
+"""The Llama-shaped decoder that `train_pair.py` trains, and its optimisers.
+
+Parameter names are those of `transformers`' `LlamaForCausalLM`, so a state dict saved from here opens there. The
+class exists because training wants what that class does not offer: positions with gaps inside one sequence
+(transformers takes a jump for the border of a packed sequence), blocks that compile as one region, and a loss that
+never holds all logits at once. Nothing here knows about texts, tokenizers or schedules.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LOGIT_PER_FREQUENCY = 6.0  # of the planted look at the token before, per RoPE frequency used
+LOGIT_OF_MATCH = 25.0  # of the planted match of a token with its code
+LOSS_ROWS = 2048  # rows of logits held at a time: 2,048 x 4,096 floats are 32 MB
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder; `width` is the hidden size and `mlp` the width inside the MLP."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocab: int = 4096
+    rope_theta: float = 1e6
+    max_positions: int = 131072
+    eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def matmul_weights(self) -> int:
+        """Weights multiplied for one token, the output projection included: the cost of a token without attention."""
+        return self.layers * (4 * self.width**2 + 3 * self.width * self.mlp) + self.vocab * self.width
+
+    def config(self) -> dict:
+        """The contents of the `config.json` that describes this shape."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "dtype": "bfloat16",
+        }
+
+
+TARGET = Shape(layers=6, width=256, heads=4, mlp=688)
+DRAFT = Shape(layers=2, width=96, heads=3, mlp=192)
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE at `positions` [B, n], each [B, 1, n, head_dim] in float32."""
+    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions[:, None, :, None].float() * inverse
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split layout of Llama checkpoints; x: [B, heads, n, head_dim]."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, crowd: Tensor | None) -> Tensor:
+    """Causal attention, all [B, heads, n, head_dim]; `crowd` [B, n] is added to every logit of a key.
+
+    A key with log(w) added counts as w keys, so a sample of 8K can be attended as one of 32K whose far part is this
+    part w times over: the model learns to keep its attention off the crowd without paying for the crowd. The addend
+    travels as one more dimension of the heads (eight, for alignment), which keeps the fused causal kernels usable.
+    """
+    if crowd is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    head_dim = q.shape[-1]
+    one = torch.full_like(q[..., :1], head_dim**0.5)
+    extra = crowd[:, None, :, None].to(k.dtype).expand_as(k[..., :1])
+    q, k, v = (
+        F.pad(torch.cat((q, one), -1), (0, 7)),
+        F.pad(torch.cat((k, extra), -1), (0, 7)),
+        F.pad(v, (0, 8)),
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=head_dim**-0.5)
+    return out[..., :head_dim]
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention over the whole sequence."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(shape.width, shape.width, bias=False))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor | None) -> Tensor:
+        batch, n, width = x.shape
+        q, k, v = (
+            project(x).view(batch, n, self.heads, -1).transpose(1, 2)  # [B, heads, n, head_dim]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, crowd)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, n, width))
+
+
+class Mlp(nn.Module):
+    """The SwiGLU feed-forward of Llama."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.width, shape.mlp, bias=False)
+        self.up_proj = nn.Linear(shape.width, shape.mlp, bias=False)
+        self.down_proj = nn.Linear(shape.mlp, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and MLP, each behind an RMSNorm and added to the residual stream."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, crowd)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Token ids [B, n] and positions [B, n] to normalised hidden states [B, n, width]; `logits` projects those."""
+
+    def __init__(self, shape: Shape, compiled: bool = False):
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.width)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=shape.eps)
+        self._block = compile_if(compiled, _run_block)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, weight in self.named_parameters():
+            if name == "embed_tokens.weight":
+                nn.init.normal_(weight, std=0.04)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(weight)
+            elif weight.ndim == 2:
+                nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
+
+    def forward(self, ids: Tensor, positions: Tensor, crowd: Tensor | None = None) -> Tensor:
+        cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = self._block(layer, x, cos, sin, crowd)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Unnormalised log-probabilities [..., vocab] of the token after each hidden state."""
+        return F.linear(hidden, self.embed_tokens.weight)
+
+    def hf_state(self) -> dict[str, Tensor]:
+        """Weights in bfloat16 under the names of a `LlamaForCausalLM` checkpoint, which ties the output projection."""
+        return {
+            f"model.{name}": w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in self.state_dict().items()
+        }
+
+    def load_hf_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `hf_state`."""
+        self.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in state.items()})
+
+
+def compile_if(compiled: bool, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False) if compiled else function
+
+
+def _run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor | None) -> Tensor:
+    return block(x, cos, sin, crowd)
+
+
+@torch.no_grad()
+def plant_copying(model: Decoder) -> None:
+    """Starts a fresh model with a circuit that continues repeated sequences ("induction", arXiv 2209.11895).
+
+    Found by gradient descent, it costs a model this small more tokens than a CPU schedule has (3.5 M tokens of repeated
+    random sequences left accuracy on repeats at 5 % here). One head of the first layer looks at the token before, by
+    position alone, through a direction all embeddings share, and notes a code of it. Two heads of the second look
+    for the place whose note is the code of the current token, in those dimensions that RoPE turns slowly, and copy what
+    stands there. Training then owns these weights like all others.
+    """
+    shape = model.shape
+    width, head_dim, half = shape.width, shape.head_dim, shape.head_dim // 2
+    basis = torch.linalg.qr(torch.randn(width, width)).Q.T  # orthonormal rows
+    shared, rest = basis[0], basis[1:]
+    embedding = model.embed_tokens.weight
+    embedding -= embedding @ shared[:, None] * shared
+    common = 0.5 * embedding.norm(dim=1).mean()
+    embedding += common * shared
+    spread = embedding.norm(dim=1).mean()
+    level = width**0.5 * common / spread  # of the shared direction in a normalised hidden state
+    token = (width - width * (common / spread) ** 2) ** 0.5  # norm of the rest of it
+
+    fast, slow = half * 3 // 8, half * 7 // 16
+    slow_rows = torch.cat((torch.arange(slow, half), torch.arange(half + slow, head_dim)))
+    size = len(slow_rows)
+    codes, notes = rest[:size], rest[size : 2 * size]
+    code_norm = token * (size / width) ** 0.5
+
+    first, second = (layer.self_attn for layer in model.layers[:2])
+    peak = (LOGIT_PER_FREQUENCY * head_dim**0.5) ** 0.5 / level
+    turn = shape.rope_theta ** -(torch.arange(fast) / half)
+    query, key = torch.zeros(head_dim), torch.zeros(head_dim)
+    query[:fast], query[half : half + fast], key[:fast] = turn.cos(), -turn.sin(), 1.0
+    first.q_proj.weight[:head_dim] = peak * query[:, None] * shared
+    first.k_proj.weight[:head_dim] = peak * key[:, None] * shared
+    first.v_proj.weight[:head_dim] = 0.0
+    first.v_proj.weight[:size] = codes
+    first.o_proj.weight[:, :size] = notes.T * (0.5 * spread / code_norm)
+
+    match = (LOGIT_OF_MATCH * head_dim**0.5) ** 0.5 / code_norm
+    for head in range(2):
+        rows = slice(head * head_dim, (head + 1) * head_dim)
+        for projection, directions in ((second.q_proj, codes), (second.k_proj, 1.5 * notes)):
+            placed = torch.zeros(head_dim, width)
+            placed[slow_rows] = match * directions
+            projection.weight[rows] = placed
+        copied = rest[torch.arange(head * head_dim, (head + 1) * head_dim) % len(rest)]
+        second.v_proj.weight[rows] = copied
+        second.o_proj.weight[:, rows] = copied.T * (2.0 * spread / token)
+
+
+class Losses:
+    """Losses whose logits never exist all at once, each with its backward pass.
+
+    The logits of a long sample do not fit in the cache (nor, at 32K, comfortably in memory), so they are made, used
+    and dropped `LOSS_ROWS` at a time, and the hidden states receive the summed gradient once.
+    """
+
+    def __init__(self, compiled: bool = False):
+        self._prediction = compile_if(compiled, _prediction_loss)
+        self._imitation = compile_if(compiled, _imitation_loss)
+
+    def predict(self, model: Decoder, hidden: Tensor, targets: Tensor, weights: Tensor) -> float:
+        """Mean cross-entropy in nats of `targets` [B, n], weighted by `weights` [B, n]."""
+        embedding = model.embed_tokens.weight
+
+        def part(rows: slice, h: Tensor) -> Tensor:
+            return self._prediction(h, embedding, targets.flatten()[rows], weights.flatten()[rows])
+
+        return _backward_in_parts(hidden, part, weights.sum())
+
+    def imitate(self, model: Decoder, hidden: Tensor, teacher: Decoder, wanted: Tensor, weights: Tensor) -> float:
+        """Mean cross-entropy in nats to the teacher's distribution; `wanted`: its hidden states [B, n, its width]."""
+        ours, theirs = model.embed_tokens.weight, teacher.embed_tokens.weight.detach()
+        wanted = wanted.flatten(0, 1)
+
+        def part(rows: slice, h: Tensor) -> Tensor:
+            return self._imitation(h, ours, wanted[rows], theirs, weights.flatten()[rows])
+
+        return _backward_in_parts(hidden, part, weights.sum())
+
+
+def _backward_in_parts(hidden: Tensor, part: Callable[[slice, Tensor], Tensor], total: Tensor) -> float:
+    leaf = hidden.detach().flatten(0, 1).requires_grad_()
+    loss = 0.0
+    for start in range(0, len(leaf), LOSS_ROWS):
+        rows = slice(start, start + LOSS_ROWS)
+        value = part(rows, leaf[rows]) / total.clamp(min=1.0)
+        value.backward()
+        loss += value.item()
+    hidden.backward(leaf.grad.view_as(hidden))
+    return loss
+
+
+def _prediction_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    losses = F.cross_entropy(F.linear(hidden, embedding).float(), targets, reduction="none")
+    return (losses * weights).sum()
+
+
+def _imitation_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    probabilities = F.linear(wanted, teacher).float().softmax(-1)
+    losses = -(probabilities * F.linear(hidden, embedding).float().log_softmax(-1)).sum(-1)
+    return (losses * weights).sum()
+
+
+class Optimisers:
+    """Muon for the matrices inside the layers, AdamW for embedding and norms, behind one step and one state."""
+
+    def __init__(self, model: Decoder, adam_share: float = 0.3):
+        matrices = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
+        rest = [p for name, p in model.named_parameters() if not (name.startswith("layers.") and p.ndim == 2)]
+        self.adam_share = adam_share
+        self.muon = torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+        self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.97), weight_decay=0.0)
+
+    def step(self, lr: float) -> None:
+        """One update at learning rate `lr` (AdamW gets `adam_share` of it); gradients are cleared afterwards."""
+        for optimiser, share in ((self.muon, 1.0), (self.adam, self.adam_share)):
+            for group in optimiser.param_groups:
+                nn.utils.clip_grad_norm_(group["params"], 1.0)
+                group["lr"] = lr * share
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict:
+        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])

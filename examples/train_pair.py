@@ -1,0 +1,426 @@
+"""Train the embedded pair: tokenizer, long-context target and small draft, from a folder of plain-text files.
+
+    python examples/train_pair.py --texts BOOKS --held-out emma.txt --out DIR
+
+The same command resumes: every phase writes checkpoints under `DIR/checkpoints`, and a run continues from the
+newest one with the samples that an uninterrupted run would have drawn. `DIR/target` and `DIR/draft` are ordinary
+Hugging Face directories and are rewritten after every phase, so a usable pair exists long before the last one ends.
+What is trained when, and for how many tokens, is the table `TARGET_PHASES`; `--scale` multiplies its tokens (a GPU
+wants about 30) and `--minutes` stops early.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer
+from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_copying
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+CHECKPOINT_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of training: samples of `length` tokens, `rows` a step, until `tokens` are seen.
+
+    The learning rate falls linearly from `lr[0]` to `lr[1]`. `gaps` is the share of samples whose positions have
+    gaps, `crowded` the share attended as if their far part were longer, `own` (draft only) the share of rows the
+    target wrote.
+    """
+
+    name: str
+    length: int
+    rows: int
+    tokens: float
+    lr: tuple[float, float]
+    mix: Mix
+    gaps: float = 0.0
+    crowded: float = 0.0
+    own: float = 0.0
+
+    def steps(self, scale: float) -> int:
+        return max(1, round(self.tokens * scale / (self.length * self.rows)))
+
+
+TARGET_PHASES = (
+    Phase("copying", 256, 16, 0.4e6, (1e-3, 1.5e-3), Mix(0.40, 0.20, 0.20), gaps=0.4),
+    Phase("short", 512, 16, 4.0e6, (2e-3, 1.2e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
+    Phase("dense-8k", 8192, 1, 1.4e6, (1.2e-3, 5e-4), Mix(0.04, 0.12, 0.44), gaps=0.2, crowded=0.4),
+    Phase("dense-32k", 32768, 1, 0.6e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
+)
+DRAFT_PHASES = (
+    Phase("books", 496, 16, 3.0e6, (5e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
+    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
+)
+WARMUP_STEPS = 60
+OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
+OWN_ROWS = 96
+SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
+
+
+def main() -> int:
+    options = parse_options()
+    torch.manual_seed(options.seed)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        texts, held_out = read_texts(options.texts, options.held_out)
+    except FileNotFoundError as error:
+        print(f"train_pair: {error}", file=sys.stderr)
+        return 2
+    tokenizer = load_or_train_tokenizer(options.out, texts)
+    sampler = Sampler(list(texts.values()), tokenizer, options.seed)
+    report(f"{len(texts)} texts, {sampler.tokens / 1e6:.2f} M tokens; held out: {options.held_out}")
+    run = Run(options.out, torch.device(options.device), use_compiler(options), options.scale, options.deadline)
+    target = TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out))
+    if "target" in options.only and not target.train():
+        return 0
+    if "draft" in options.only:
+        DraftTraining(run, tokenizer, sampler).train()
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.txt files")
+    parser.add_argument("--held-out", default="emma.txt", help="file name in --texts that is never trained on")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="checkpoints and results; an earlier run there is resumed"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop, resumably, after so many minutes")
+    parser.add_argument(
+        "--only", nargs="+", default=["target", "draft"], choices=("target", "draft"), help="train only this"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every phase")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
+    parser.add_argument(
+        "--compile",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help="torch.compile (needs a C++ compiler)",
+    )
+    options = parser.parse_args()
+    options.deadline = time.monotonic() + 60 * options.minutes
+    return options
+
+
+def use_compiler(options: argparse.Namespace) -> bool:
+    """Whether to compile: as told, or if the compiler that torch.compile would call exists."""
+    if options.compile == "auto":
+        return options.device == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
+    return options.compile == "on"
+
+
+def report(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def load_or_train_tokenizer(out: Path, texts: dict[str, str]) -> Tokenizer:
+    path = out / "tokenizer.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(list(texts.values())).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run writes, what it computes on, how phases are stretched, and when (monotonic seconds) it stops."""
+
+    out: Path
+    device: torch.device
+    compiled: bool
+    scale: float
+    deadline: float
+
+    @property
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+@dataclass
+class Progress:
+    """How far a training is: the phase, the step in it, and seconds spent so far over all runs."""
+
+    phase: int = 0
+    step: int = 0
+    seconds: float = 0.0
+
+
+def save_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes beside `path` and renames, so that an interrupted write leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a Hugging Face directory: weights in bfloat16, config, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_atomically(folder / "model.safetensors", lambda p: save_file(model.hf_state(), p, {"format": "pt"}))
+    save_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(model.shape.config(), indent=2) + "\n"))
+    save_atomically(folder / "tokenizer.json", lambda p: tokenizer.save(str(p)))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "model_max_length": model.shape.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    save_atomically(folder / "tokenizer_config.json", lambda p: p.write_text(json.dumps(names, indent=2) + "\n"))
+
+
+class Training:
+    """Takes one model through its phases, resuming where the last run stopped; subclasses say what a step is."""
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        shape: Shape,
+        phases: tuple[Phase, ...],
+        tokenizer: Tokenizer,
+        sampler: Sampler,
+    ):
+        self.run, self.name, self.phases, self.tokenizer, self.sampler = run, name, phases, tokenizer, sampler
+        self.model = Decoder(shape, run.compiled).to(run.device)
+        self.losses = Losses(run.compiled)
+        self.optimisers = Optimisers(self.model)
+        self.progress = Progress()
+        self.checkpoint_path = run.out / "checkpoints" / f"{name}.pt"
+        if self.checkpoint_path.exists():
+            self._load()
+
+    def backward(self, phase: Phase, key: tuple[int, int]) -> float:
+        """Loss of the batch that belongs to `key` (phase and step), its gradient left in the model."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """A figure to report at the end of a phase."""
+        raise NotImplementedError
+
+    def train(self) -> bool:
+        """Runs what is left of the phases; False if the run's minutes were over before."""
+        while self.progress.phase < len(self.phases):
+            phase = self.phases[self.progress.phase]
+            if not self._run_phase(phase, phase.steps(self.run.scale)):
+                report("out of time: the same command resumes")
+                return False
+            self.progress = Progress(self.progress.phase + 1, 0, self.progress.seconds)
+            self._save()
+            export(self.model, self.tokenizer, self.run.out / "snapshots" / f"{self.name}-{phase.name}")
+            export(self.model, self.tokenizer, self.run.out / self.name)
+            report(f"{self.name}: end of {phase.name} after {self.progress.seconds / 60:.1f} min; {self.summary()}")
+        return True
+
+    def _run_phase(self, phase: Phase, steps: int) -> bool:
+        meter = Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step)
+        saved = clock = time.monotonic()
+        while self.progress.step < steps:
+            loss = self._step(phase, steps)
+            self.progress.step += 1
+            now = time.monotonic()
+            self.progress.seconds += now - clock
+            clock = now
+            meter.update(self.progress.step, loss)
+            if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
+                self._save()
+                saved = now
+            if now > self.run.deadline:
+                return False
+        return True
+
+    def _step(self, phase: Phase, steps: int) -> float:
+        step, index = self.progress.step, self.progress.phase
+        with self.run.autocast:
+            loss = self.backward(phase, (index, step))
+        warmup = min(1.0, (step + 1) / WARMUP_STEPS) if index == 0 else 1.0
+        self.optimisers.step(warmup * (phase.lr[0] + (phase.lr[1] - phase.lr[0]) * step / steps))
+        return loss
+
+    def _load(self) -> None:
+        state = torch.load(self.checkpoint_path, map_location=self.run.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimisers.load_state_dict(state["optimisers"])
+        self.progress = Progress(**state["progress"])
+        report(f"resumed {self.checkpoint_path} at phase {self.progress.phase}, step {self.progress.step}")
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimisers": self.optimisers.state_dict(),
+            "progress": vars(self.progress),
+        }
+        save_atomically(self.checkpoint_path, lambda path: torch.save(state, path))
+
+
+class TargetTraining(Training):
+    """The long-context model: predicts the next token of samples that ask for recall."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray):
+        super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
+        self.held_out = held_out
+        if self.progress == Progress():
+            plant_copying(self.model)
+
+    def backward(self, phase: Phase, key: tuple[int, int]) -> float:
+        batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
+        ids, targets, weights, positions, crowd = map(self.run.to_device, vars(batch).values())
+        hidden = self.model(ids, positions, crowd if phase.crowded else None)
+        return self.losses.predict(self.model, hidden, targets, weights)
+
+    def summary(self) -> str:
+        return f"held-out loss {self.held_out_loss():.3f} nats at 2,048 tokens"
+
+    @torch.no_grad()
+    def held_out_loss(self, length: int = 2048, samples: int = 8) -> float:
+        """Mean loss in nats a token on evenly spaced spans of the held-out text."""
+        starts = np.linspace(0, len(self.held_out) - length, samples).astype(int)
+        ids = np.stack([np.concatenate(([0], self.held_out[start : start + length])) for start in starts]).astype(
+            np.int64
+        )
+        positions = torch.arange(length, device=self.run.device).expand(samples, -1)
+        tokens = self.run.to_device(ids)
+        with self.run.autocast:
+            logits = self.model.logits(self.model(tokens[:, :-1], positions))
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+class DraftTraining(Training):
+    """The draft: imitates the target's distribution from what its streaming cache will show it.
+
+    The target reads a whole sample; the draft reads windows of it, the first `SINKS` tokens and a stretch that
+    follows them without a gap in its positions, as the streaming cache lays them out.
+    """
+
+    FIRST_COUNTED = 48  # in steady state the cache is full: the first rows of a window know less than they ever will
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler):
+        super().__init__(run, "draft", DRAFT, DRAFT_PHASES, tokenizer, sampler)
+        weights = load_file(run.out / "target" / "model.safetensors")
+        self.target = Decoder(TARGET, run.compiled).to(run.device).requires_grad_(False)
+        self.target.load_hf_state(weights)
+        self.own: np.ndarray | None = None
+
+    def backward(self, phase: Phase, key: tuple[int, int]) -> float:
+        ids = self._samples(phase, key)
+        with torch.no_grad():
+            wanted = self.target(ids, positions_of(ids))
+        windows = window_indices(ids.shape[1]).to(ids.device)  # [windows, WINDOW]
+        seen = ids[:, windows].flatten(0, 1)
+        hidden = self.model(seen, positions_of(seen))
+        weights = torch.ones(seen.shape, device=ids.device)
+        weights[:, : self.FIRST_COUNTED] = 0.0
+        return self.losses.imitate(self.model, hidden, self.target, wanted[:, windows].flatten(0, 1), weights)
+
+    def _samples(self, phase: Phase, key: tuple[int, int]) -> Tensor:
+        ids = self.sampler.batch(key, phase.rows, phase.length, phase.mix, 0.0, 0.0).ids
+        rows = round(phase.rows * phase.own)
+        if rows:
+            if self.own is None:
+                self.own = load_or_write_own_samples(self.run, self.sampler, phase.length)
+            rng = np.random.default_rng((*key, 1))
+            ids[:rows] = self.own[rng.choice(len(self.own), rows, replace=False)]
+        return self.run.to_device(ids)
+
+    def summary(self) -> str:
+        return f"overlap with the target at temperature 1: {self.held_in_overlap():.3f}"
+
+    @torch.no_grad()
+    def held_in_overlap(self, rows: int = 32) -> float:
+        """Mean sum of min(target, draft) over fresh samples: the acceptance rate at temperature 1 to expect there."""
+        batch = self.sampler.batch((len(self.phases), 0), rows, self.phases[-1].length, Mix(0.0, 0.0, 0.0), 0.0, 0.0)
+        ids = self.run.to_device(batch.ids)
+        windows = window_indices(ids.shape[1]).to(ids.device)
+        seen = ids[:, windows].flatten(0, 1)
+        with self.run.autocast:
+            p = self.target.logits(self.target(ids, positions_of(ids)))[:, windows].flatten(0, 1).float().softmax(-1)
+            q = self.model.logits(self.model(seen, positions_of(seen))).float().softmax(-1)
+        return torch.minimum(p, q).sum(-1)[:, self.FIRST_COUNTED :].mean().item()
+
+
+def positions_of(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+
+
+def window_indices(length: int) -> Tensor:
+    """Indices [windows, WINDOW] into a sample: its sinks, then the stretches that partition the rest.
+
+    Raises:
+        ValueError: the rest is not a multiple of what a window holds beside the sinks.
+    """
+    recent = WINDOW - SINKS
+    if (length - SINKS) % recent:
+        raise ValueError(f"a draft sample of {length} tokens is not {SINKS} + a multiple of {recent}")
+    starts = range(SINKS, length, recent)
+    return torch.stack([torch.cat((torch.arange(SINKS), torch.arange(s, s + recent))) for s in starts])
+
+
+def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.ndarray:
+    """Texts [n, length] that the target continued from a third of book, at temperatures 1, 0.6 and 0."""
+    path = run.out / "checkpoints" / "own-samples.npy"
+    if path.exists():
+        return np.load(path)
+    from transformers import AutoModelForCausalLM  # slow to import, and only needed here
+
+    model = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.bfloat16).to(run.device)
+    parts = []
+    for index, temperature in enumerate(OWN_TEMPERATURES):
+        torch.manual_seed(sampler.seed * 1000 + index)
+        prompt = sampler.batch((1000, index), OWN_ROWS, length // 3, Mix(0.0, 0.0, 0.1), 0.0, 0.0).ids
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        ids = run.to_device(prompt)
+        new = length - ids.shape[1]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, **how)
+        parts.append(out.cpu().numpy())
+        report(f"own samples: {index + 1} of {len(OWN_TEMPERATURES)} parts")
+    own = np.concatenate(parts)
+    save_atomically(path, lambda p: save_array(p, own))
+    return own
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    with path.open("wb") as file:
+        np.save(file, array)
+
+
+class Meter:
+    """Prints a line with loss, speed and time left, every ten seconds and at the end of a phase."""
+
+    def __init__(self, label: str, tokens_a_step: int, steps: int, step: int, every: float = 10.0):
+        self.label, self.tokens_a_step, self.steps, self.every = label, tokens_a_step, steps, every
+        self.losses: list[float] = []
+        self.since, self.step = time.monotonic(), step
+
+    def update(self, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        now = time.monotonic()
+        if now - self.since < self.every and step < self.steps:
+            return
+        rate = (step - self.step) / (now - self.since)
+        speed = rate * self.tokens_a_step
+        left = (self.steps - step) / rate / 60
+        mean = sum(self.losses) / len(self.losses)
+        report(f"{self.label} {step}/{self.steps} loss {mean:.3f}, {speed:,.0f} tok/s, {left:.1f} min left")
+        self.losses, self.since, self.step = [], now, step
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
