@@ -33,26 +33,26 @@ class WrappedText:
         self._taken += len(new)
         if new:
             _extend(self._lines, harmless("".join(new)).replace("\t", "    "), width)
-        return self._lines[-height:] if height > 0 else []
+        return [line.rstrip() for line in self._lines[-height:]] if height > 0 else []
 
 
 def _extend(lines: list[str], text: str, width: int) -> None:
-    """Appends `text` to the last of `lines`, breaking at white space, which a break swallows, or inside long words."""
-    for index, paragraph in enumerate((lines.pop() + text).split("\n")):
-        if index:
-            lines[-1] = lines[-1].rstrip()
+    """Appends `text` to the last of `lines`, breaking before words and inside long ones.
+
+    White space stays with the line it follows, even beyond the width, and is cut off only when lines are shown: so the
+    breaks do not depend on the pieces in which a text comes.
+    """
+    for paragraph in (lines.pop() + text).split("\n"):
         line, used = "", 0
         for word in _WORDS.findall(paragraph):
             cells = len(word) if word.isascii() else cell_len(word)
-            if used + cells <= width:
+            if used + cells <= width or word.isspace():
                 line, used = line + word, used + cells
                 continue
-            if word.isspace():
-                word, cells = "", 0
             if line.strip():
-                lines.append(line.rstrip())
+                lines.append(line)
             if cells > width:
-                *full, word = chop_cells(word, width)
+                *full, word = filter(None, chop_cells(word, width))
                 lines += full
                 cells = cell_len(word)
             line, used = word, cells
