@@ -211,7 +211,7 @@ class Engine:
                 full, self.target.rope, budget=budget, chunk_size=self.settings.planned_chunk_size
             )
             tiers.append(self._tier("retrieval", self.target, retrieval, budget))
-            if self.draft:
+            if self.draft and self.settings.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(self._tier("draft", self.draft, streaming, streaming.window))
         self._link_tiers(tiers)
@@ -303,7 +303,7 @@ class Engine:
         return {
             "version": version("triforce-cli"),
             "model": self.target.config.name,
-            "draft": self.draft.config.name if self.draft and tiers == 3 else None,
+            "draft": self.draft.config.name if tiers == 3 and self.draft else None,
             "device": device.type,
             "device_name": device_name(device),
             "world_size": 1,

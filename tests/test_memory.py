@@ -1,0 +1,60 @@
+"""A run takes the memory that was planned for it, and one that cannot fit is refused before anything is allocated."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from tiny import save_llama
+from triforce.offload import Engine
+from triforce.offload.memory import MemoryPlan, check_memory, gib, plan_memory
+from triforce.tp.config import ModelConfig
+from triforce.tp.errors import CapacityError
+
+SCRIPT = """
+import json, sys
+from triforce.offload import Engine, Sampling
+from triforce.offload.memory import host_peak_bytes
+engine = Engine.load(sys.argv[1], sys.argv[1], device="cpu", budget=512)
+before = host_peak_bytes()
+tokens = [i % 90 for i in range(int(sys.argv[2]))]
+engine.generate(tokens, Sampling(temperature=0.0), 20)
+print(json.dumps([before, host_peak_bytes()]))
+"""
+
+
+def test_peak_memory_of_a_run_is_what_was_planned(tmp_path):
+    save_llama(tmp_path, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+               max_position_embeddings=16384)  # fmt: skip
+    context = 8000
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(context - 20)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    before, peak = json.loads(output)
+    config = ModelConfig.load(tmp_path)
+    plan = plan_memory(config, config, dtype=torch.float32, context=context, budget=512, chunk_size=8)
+    assert plan.kv == context * 4 * 2 * 8 * 128 * 4
+    assert abs(peak - plan.total) < 0.15 * plan.total, f"{gib(peak)} taken, {gib(plan.total)} planned"
+    growth, planned_growth = peak - before, plan.kv + plan.retrieval + plan.prefill
+    assert growth < 1.15 * planned_growth + 64 * 2**20, f"grew by {gib(growth)}, planned {gib(planned_growth)}"
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
+    available = psutil.virtual_memory()._replace(available=2 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    plan = MemoryPlan(weights=2**30, kv=4 * 2**30, retrieval=0, prefill=0, runtime=2**29)
+    with pytest.raises(CapacityError, match=r"1,000 tokens needs 5\.50 GiB.*2\.00 GiB is available.*about 125 tokens"):
+        check_memory(plan, 1000)
+    with pytest.raises(CapacityError, match="smaller model"):
+        check_memory(replace(plan, weights=3 * 2**30), 1000)
+
+
+def test_memory_is_checked_before_weights_are_read(tmp_path, monkeypatch):
+    save_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    available = psutil.virtual_memory()._replace(available=2**20)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    with pytest.raises(CapacityError):
+        Engine.load(tmp_path, device="cpu", context=1000)
