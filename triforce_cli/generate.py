@@ -54,10 +54,13 @@ EPILOG = """[bold]Examples[/]
 def generate(
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text to go on from; [bold]-[/] is stdin.", rich_help_panel=_PROMPT),
+        typer.Option(
+            metavar="FILE", help="Text to go on from; [bold]-[/] is stdin.", rich_help_panel=_PROMPT, show_default=False
+        ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The same, given here.", rich_help_panel=_PROMPT)
+        str | None,
+        typer.Option(metavar="TEXT", help="The same, given here.", rich_help_panel=_PROMPT, show_default=False),
     ] = None,
     ask: Annotated[
         str | None,
@@ -65,6 +68,7 @@ def generate(
             metavar="TEXT",
             help="A question or an instruction put after the text, through the model's chat template if it has one.",
             rich_help_panel=_PROMPT,
+            show_default=False,
         ),
     ] = None,
     truncate: Annotated[
@@ -90,6 +94,7 @@ def generate(
             "Default: the preset's own, none for a directory.",
             autocompletion=complete_draft,
             rich_help_panel=_MODEL,
+            show_default=False,
         ),
     ] = None,
     device: Annotated[
@@ -125,6 +130,7 @@ def generate(
             metavar="S",
             help="Gives the same text again. Default: drawn, and reported.",
             rich_help_panel=_SAMPLING,
+            show_default=False,
         ),
     ] = None,
     ignore_eos: Annotated[
@@ -202,6 +208,7 @@ def generate(
             metavar="FILE",
             help="Statistics, token ids and text as JSON; [bold]-[/] is stdout, which then holds nothing else.",
             rich_help_panel=_OUTPUT,
+            show_default=False,
         ),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.", rich_help_panel=_OUTPUT)] = False,

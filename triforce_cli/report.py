@@ -43,19 +43,20 @@ def report_choices(
         budget=budget,
         chunk_size=settings.planned_chunk_size,
     )
-    tiers = [f"the full cache of {capacity:,} tokens"]
+    tiers = [f"target on all {capacity:,} tokens"]
     if budget:
-        tiers.insert(0, f"{min(budget, capacity):,} tokens chosen from it")
+        tiers.insert(0, f"target on {min(budget, capacity):,} chosen tokens")
         if draft:
-            tiers.insert(0, f"a draft model of {draft.config.num_parameters / 1e6:.1f} M parameters")
+            tiers.insert(0, f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters")
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
+    available = psutil.virtual_memory().available
     dtype = str(target.dtype).removeprefix("torch.")
     million = target.config.num_parameters / 1e6
     rows = {
         "model": f"{model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}",
         "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
-        "tiers": ", then ".join(tiers),
-        "memory": f"{gib(plan.total)} planned (KV cache {gib(plan.kv)}) of {gib(psutil.virtual_memory().available)}",
+        "tiers": " → ".join(tiers),
+        "memory": f"{gib(plan.total)} planned (KV cache {gib(plan.kv)}), {gib(available)} available",
     }
     _print_rows(console, rows)
 
@@ -121,8 +122,15 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
 
 
 def _print_rows(console: Console, rows: dict[str, str]) -> None:
-    """Labels and values. Lines are left to the terminal to wrap: logs keep them whole."""
+    """Labels and values; a terminal wraps values beside their labels, a log keeps lines whole."""
+    from rich.table import Table
     from rich.text import Text
 
+    if console.is_terminal:
+        table = Table.grid("", "", padding=(0, 1, 0, 0))
+        for label, value in rows.items():
+            table.add_row(Text(f"{label:<9}", "dim"), Text(value))
+        console.print(table)
+        return
     for label, value in rows.items():
-        console.print(Text.assemble((f"{label:<10}", "dim"), value), soft_wrap=True)
+        console.print(f"{label:<10}{value}", soft_wrap=True, markup=False)
