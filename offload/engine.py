@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
+from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.errors import CapacityError, ModelError, UsageError
 from ..tp.registry import find_pair
 from .full_cache import FullCache
@@ -21,8 +21,9 @@ from .generation import Generation, Result
 from .memory import check_memory, plan_memory
 from .pacing import PassCost
 from .refresh import RefreshPolicy
-from .retrieval_cache import RetrievalCache, planned_budget
+from .retrieval_cache import RetrievalCache
 from .sampling import Sampling
+from .settings import Settings
 from .streaming_cache import StreamingCache
 from .tiers import Draws, Tier
 
@@ -39,68 +40,28 @@ _MODELLED_ROW_SHARE = 0.08
 """What each further row adds to a pass, as a share of the pass with one."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What can be fixed by hand; `None` is planned, then adapted. Tokens throughout, but for `tiers`.
-
-    Raises:
-        UsageError: a value out of range.
-    """
-
-    tiers: int = 3
-    budget: int | None = None
-    chunk_size: int | None = None
-    draft_length: int | None = None
-    block_length: int | None = None
-    refresh: str | int = "auto"
-
-    def __post_init__(self) -> None:
-        if self.tiers not in (1, 2, 3):
-            raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
-        for name, least, most in (
-            ("budget", 1, None),
-            ("chunk_size", 1, 512),
-            ("draft_length", 1, 64),
-            ("block_length", 1, 256),
-        ):
-            value = getattr(self, name)
-            if value is not None and (value < least or (most is not None and value > most)):
-                upto = f"from {least} to {most}" if most else f"{least} or more"
-                raise UsageError(f"{name.replace('_', '-')} is {value}; it must be {upto}")
-        if self.budget is not None and self.budget < self.planned_chunk_size:
-            raise UsageError(
-                f"budget is {self.budget} tokens, less than one chunk of {self.planned_chunk_size}; "
-                "raise it or lower chunk-size"
-            )
-        RefreshPolicy(self.refresh)
-
-    @property
-    def planned_chunk_size(self) -> int:
-        return self.chunk_size or 8
-
-    def budget_for(self, context: int) -> int:
-        """Tokens of the retrieval cache for a context of so many; 0 where that tier is off."""
-        if self.tiers == 1:
-            return 0
-        return self.budget or planned_budget(context, self.planned_chunk_size)
-
-
 class Engine:
     """A target model, perhaps a draft model, and the caches they keep between runs.
 
     A run whose prompt begins like the one before it (a follow-up question about the same book) starts from the keys and
-    values that are already there.
+    values that are already there. One run at a time: starting another ends the one before.
     """
 
-    def __init__(self, target: Decoder, draft: Decoder | None, settings: Settings) -> None:
-        """Raises:
-        ModelError: the two do not share a vocabulary.
+    def __init__(
+        self, target: Decoder, draft: Decoder | None, settings: Settings, names: tuple[str, str | None] = ("", None)
+    ) -> None:
+        """Args: `names` of target and draft are what statistics call them.
+
+        Raises:
+            ModelError: the two do not share a vocabulary.
         """
         if draft is not None:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings = target, draft, settings
+        self._names = names
         self._full: FullCache | None = None
         self._context: list[int] = []
+        self._running: Generation | None = None
 
     @classmethod
     def load(
@@ -161,7 +122,7 @@ class Engine:
         )
         target = Decoder.load(target_directory, dtype=kind, device=where)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
-        return cls(target, small, settings)
+        return cls(target, small, settings, (str(model), str(draft or model) if small else None))
 
     def generate(
         self,
@@ -199,6 +160,8 @@ class Engine:
             CapacityError: more tokens than the model's positions or the memory hold.
         """
         prompt = self._checked(prompt_ids, max_new_tokens)
+        if self._running:
+            self._running.close()
         seeded = sampling is not None and sampling.seed is not None
         sampling = (sampling or Sampling()).with_seed()
         capacity = len(prompt) + max_new_tokens
@@ -223,7 +186,7 @@ class Engine:
             measured=sampling.greedy or not seeded,
         )
         self._context = prompt
-        return Generation(
+        self._running = Generation(
             context=prompt,
             max_new_tokens=max_new_tokens,
             full=full,
@@ -235,6 +198,7 @@ class Engine:
             identity=self._identity(sampling, len(tiers), budget),
             on_prefill=on_prefill,
         )
+        return self._running
 
     def _checked(self, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> list[int]:
         prompt = [int(token) for token in prompt_ids]
@@ -302,8 +266,8 @@ class Engine:
         device = self.target.device
         return {
             "version": version("triforce-cli"),
-            "model": self.target.config.name,
-            "draft": self.draft.config.name if tiers == 3 and self.draft else None,
+            "model": self._names[0],
+            "draft": self._names[1] if tiers == 3 else None,
             "device": device.type,
             "device_name": device_name(device),
             "world_size": 1,
@@ -342,42 +306,3 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
             f"has {limit:,} positions; shorten the prompt (--truncate head|tail|middle drops that part of it) or "
             "lower --max-new-tokens"
         )
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`.
-
-    Raises:
-        UsageError: another word, or no CUDA device where one was asked for.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """The dtype for `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
-
-    Raises:
-        UsageError: another word.
-    """
-    dtypes = {"auto": config.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise UsageError(f"dtype is {name!r}; it is {', '.join(dtypes)}")
-    return dtypes[name]
-
-
-def device_name(device: torch.device) -> str:
-    """The device's name as its maker gives it, as far as the system tells."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return model or platform.processor() or platform.machine()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,10 @@ class Generation(Iterator[Round]):
     def __next__(self) -> Round:
         return next(self._rounds)
 
+    def close(self) -> None:
+        """Ends the run where it is; iteration stops, statistics stay."""
+        self._rounds.close()
+
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
@@ -92,7 +96,7 @@ class Generation(Iterator[Round]):
         settings = self._identity["settings"] | self.lengths
         return self._identity | measured | {"settings": settings}
 
-    def _run(self) -> Iterator[Round]:
+    def _run(self) -> Generator[Round, None, None]:
         yield self._prefill()
         began = time.perf_counter()
         while self.statistics.finish_reason == "interrupted":

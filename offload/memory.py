@@ -14,12 +14,12 @@ from ..tp.decoder import PREFILL_ROWS
 from ..tp.errors import CapacityError
 
 RUNTIME_BYTES = 400 * 2**20
-"""Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (measured with PyTorch 2.13 for CPUs)."""
+"""Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. `kv` is the full cache; `prefill` bounds the activations of the longest forward."""
+    """Bytes by purpose. `kv` is the full cache; `prefill` is a long forward's activations and RoPE's tables."""
 
     weights: int
     kv: int
@@ -46,7 +46,7 @@ def plan_memory(
         weights=sum(m.num_parameters for m in models) * dtype.itemsize,
         kv=context * kv_token,
         retrieval=(budget * kv_token + context // chunk_size * kv_token // 2) if budget else 0,
-        prefill=context * target.hidden_size * dtype.itemsize + rows * width * 4,
+        prefill=context * (target.hidden_size * dtype.itemsize + target.head_dim * 8) + rows * width * 4,
     )
 
 

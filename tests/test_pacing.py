@@ -124,6 +124,25 @@ def test_adapted_lengths_follow_acceptance(pair, stood, shortest, longest):
     assert (verify.lookahead <= 1) == (stood == 0)
 
 
+def test_a_new_run_ends_the_one_before(pair):
+    engine = Engine.load(*pair, device="cpu", dtype="float32")
+    prompt = random_tokens(100)
+    first = engine.stream(prompt, Sampling(temperature=0.0), 40)
+    next(first)
+    want = engine.generate(prompt, Sampling(temperature=0.0), 40)
+    assert list(first) == []
+    assert first.stats()["finish_reason"] == "interrupted"
+    assert want.token_ids[:1] == first.statistics.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_runs_through_all_tiers(pair, dtype):
+    stats = Engine.load(*pair, device="cpu", dtype=dtype, budget=32).generate(random_tokens(200), Sampling(), 30).stats
+    assert stats["dtype"] == dtype
+    assert stats["new_tokens"] == 30
+    assert stats["memory"]["kv_bytes"] == (200 + 30 - 1) * 3 * 2 * 64 * 2
+
+
 def test_statistics_add_up(pair):
     run = Engine.load(*pair, device="cpu", budget=32).stream(random_tokens(100), Sampling(seed=1), 60)
     events = list(run)

@@ -28,7 +28,7 @@ def report_choices(
     """What will run where, in a few lines, before it does."""
     import psutil
 
-    from ..offload.engine import device_name
+    from ..tp.devices import device_name
     from ..offload.memory import gib, plan_memory
 
     target, draft, settings = engine.target, engine.draft, engine.settings

@@ -1,0 +1,55 @@
+"""What of a run can be fixed by hand, checked; what is left open is planned and adapted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..tp.errors import UsageError
+from .refresh import RefreshPolicy
+from .retrieval_cache import planned_budget
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be fixed by hand; `None` is planned, then adapted. Tokens throughout, but for `tiers`.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    tiers: int = 3
+    budget: int | None = None
+    chunk_size: int | None = None
+    draft_length: int | None = None
+    block_length: int | None = None
+    refresh: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tiers not in (1, 2, 3):
+            raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
+        for name, least, most in (
+            ("budget", 1, None),
+            ("chunk_size", 1, 512),
+            ("draft_length", 1, 64),
+            ("block_length", 1, 256),
+        ):
+            value = getattr(self, name)
+            if value is not None and (value < least or (most is not None and value > most)):
+                upto = f"from {least} to {most}" if most else f"{least} or more"
+                raise UsageError(f"{name.replace('_', '-')} is {value}; it must be {upto}")
+        if self.budget is not None and self.budget < self.planned_chunk_size:
+            raise UsageError(
+                f"budget is {self.budget} tokens, less than one chunk of {self.planned_chunk_size}; "
+                "raise it or lower chunk-size"
+            )
+        RefreshPolicy(self.refresh)
+
+    @property
+    def planned_chunk_size(self) -> int:
+        return self.chunk_size or 8
+
+    def budget_for(self, context: int) -> int:
+        """Tokens of the retrieval cache for a context of so many; 0 where that tier is off."""
+        if self.tiers == 1:
+            return 0
+        return self.budget or planned_budget(context, self.planned_chunk_size)

@@ -1,0 +1,50 @@
+"""The device and the number format to run in, from the words a user gives."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from .config import ModelConfig
+from .errors import UsageError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        UsageError: another word, or no CUDA device where one was asked for.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """The dtype for `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
+
+    Raises:
+        UsageError: another word.
+    """
+    dtypes = {"auto": config.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise UsageError(f"dtype is {name!r}; it is {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name as its maker gives it, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()
