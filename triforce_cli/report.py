@@ -28,8 +28,8 @@ def report_choices(
     """What will run where, in a few lines, before it does."""
     import psutil
 
-    from ..tp.devices import device_name
     from ..offload.memory import gib, plan_memory
+    from ..tp.devices import device_name
 
     target, draft, settings = engine.target, engine.draft, engine.settings
     tokens = len(prompt.token_ids)

@@ -1,0 +1,85 @@
+"""One engine, several runs: seeds, fixed lengths, 16-bit formats, and statistics that add up."""
+
+import pytest
+from tiny import random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.pacing import Acceptance, PassCost
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    save_llama(root / "target", seed=1)
+    save_llama(root / "draft", seed=2, num_hidden_layers=1)
+    return root / "target", root / "draft"
+
+
+def test_a_seed_gives_the_same_tokens_again(pair):
+    prompt = random_tokens(200)
+    results = [
+        Engine.load(*pair, device="cpu", budget=32).generate(prompt, Sampling(temperature=1.0, seed=seed), 80)
+        for seed in (7, 7, 8)
+    ]
+    assert results[0].token_ids == results[1].token_ids != results[2].token_ids
+    assert results[0].stats["seed"] == 7
+
+
+def test_without_a_seed_one_is_drawn_and_reported(pair):
+    engine = Engine.load(*pair, device="cpu")
+    seeds = {engine.generate([1, 2, 3], max_new_tokens=2).stats["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_fixed_lengths_stay(pair):
+    engine = Engine.load(*pair, device="cpu", budget=8, draft_length=5, block_length=9)
+    stats = engine.generate(random_tokens(200), Sampling(temperature=0.0), 60).stats
+    assert (stats["settings"]["draft_length"], stats["settings"]["block_length"]) == (5, 9)
+
+
+@pytest.mark.parametrize(("stood", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
+def test_adapted_lengths_follow_acceptance(pair, stood, shortest, longest):
+    run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(), 60)
+    verify, retrieval, draft = run._tiers
+    for tier in (verify, retrieval):
+        tier.acceptance = Acceptance(accepted=stood, tested=1000)
+    draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
+    verify.pace()
+    assert shortest <= retrieval.lookahead <= longest
+    assert (verify.lookahead <= 1) == (stood == 0)
+
+
+def test_a_new_run_ends_the_one_before(pair):
+    engine = Engine.load(*pair, device="cpu", dtype="float32")
+    prompt = random_tokens(100)
+    first = engine.stream(prompt, Sampling(temperature=0.0), 40)
+    next(first)
+    want = engine.generate(prompt, Sampling(temperature=0.0), 40)
+    assert list(first) == []
+    assert first.stats()["finish_reason"] == "interrupted"
+    assert want.token_ids[:1] == first.statistics.token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_runs_through_all_tiers(pair, dtype):
+    stats = Engine.load(*pair, device="cpu", dtype=dtype, budget=32).generate(random_tokens(200), Sampling(), 30).stats
+    assert stats["dtype"] == dtype
+    assert stats["new_tokens"] == 30
+    assert stats["memory"]["kv_bytes"] == (200 + 30 - 1) * 3 * 2 * 64 * 2
+
+
+def test_statistics_add_up(pair):
+    run = Engine.load(*pair, device="cpu", budget=32).stream(random_tokens(100), Sampling(seed=1), 60)
+    events = list(run)
+    stats = run.stats()
+    assert [t for e in events for t in e.tokens] == stats["token_ids"]
+    assert stats["new_tokens"] == 60
+    assert stats["rounds"] == len(events) - 1
+    assert stats["decode_s"] == pytest.approx(sum(e.seconds for e in events[1:]))
+    assert stats["tbt_ms"]["mean"] == pytest.approx(stats["decode_s"] * 1e3 / 59)
+    assert sum(stats["time_s"].values()) == pytest.approx(stats["decode_s"], rel=1e-6)
+    assert stats["acceptance"]["retrieval"] == pytest.approx(
+        sum(e.accepted for e in events) / sum(e.proposed for e in events)
+    )
+    # 3 layers, keys and values, 4 heads of 16 in float32; the last token's are not in the cache yet.
+    assert stats["memory"]["kv_bytes"] == (100 + 60 - 1) * 3 * 2 * 64 * 4
+    assert stats["link"]["bytes_streamed"] > 0
