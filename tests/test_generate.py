@@ -15,6 +15,7 @@ from triforce.cli.options import Request
 from triforce.cli.prompt import Source, build_prompt, cut, read_source
 from triforce.cli.tokenizer import TextStream, Tokenizer
 from triforce.tp.config import ModelConfig
+from triforce.tp.registry import PRESETS
 
 FIELDS = {
     "version": None,
@@ -197,11 +198,22 @@ def test_streamed_text_is_exact_for_tokens_that_make_no_sense(pair):
         assert stream.text == tokenizer.decode(ids)
 
 
-def test_built_in_prompt_fits_any_model_and_ends_with_a_paragraph(pair):
+def test_built_in_prompt_fits_any_model_and_ends_with_a_sentence(pair):
     tokenizer, config = Tokenizer.load(pair[0]), ModelConfig.load(pair[0])
-    prompt = build_prompt(read_source(None, None, print), None, tokenizer, config, 100, "error")
-    assert 0 < len(prompt.token_ids) <= CONTEXT - 100
-    assert tokenizer.decode(prompt.token_ids).endswith("\n\n")
+    source = read_source(None, None, print)
+    for wanted in (100, 700):
+        prompt = build_prompt(source, None, tokenizer, config, wanted, "error")
+        assert 0 < len(prompt.token_ids) <= CONTEXT - wanted
+        text = tokenizer.decode(prompt.token_ids)
+        assert text.endswith(".") and source.text[len(text)] in " \n"
+
+
+@pytest.mark.skipif(not PRESETS["embedded"].target.is_dir(), reason="the embedded pair is not there")
+def test_no_option_is_needed():
+    outcome = run_command("generate", "--max-new-tokens", 8)
+    assert outcome.code == 0, outcome
+    assert outcome.out.strip()
+    assert "of the built-in prompt" in outcome.err and "TBT" in outcome.err
 
 
 def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):

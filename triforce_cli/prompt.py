@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ BUILT_IN_TOKENS = 13_000
 """Length of the built-in prompt: long enough to show the effect, read in seconds on two cores."""
 
 _BUILT_IN_TOPICS = ("objects", "types", "customization", "execmodel", "import")
+
+_SENTENCE_END = re.compile(r"[a-z]\.(?=[ \n]+[A-Z])(?!\n\n)")
 
 
 @dataclass(frozen=True)
@@ -174,8 +177,9 @@ def _surroundings(context: str, ask: str | None, tokenizer: Tokenizer) -> tuple[
 
 
 def _cut_built_in(source: Source, tokenizer: Tokenizer, limit: int) -> Source:
-    """The built-in prompt up to the last paragraph that ends within its length, so that a new one is to begin."""
+    """The built-in prompt up to the last sentence that ends within its length and inside a paragraph: what follows
+    there is another sentence, not a heading."""
     most = max(1, min(BUILT_IN_TOKENS, limit))
     text = tokenizer.decode(tokenizer.encode(source.text[: 8 * most], False)[:most])
-    paragraph = text.rfind("\n\n")
-    return Source(text[: paragraph + 2] if paragraph > 0 else text, source.name, built_in=True)
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return Source(text[: ends[-1]] if ends else text, source.name, built_in=True)
