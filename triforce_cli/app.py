@@ -51,6 +51,9 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # A closed stream is None, and writing to it would fail, or go to the other one.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     with stop_on_signals():
         code = _run(arguments)
     sys.exit(_flushed(code))
@@ -95,7 +98,8 @@ def _usage_message(error: Exception) -> str | None:
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""  # making this error has printed the help
     context = getattr(error, "ctx", None)
-    return f"error: {format_message()}\nsee {context.command_path if context else 'triforce'} --help"
+    message = format_message().replace("Value error, ", "")  # the parser's own words, of no use to anyone
+    return f"error: {message}\nsee {context.command_path if context else 'triforce'} --help"
 
 
 def _one_line(error: Exception) -> str:
