@@ -275,13 +275,13 @@ def spread_positions(rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def crowd_far_part(rng: np.random.Generator, sought: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log-multiplicities [n] and positions [n] of a sample whose first part stands for a text up to 16 times as long.
+    """Log-multiplicities [n] and positions [n] of a sample whose first part stands for a text up to 32 times as long.
 
     What is asked for later, and the first token, stand for themselves: a long text holds them once.
     """
     length = len(sought)
     cut = int(rng.integers(length // 4, length * 3 // 4))
-    most = min(16.0, (MAX_POSITIONS - length) / cut)
+    most = min(32.0, (MAX_POSITIONS - length) / cut)
     times = float(np.exp(rng.uniform(np.log(1.5), np.log(most))))
     far = np.arange(length) < cut
     crowd = np.where(far & ~sought, np.log(times), 0.0).astype(np.float32)

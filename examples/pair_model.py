@@ -8,6 +8,7 @@ never holds all logits at once. Nothing here knows about texts, tokenizers or sc
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -110,8 +111,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.heads = shape.heads
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(shape.width, shape.width, bias=False))
+        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.k_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.v_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor | None) -> Tensor:
         batch, n, width = x.shape
@@ -230,7 +233,7 @@ def plant_copying(model: Decoder) -> None:
     codes, notes = rest[:size], rest[size : 2 * size]
     code_norm = token * (size / width) ** 0.5
 
-    first, second = (layer.self_attn for layer in model.layers[:2])
+    first, second = (cast(Block, layer).self_attn for layer in model.layers[:2])
     peak = (LOGIT_PER_FREQUENCY * head_dim**0.5) ** 0.5 / level
     turn = shape.rope_theta ** -(torch.arange(fast) / half)
     query, key = torch.zeros(head_dim), torch.zeros(head_dim)
@@ -292,7 +295,7 @@ def _backward_in_parts(hidden: Tensor, part: Callable[[slice, Tensor], Tensor], 
         value = part(rows, leaf[rows]) / total.clamp(min=1.0)
         value.backward()
         loss += value.item()
-    hidden.backward(leaf.grad.view_as(hidden))
+    hidden.backward(cast(Tensor, leaf.grad).view_as(hidden))
     return loss
 
 

@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer
 from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_copying
+from rich import progress
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -55,12 +57,13 @@ class Phase:
 
 TARGET_PHASES = (
     Phase("copying", 256, 16, 0.4e6, (1e-3, 1.5e-3), Mix(0.40, 0.20, 0.20), gaps=0.4),
-    Phase("short", 512, 16, 4.0e6, (2e-3, 1.2e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
-    Phase("dense-8k", 8192, 1, 1.4e6, (1.2e-3, 5e-4), Mix(0.04, 0.12, 0.44), gaps=0.2, crowded=0.4),
-    Phase("dense-32k", 32768, 1, 0.6e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
+    Phase("short", 512, 16, 4.0e6, (2e-3, 1.5e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
+    Phase("middle", 2048, 4, 1.2e6, (1.5e-3, 1e-3), Mix(0.05, 0.15, 0.40), gaps=0.2, crowded=0.4),
+    Phase("dense-8k", 8192, 1, 0.6e6, (1e-3, 4e-4), Mix(0.02, 0.12, 0.46), gaps=0.2, crowded=0.4),
+    Phase("dense-32k", 32768, 1, 0.7e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 DRAFT_PHASES = (
-    Phase("books", 496, 16, 3.0e6, (5e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
+    Phase("books", 496, 16, 3.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
     Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
 )
 WARMUP_STEPS = 60
@@ -92,7 +95,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--texts", type=Path, required=True, help="folder of *.txt files")
     parser.add_argument("--held-out", default="emma.txt", help="file name in --texts that is never trained on")
     parser.add_argument(
@@ -163,7 +166,7 @@ class Progress:
     seconds: float = 0.0
 
 
-def save_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Writes beside `path` and renames, so that an interrupted write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -231,20 +234,20 @@ class Training:
         return True
 
     def _run_phase(self, phase: Phase, steps: int) -> bool:
-        meter = Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step)
         saved = clock = time.monotonic()
-        while self.progress.step < steps:
-            loss = self._step(phase, steps)
-            self.progress.step += 1
-            now = time.monotonic()
-            self.progress.seconds += now - clock
-            clock = now
-            meter.update(self.progress.step, loss)
-            if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
-                self._save()
-                saved = now
-            if now > self.run.deadline:
-                return False
+        with Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step) as meter:
+            while self.progress.step < steps:
+                loss = self._step(phase, steps)
+                now = time.monotonic()
+                self.progress.step += 1
+                self.progress.seconds += now - clock
+                clock = now
+                meter.update(self.progress.step, loss)
+                if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
+                    self._save()
+                    saved = now
+                if now > self.run.deadline:
+                    return False
         return True
 
     def _step(self, phase: Phase, steps: int) -> float:
@@ -318,6 +321,15 @@ class DraftTraining(Training):
         self.target = Decoder(TARGET, run.compiled).to(run.device).requires_grad_(False)
         self.target.load_hf_state(weights)
         self.own: np.ndarray | None = None
+        if self.progress == Progress():
+            self._inherit_embedding()
+
+    @torch.no_grad()
+    def _inherit_embedding(self) -> None:
+        """Starts from the directions in which the target's embeddings differ most: the best small copy of them."""
+        theirs = self.target.embed_tokens.weight
+        directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: self.model.shape.width]
+        self.model.embed_tokens.weight.copy_(theirs @ directions.T)
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         ids = self._samples(phase, key)
@@ -380,7 +392,8 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
         return np.load(path)
     from transformers import AutoModelForCausalLM  # slow to import, and only needed here
 
-    model = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.bfloat16).to(run.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.bfloat16)
+    model.to(run.device)
     parts = []
     for index, temperature in enumerate(OWN_TEMPERATURES):
         torch.manual_seed(sampler.seed * 1000 + index)
@@ -402,24 +415,46 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 
 class Meter:
-    """Prints a line with loss, speed and time left, every ten seconds and at the end of a phase."""
+    """Loss, speed and time left of a phase: a bar on a terminal, elsewhere a line every ten seconds."""
 
-    def __init__(self, label: str, tokens_a_step: int, steps: int, step: int, every: float = 10.0):
+    def __init__(self, label: str, tokens_a_step: int, steps: int, step: int, every: float = 10.0) -> None:
         self.label, self.tokens_a_step, self.steps, self.every = label, tokens_a_step, steps, every
         self.losses: list[float] = []
         self.since, self.step = time.monotonic(), step
+        self.bar = make_bar() if sys.stdout.isatty() else None
+        self.task = self.bar.add_task(label, total=steps, completed=step, figures="") if self.bar else None
+
+    def __enter__(self) -> "Meter":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
 
     def update(self, step: int, loss: float) -> None:
         self.losses.append(loss)
         now = time.monotonic()
-        if now - self.since < self.every and step < self.steps:
+        if now - self.since < (1.0 if self.bar else self.every) and step < self.steps:
             return
         rate = (step - self.step) / (now - self.since)
-        speed = rate * self.tokens_a_step
-        left = (self.steps - step) / rate / 60
-        mean = sum(self.losses) / len(self.losses)
-        report(f"{self.label} {step}/{self.steps} loss {mean:.3f}, {speed:,.0f} tok/s, {left:.1f} min left")
+        figures = f"loss {sum(self.losses) / len(self.losses):.3f}, {rate * self.tokens_a_step:,.0f} tok/s"
+        if self.bar and self.task is not None:
+            self.bar.update(self.task, completed=step, figures=figures)
+        else:
+            report(f"{self.label} {step}/{self.steps} {figures}, {(self.steps - step) / rate / 60:.1f} min left")
         self.losses, self.since, self.step = [], now, step
+
+
+def make_bar() -> progress.Progress:
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[figures]}"),
+        progress.TimeRemainingColumn(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,281 @@
+"""Measures what the model card of the embedded pair claims, on a held-out book.
+
+    python examples/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
+
+Loss and loss by position come from plain PyTorch; recall and acceptance come from the engine, as a user meets them.
+`--only loss recall acceptance sample` picks parts; figures print as they arrive and are written after every part.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pair_model import TARGET, Decoder
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from triforce.offload import Engine, Sampling
+from triforce.offload import retrieval_cache as retrieval_module
+from triforce.offload.full_cache import FullCache
+from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.offload.streaming_cache import StreamingCache, prefill_streaming
+from triforce.tp.decoder import Cache
+
+BUDGET, CHUNK = 1024, 8
+PLACES = (0.1, 0.6)
+KEY_TOKENS = 7  # a space, five digits and a full stop
+TEMPERATURES = (0.0, 0.6, 1.0)
+LOSS_WINDOWS = ((0, 512), (512, 2048), (2048, 4096), (4096, 8192), (8192, 16384), (16384, 24576), (24576, 32768))
+NEEDLE = "\n\nThe pass key is {key}.\n\n"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
+
+
+def main() -> int:
+    options = parse_options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        figures = Figures(options)
+    except FileNotFoundError as error:
+        print(f"pair_figures: {error.filename} is missing; give --pair and --book", file=sys.stderr)
+        return 2
+    for part in options.only:
+        began = time.monotonic()
+        figures.results[part] = getattr(figures, part)()
+        figures.results.setdefault("seconds", {})[part] = round(time.monotonic() - began, 1)
+        if options.json:
+            options.json.write_text(json.dumps(figures.results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--pair", type=Path, required=True, help="folder with target/ and draft/")
+    parser.add_argument("--book", type=Path, required=True, help="held-out text")
+    parser.add_argument(
+        "--only", nargs="+", default=["loss", "recall", "acceptance", "sample"], help="parts to measure"
+    )
+    parser.add_argument(
+        "--contexts", nargs="+", type=int, default=[8192, 32768, 131072], help="recall at these lengths"
+    )
+    parser.add_argument("--acceptance-context", type=int, default=32768)
+    parser.add_argument("--seeds", type=int, default=2, help="pass keys per depth and place")
+    parser.add_argument("--depths", nargs="+", type=float, default=[0.02, 0.25, 0.5, 0.75, 0.95])
+    parser.add_argument("--places", type=int, default=4, help="places in the book where acceptance is measured")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens a place and temperature for acceptance")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser.parse_args()
+
+
+def say(label: str, value: object) -> None:
+    print(f"{label}: {value}", flush=True)
+
+
+class Figures:
+    """The measurements; each public method is one part and returns what goes into the JSON."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.results: dict = {}
+        self.target_dir, self.draft_dir = options.pair / "target", options.pair / "draft"
+        self.tokenizer = Tokenizer.from_file(str(self.existing(self.target_dir / "tokenizer.json")))
+        text = self.existing(options.book).read_text(encoding="utf-8-sig")
+        self.book = self.encode(text)
+        say("held-out book", f"{options.book.name}, {len(self.book):,} tokens")
+
+    @staticmethod
+    def existing(path: Path) -> Path:
+        if not path.exists():
+            raise FileNotFoundError(2, "missing", str(path))
+        return path
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def stretch(self, place: float, length: int) -> list[int]:
+        """`<s>` and `length - 1` tokens of the book from a relative place on, going round at its end."""
+        start = int(place * len(self.book))
+        doubled = self.book + self.book
+        return [0, *doubled[start : start + length - 1]]
+
+    @torch.inference_mode()
+    def loss(self) -> dict:
+        """Nats a token, over whole samples of 2,048 and by position in samples of 32,768."""
+        model = Decoder(TARGET)
+        model.load_hf_state(load_file(self.target_dir / "model.safetensors"))
+        short = np.concatenate([token_losses(model, self.stretch(i / 16, 2049)) for i in range(16)])
+        say("loss at 2,048 tokens", f"{short.mean():.3f} nats")
+        rows = [token_losses(model, self.stretch(i / self.options.places, 32769)) for i in range(self.options.places)]
+        far = np.mean(rows, axis=0)
+        by_position = {f"{a}-{b}": round(float(far[a:b].mean()), 4) for a, b in LOSS_WINDOWS}
+        say("loss by position", by_position)
+        return {"held_out_2048": round(float(short.mean()), 4), "by_position_32768": by_position}
+
+    def recall(self) -> dict:
+        """Share of pass keys named in full, by context length and by what the model may look at."""
+        options, reader, out = self.options, Reader(self.target_dir, self.draft_dir), {}
+        for context in options.contexts:
+            hits: dict[str, dict[str, list[bool]]] = {way: {} for way in Reader.WAYS}
+            # Deepest first, keys innermost: the reader keeps what a prompt shares with the one before it.
+            for place, depth in product(PLACES, sorted(options.depths, reverse=True)):
+                for seed in range(options.seeds):
+                    key = f"{np.random.default_rng((seed, context, int(depth * 1000))).integers(100000):05d}"
+                    answers = reader.answers(self.prompt_with_key(key, place, depth, context), KEY_TOKENS)
+                    for way, ids in answers.items():
+                        found = self.tokenizer.decode(ids).replace(" ", "").startswith(key)
+                        hits[way].setdefault(str(depth), []).append(found)
+            out[str(context)] = {way: summary(by_depth) for way, by_depth in hits.items()}
+            for way, result in out[str(context)].items():
+                say(f"pass-key recall at {context:,}, {way}", result)
+        return out
+
+    def prompt_with_key(self, key: str, place: float, depth: float, context: int) -> list[int]:
+        needle, question = self.encode(NEEDLE.format(key=key)), self.encode(QUESTION)
+        prose = self.stretch(place, context - len(needle) - len(question) - KEY_TOKENS)
+        cut = max(1, int(depth * len(prose)))
+        return [*prose[:cut], *needle, *prose[cut:], *question]
+
+    def acceptance(self) -> dict:
+        """Accepted / proposed of both levels, three tiers at 32K of the book, by temperature and choice of chunks."""
+        context, out = self.options.acceptance_context, {}
+        engine = Engine.load(
+            self.target_dir,
+            self.draft_dir,
+            device="cpu",
+            budget=BUDGET,
+            draft_length=4,
+            block_length=12,
+            refresh="round",
+        )
+        plain = [self.stretch(i / self.options.places, context) for i in range(self.options.places)]
+        # A reader who is asked to repeat what stood far back: what recent tokens alone cannot tell.
+        recalling = [ids[: context - 192] + ids[context // 4 : context // 4 + 192] for ids in plain]
+        for (label, prompts), way in product((("book", plain), ("recall", recalling)), ("retrieval", "recent")):
+            with chunks_chosen(way):
+                for index, prompt in enumerate(prompts):
+                    for temperature in TEMPERATURES:
+                        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
+                        stats = engine.generate(prompt, sampling, self.options.new_tokens, ignore_eos=True).stats
+                        note(out.setdefault(f"{label}, {way}", {}), str(temperature), stats["acceptance"])
+            say(f"acceptance at {context:,}, {label}, {way}", means(out[f"{label}, {way}"]))
+        return {label: means(by_temperature) for label, by_temperature in out.items()}
+
+    def sample(self) -> dict:
+        """What the pair writes after 1,024 tokens of the book, at temperature 0.8."""
+        engine = Engine.load(self.target_dir, self.draft_dir, device="cpu")
+        prompt = self.stretch(0.3, 1024)
+        sampling = Sampling(temperature=0.8, top_p=0.95, top_k=0, seed=1)
+        ids = engine.generate(prompt, sampling, max_new_tokens=200, ignore_eos=True).token_ids
+        text = {"prompt_end": self.tokenizer.decode(prompt[-60:]), "text": self.tokenizer.decode(ids)}
+        say("sample", "..." + text["prompt_end"] + " >>> " + text["text"])
+        return text
+
+
+class Reader:
+    """Answers prompts greedily with three views of the same prompt; consecutive prompts share what they begin with."""
+
+    WAYS = ("full", "retrieval", "streaming")
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        self.engine = Engine.load(target, "none", device="cpu", tiers=2, budget=BUDGET)
+        self.decoder = self.engine.target
+        self.full: FullCache | None = None
+        self.known: list[int] = []
+
+    @torch.inference_mode()
+    def answers(self, prompt: list[int], count: int) -> dict[str, list[int]]:
+        """`count` greedy tokens by way: the full cache, the retrieval cache in its place, the draft's kind of cache."""
+        full = self._full_cache(len(prompt) + count)
+        shared = 0
+        while shared < min(len(self.known), len(prompt) - 1) and self.known[shared] == prompt[shared]:
+            shared += 1
+        full.rollback(shared)
+        # The last token comes apart, so that every way begins by reading it in its own cache.
+        self.decoder.forward(torch.tensor(prompt[shared:-1]), full)
+        retrieval = RetrievalCache(full, self.decoder.rope, budget=BUDGET, chunk_size=CHUNK)
+        retrieval.refresh()
+        streaming = StreamingCache(self.decoder)
+        prefill_streaming(self.decoder, streaming, prompt[:-1])
+        self.known = prompt[:-1]
+        caches = {"retrieval": retrieval, "streaming": streaming, "full": full}
+        answers = {way: self._decode(prompt[-1], cache, count) for way, cache in caches.items()}
+        full.rollback(len(self.known))
+        return answers
+
+    def _decode(self, token: int, cache: Cache, count: int) -> list[int]:
+        out = []
+        for _ in range(count):
+            token = int(self.decoder.forward(torch.tensor([token]), cache)[-1].argmax())
+            out.append(token)
+        return out
+
+    def _full_cache(self, capacity: int) -> FullCache:
+        if self.full is None or self.full.capacity < capacity:
+            self.full, self.known = None, []
+            decoder = self.decoder
+            self.full = FullCache(
+                decoder.config,
+                decoder.rope,
+                dtype=decoder.dtype,
+                device=decoder.device,
+                capacity=capacity,
+                chunk_size=CHUNK,
+            )
+        return self.full
+
+
+@contextmanager
+def chunks_chosen(way: str) -> Iterator[None]:
+    """The retrieval tier with its own choice of chunks, or with as many in all of sinks (two) and newest."""
+    if way == "retrieval":
+        yield
+        return
+
+    def newest(scores: Tensor, count: int) -> Tensor:
+        last = torch.arange(scores.shape[1])
+        chosen = torch.cat((last[:2], last[max(2, scores.shape[1] - count + 2) :]))
+        return chosen.expand(scores.shape[0], -1)
+
+    with patch.object(retrieval_module, "select_chunks", newest):
+        yield
+
+
+def token_losses(model: Decoder, ids: list[int]) -> np.ndarray:
+    """Loss of every token after the first, nats."""
+    tokens = torch.tensor([ids])
+    hidden = model(tokens[:, :-1], torch.arange(len(ids) - 1)[None])[0]
+    parts = zip(hidden.split(4096), tokens[0, 1:].split(4096), strict=True)
+    return torch.cat([F.cross_entropy(model.logits(h), t, reduction="none") for h, t in parts]).numpy()
+
+
+def summary(by_depth: dict[str, list[bool]]) -> dict:
+    every = [hit for hits in by_depth.values() for hit in hits]
+    shares = {depth: round(sum(hits) / len(hits), 3) for depth, hits in by_depth.items()}
+    return {"recall": round(sum(every) / len(every), 3), "keys": len(every), "by_depth": shares}
+
+
+def note(by_temperature: dict, temperature: str, acceptance: dict) -> None:
+    for name, value in acceptance.items():
+        if value is not None:
+            by_temperature.setdefault(temperature, {}).setdefault(name, []).append(value)
+
+
+def means(by_temperature: dict) -> dict:
+    return {
+        temperature: {name: round(sum(values) / len(values), 3) for name, values in named.items()}
+        for temperature, named in by_temperature.items()
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
