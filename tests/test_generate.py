@@ -271,6 +271,16 @@ def test_signal_while_loading_is_one_word(pair):
     assert (run.returncode, out, errors) == (130, b"", b"interrupted\n")
 
 
+@pytest.mark.parametrize("delay", [0.2, 0.6, 1.0, 1.5])
+def test_signal_is_never_lost_in_imports(pair, delay):
+    run = start("generate", "--model", pair[0], "--prompt", "A", "--max-new-tokens", 1000, "--ignore-eos", "--tiers", 1)
+    time.sleep(delay)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert errors.endswith(b"interrupted\n") and b"Traceback" not in errors
+
+
 def test_models_and_doctor_speak_json(capfd):
     rows = json.loads(run_here(capfd, "models", "--json").out)
     assert [row["name"] for row in rows] == ["embedded"]

@@ -1,51 +1,16 @@
-"""The `triforce` command: its subcommands, and the one place where errors become messages and exit codes."""
+"""The `triforce` command: the one place where errors become messages and exit codes.
+
+It imports little at the top, so that Ctrl-C is answered properly from the first moment on.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
-from typing import Annotated
-
-import typer
 
 from ..tp.errors import TriforceError
-from .doctor import doctor
-from .generate import EPILOG, generate
-from .models import models
 from .stopping import Stop, stop_on_signals
-
-app = typer.Typer(
-    name="triforce",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Reads a long text and writes what follows, [bold]losslessly[/]: every token is drawn from the model's own "
-    "distribution over its full context, only several at a time.",
-    epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
-)
-app.command(epilog=EPILOG)(generate)
-app.command()(models)
-app.command()(doctor)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"triforce {version('triforce-cli')}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> None:
-    """Options of the command itself; `main` looks at `--debug` wherever it stands."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
+        from .commands import app
+
         result = app(args=arguments, prog_name="triforce", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Stop as stop:
@@ -70,24 +37,30 @@ def _run(arguments: list[str]) -> int:
         return stop.exit_code
     except TriforceError as error:
         if debug:
-            traceback.print_exc()
+            _print_traceback()
         _complain(f"error: {error}")
         return error.exit_code
-    except typer.Abort:
-        _complain("interrupted")
-        return 130
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what the parser makes of an interrupted question
+            _complain("interrupted")
+            return 130
         usage = _usage_message(error)
         if usage is not None:
             if usage:
                 _complain(usage)
             return 2
         if debug:
-            traceback.print_exc()
+            _print_traceback()
         _complain(f"error: {type(error).__name__}: {_one_line(error)}")
         if not debug:
             _complain("this is not an error that triforce expects; run again with --debug for the traceback")
         return 1
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def _usage_message(error: Exception) -> str | None:

@@ -221,6 +221,7 @@ def generate(
     from .output import JsonFile
     from .prompt import read_source
     from .report import tell
+    from .stopping import HeldSignals
 
     request = Request(
         ask=ask,
@@ -251,6 +252,7 @@ def generate(
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
 
-        from .run import run
+        with HeldSignals() as signals:  # importing PyTorch may swallow what a signal raises
+            from .run import run
 
-        run(request, source, directories, json_file)
+            run(request, source, directories, json_file, signals)

@@ -23,7 +23,13 @@ from .stopping import HeldSignals, Stop
 from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
-def run(request: Request, source: Source, directories: tuple[Path, Path | None], json_file: JsonFile) -> None:
+def run(
+    request: Request,
+    source: Source,
+    directories: tuple[Path, Path | None],
+    json_file: JsonFile,
+    signals: HeldSignals,
+) -> None:
     """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
 
     Raises:
@@ -38,6 +44,7 @@ def run(request: Request, source: Source, directories: tuple[Path, Path | None],
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
+    signals.allow()
     prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
     engine = Engine.load(
         request.model,
@@ -60,7 +67,8 @@ def run(request: Request, source: Source, directories: tuple[Path, Path | None],
             prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
         )
         next(generation)  # its token is taken from the statistics, like all others
-    _write(request, console, generation, tokenizer, json_file)
+    signals.hold()
+    _write(request, console, generation, tokenizer, json_file, signals)
 
 
 def _write(
@@ -69,24 +77,21 @@ def _write(
     generation: Generation,
     tokenizer: Tokenizer,
     json_file: JsonFile,
+    signals: HeldSignals,
 ) -> None:
     """Decodes to the end or to a `Stop`; either way text, statistics and JSON go out before it is raised again."""
     live = request.live and LiveDisplay.possible(console)
     output = None if json_file.on_stdout else TextOutput(deferred=live and _one_terminal())
     text = TextStream(tokenizer.decode)
     ended: BaseException | None = None
-    with HeldSignals() as signals:
-        try:
-            with (
-                LiveDisplay(console, generation, Path(request.model).name, request.max_new_tokens)
-                if live
-                else nullcontext() as display
-            ):
-                _decode(generation, signals, text, output, display)
-        except (Stop, Exception) as error:
-            signals.hold()
-            ended = error
-        ended = _finish(console, generation, text, output, json_file, ended)
+    try:
+        name = Path(request.model).name
+        with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
+            _decode(generation, signals, text, output, display)
+    except (Stop, Exception) as error:
+        signals.hold()
+        ended = error
+    ended = _finish(console, generation, text, output, json_file, ended)
     if ended is not None:
         raise ended
 
