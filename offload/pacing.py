@@ -12,10 +12,26 @@ from dataclasses import dataclass
 _DECAY = 0.97
 """Weight of an observation after one more; about the last thirty count."""
 
+_FIRST_DECAY = 0.25
+"""Weight of the model after the first measurement."""
+
+_TRUSTED = 3
+"""Measurements after which the expectation is trusted enough to call another one an outlier."""
+
+_OUTLIER = 2.0
+"""A measurement beyond this many times its expectation counts as just that."""
+
+_SPREAD = 2.0
+"""Variance of the rows, in rows squared, at which measured and modelled slope count alike."""
+
 
 @dataclass
 class PassCost:
-    """Seconds of one pass as a line over its rows: a modelled start that measurements gradually outweigh."""
+    """Seconds of one pass as a line over its rows: modelled at first, then measured.
+
+    The line goes through the decayed mean of the measurements. Its slope is theirs as far as their rows differ; where
+    they hardly do, the slope stays in the proportion to the level that the model gives.
+    """
 
     base: float
     """Modelled seconds of a pass over no rows."""
@@ -23,18 +39,18 @@ class PassCost:
     """Modelled seconds of each row."""
 
     def __post_init__(self) -> None:
-        # Decayed sums over observations of rows x and seconds y; the model counts as two of them.
-        self._n = self._x = self._xx = self._y = self._xy = 0.0
-        for rows in (1, 9):
-            self._add(rows, self.base + self.per_row * rows)
+        # Decayed sums over observations of rows x and seconds y; the model counts as one, for a single row.
+        self._n = self._x = self._xx = 1.0
+        self._y = self._xy = self.base + self.per_row
+        self._observed = 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Adds a measured pass."""
+        """Adds a measured pass. One far beyond what is expected, as another process causes, counts as far less."""
+        if self._observed >= _TRUSTED:
+            seconds = min(seconds, _OUTLIER * self.seconds(rows))
         for name in ("_n", "_x", "_xx", "_y", "_xy"):
-            setattr(self, name, getattr(self, name) * _DECAY)
-        self._add(rows, seconds)
-
-    def _add(self, rows: int, seconds: float) -> None:
+            setattr(self, name, getattr(self, name) * (_DECAY if self._observed else _FIRST_DECAY))
+        self._observed += 1
         self._n += 1
         self._x += rows
         self._xx += rows * rows
@@ -45,7 +61,8 @@ class PassCost:
         """Expected seconds of a pass over `rows` rows."""
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x**2
-        slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
+        modelled = self.per_row * mean_y / (self.base + self.per_row * mean_x)
+        slope = (self._xy / self._n - mean_x * mean_y + _SPREAD * modelled) / (spread + _SPREAD)
         slope = min(max(slope, 0.0), mean_y / mean_x)
         return mean_y + slope * (rows - mean_x)
 

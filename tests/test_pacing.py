@@ -15,10 +15,27 @@ def test_expected_tokens_is_the_sum_over_runs_of_acceptances():
 def test_pass_cost_learns_a_line_and_forgets_the_model():
     cost = PassCost(base=100.0, per_row=0.0)
     for i in range(400):
-        rows = 1 + i % 9
+        rows = 1 + i % 17
         cost.observe(rows, 2.0 + 0.5 * rows)
-    assert cost.seconds(1) == pytest.approx(2.5, rel=0.05)
+    assert cost.seconds(1) == pytest.approx(2.5, rel=0.2)
+    assert cost.seconds(9) == pytest.approx(6.5, rel=0.05)
     assert cost.seconds(20) == pytest.approx(12.0, rel=0.1)
+
+
+def test_pass_cost_keeps_the_modelled_proportion_while_all_passes_are_alike():
+    cost = PassCost(base=1.0, per_row=0.1)
+    for i in range(200):
+        cost.observe(5, 30.0 if i % 2 else 33.0)
+    assert cost.seconds(5) == pytest.approx(31.5, rel=0.02)
+    assert cost.seconds(15) / cost.seconds(5) == pytest.approx(2.5 / 1.5, rel=0.02)
+
+
+def test_pass_cost_shrugs_off_a_disturbance():
+    cost = PassCost(base=1.0, per_row=0.1)
+    for i in range(100):
+        cost.observe(1 + i % 9, 200.0 if i % 25 == 24 else 1.0 + 0.1 * (1 + i % 9))
+    assert cost.seconds(5) == pytest.approx(1.5, rel=0.15)
+    assert cost.seconds(9) < 2 * cost.seconds(1)
 
 
 def test_pass_cost_never_expects_a_longer_pass_to_be_cheaper():
