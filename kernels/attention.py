@@ -2,7 +2,8 @@
 
 Attention over keys that live in several places (blocks of a streamed cache, sinks and a window) is computed place by
 place; each part returns its output and the log-sum-exp of its scores, from which the exact whole follows
-(the split-KV identity of FlashDecoding). Every result is accumulated in float32, or float64 for float64 inputs.
+(the split-KV identity of FlashDecoding). Scores and sums are float32 (float64 for float64 inputs) and parts are merged
+in that; only the flash kernel, for more than `FEW_ROWS` rows, rounds its output to the inputs' dtype first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FEW_ROWS = 16
-"""Up to this many query rows a batched matmul over the whole block is faster than PyTorch's flash kernel on a CPU."""
+FEW_ROWS = 32
+"""Up to this many query rows two batched matmuls take no longer than PyTorch's flash kernel on a CPU. It is more than a
+verification has, so that its rows go through the arithmetic of a decoding step."""
 
 _TILE_ROWS = 128
 """Rows per tile of the plain path; bounds the score matrix."""

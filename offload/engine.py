@@ -16,7 +16,7 @@ from ..tp.decoder import Cache, Decoder
 from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.errors import CapacityError, ModelError, UsageError
 from ..tp.registry import find_pair
-from .full_cache import FullCache
+from .full_cache import FullCache, block_size_for
 from .generation import Generation, Result
 from .memory import check_memory, plan_memory
 from .pacing import PassCost
@@ -119,6 +119,7 @@ class Engine:
                 chunk_size=settings.planned_chunk_size,
             ),
             needed,
+            where,
         )
         target = Decoder.load(target_directory, dtype=kind, device=where)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
@@ -183,7 +184,7 @@ class Engine:
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
-            measured=sampling.greedy or not seeded,
+            measured=not seeded,
         )
         self._context = prompt
         self._running = Generation(
@@ -195,14 +196,19 @@ class Engine:
             tiers=tiers,
             draws=draws,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, len(tiers), budget),
+            identity=self._identity(sampling, len(tiers), budget, full),
             on_prefill=on_prefill,
         )
         return self._running
 
     def _checked(self, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> list[int]:
-        prompt = [int(token) for token in prompt_ids]
         config = self.target.config
+        ids = torch.as_tensor(prompt_ids)
+        if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+            raise UsageError(
+                f"the prompt is a {ids.dim()}-dimensional tensor of {ids.dtype}; give a list or 1-D tensor of token ids"
+            )
+        prompt: list[int] = ids.tolist()
         if not prompt:
             raise UsageError("the prompt is empty; generation needs at least one token")
         unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
@@ -215,36 +221,39 @@ class Engine:
 
     def _full_cache(self, prompt: list[int], capacity: int) -> FullCache:
         """The full cache with room for `capacity` tokens, holding what it shares with `prompt` already."""
-        full = self._full
-        needed = plan_memory(
-            self.target.config,
-            None,
-            dtype=self.target.dtype,
-            context=capacity,
-            budget=self.settings.budget_for(capacity),
-            chunk_size=self.settings.planned_chunk_size,
-        )
-        if full is None or full.capacity < capacity:
-            check_memory(replace(needed, weights=0, runtime=0), capacity)
-        if full is None:
-            full = FullCache(
+        old, chunk_size = self._full, self.settings.planned_chunk_size
+        shared = self._shared_tokens(prompt)
+        fits = old is not None and old.capacity >= capacity
+        if old and fits and (shared or old.block_size == block_size_for(capacity, chunk_size)):
+            old.rollback(shared)
+            return old
+        if not fits:
+            plan = plan_memory(
                 self.target.config,
-                self.target.rope,
+                None,
                 dtype=self.target.dtype,
-                device=self.target.device,
-                capacity=capacity,
-                chunk_size=self.settings.planned_chunk_size,
+                context=capacity,
+                budget=self.settings.budget_for(capacity),
+                chunk_size=chunk_size,
             )
-            self._full = full
-        # At least the last prompt token is run again: its logits give the first new token.
-        shared = 0
-        for known, asked in zip(self._context[: full.length], prompt[:-1], strict=False):
-            if known != asked:
-                break
-            shared += 1
-        full.rollback(shared)
-        full.reserve(capacity)
-        return full
+            check_memory(replace(plan, weights=0, runtime=0), capacity, self.target.device)
+        self._full = FullCache(
+            self.target.config,
+            self.target.rope,
+            dtype=self.target.dtype,
+            device=self.target.device,
+            capacity=capacity,
+            chunk_size=chunk_size,
+        )
+        if old:
+            self._full.take(old, shared)
+        return self._full
+
+    def _shared_tokens(self, prompt: list[int]) -> int:
+        """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
+        known = self._context[: self._full.length] if self._full else []
+        pairs = zip(known, prompt[:-1], strict=False)
+        return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))
 
     def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int) -> Tier:
         """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
@@ -262,7 +271,7 @@ class Engine:
             upper.fixed = length is not None
             upper.lookahead = length or upper.lookahead
 
-    def _identity(self, sampling: Sampling, tiers: int, budget: int) -> dict[str, Any]:
+    def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
         device = self.target.device
         return {
             "version": version("triforce-cli"),
@@ -279,7 +288,7 @@ class Engine:
                 "budget": budget,
                 "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
-                "resident_bytes": 0,
+                "resident_bytes": 0 if device.type == "cpu" else full.capacity * full.token_bytes,
             },
         }
 

@@ -7,6 +7,8 @@ compute device itself: a block is a view. Keys carry the rotation of their true 
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ..tp.config import ModelConfig
 from ..tp.rope import Rope
 
 LARGEST_BLOCK = 4096
-"""Tokens of a block for long contexts; short ones use less, so that the ragged end costs little."""
+"""Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
 RECENT_QUERIES = 16
 """Queries of the last tokens that are kept for scoring chunks."""
@@ -42,6 +44,8 @@ class FullCache:
         self.block_size = block_size_for(capacity, chunk_size)
         self.bytes_read = 0
         """Bytes of keys and values attended so far."""
+        self.read_s = 0.0
+        """Seconds that took."""
         self._rope = rope
         self._dtype, self._device = dtype, device
         self._scale = config.head_dim**-0.5
@@ -100,6 +104,7 @@ class FullCache:
         self._append(layer, self._rope.rotate(k, start), v)
         self._queries[layer] = q[:, -RECENT_QUERIES:].clone() if n > RECENT_QUERIES else q
         self._queries_end = start + n
+        began = time.perf_counter()
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         for index in range(-(-(start + n) // self.block_size)):
@@ -117,8 +122,10 @@ class FullCache:
             if len(outs) == (_MERGE_AFTER if n <= FEW_ROWS else 2):
                 out, lse = merge_partials(outs, lses)
                 outs, lses = [out], [lse]
+        out = merge_partials(outs, lses)[0].to(q.dtype)
         self.bytes_read += (start + n) * self.token_bytes // self.config.num_layers
-        return merge_partials(outs, lses)[0].to(q.dtype)
+        self.read_s += time.perf_counter() - began
+        return out
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         position, stop = self._filled[layer], self._filled[layer] + k.shape[1]
@@ -140,19 +147,17 @@ class FullCache:
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
 
-    def reserve(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens, keeping those that are in."""
-        if capacity <= self.capacity:
-            return
-        old = self._layers
-        self._layers = self._allocate(-(-capacity // self.block_size))
-        for layer, kept in enumerate(old):
-            self._layers[layer][: self._clean[layer]] = kept[: self._clean[layer]]
-        self._rope.reserve(capacity)
+    def take(self, other: FullCache, length: int) -> None:
+        """Moves the first `length` tokens of `other` here, layer by layer. This cache was empty; `other` is now."""
+        for layer in range(self.config.num_layers):
+            if length:
+                self._append(layer, *other.slice(layer, 0, length))
+            other._layers[layer] = torch.empty(0)
 
 
 def block_size_for(capacity: int, chunk_size: int) -> int:
-    """Tokens of a block for a context of up to `capacity`: a power of two near its fourth, 64 to `LARGEST_BLOCK`,
-    raised to a multiple of `chunk_size`."""
-    size = min(LARGEST_BLOCK, 1 << max(6, (capacity // 4).bit_length()))
+    """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, and hardly more room in all than
+    asked for. A multiple of 64, then of `chunk_size`."""
+    num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
+    size = -(-capacity // num_blocks // 64) * 64
     return -(-size // chunk_size) * chunk_size

@@ -117,7 +117,7 @@ class Generation(Iterator[Round]):
         self._context.append(token)
         seconds = time.perf_counter() - began
         self.statistics.prefill_s = self.statistics.ttft_s = seconds
-        self._full.bytes_read = 0
+        self._full.bytes_read, self._full.read_s = 0, 0.0
         self._note([token])
         return Round(0, [token], seconds, 0, 0, False)
 
@@ -153,7 +153,6 @@ class Generation(Iterator[Round]):
         seconds = time.perf_counter() - began
         self.statistics.refresh_s += seconds
         if refreshed:
-            self.statistics.refreshes += 1
             self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
         return refreshed
 
@@ -172,7 +171,7 @@ class Generation(Iterator[Round]):
             s.draft_proposed, s.draft_accepted = by_name["retrieval"].proposed, by_name["retrieval"].accepted
         if "draft" in by_name:
             s.draft_s = by_name["draft"].seconds
-        s.bytes_streamed = self._full.bytes_read
+        s.kv_read_bytes, s.kv_read_s = self._full.bytes_read, self._full.read_s
         s.kv_bytes = self._full.length * self._full.token_bytes
         s.host_peak_bytes = host_peak_bytes()
         s.device_peak_bytes = device_peak_bytes(self._top.decoder.device)

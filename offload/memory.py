@@ -12,6 +12,8 @@ import torch
 from ..tp.config import ModelConfig
 from ..tp.decoder import PREFILL_ROWS
 from ..tp.errors import CapacityError
+from ..tp.units import gib
+from .full_cache import block_size_for
 
 RUNTIME_BYTES = 400 * 2**20
 """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
@@ -29,7 +31,8 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.retrieval + self.prefill + self.runtime
+        """The most that is held at a time: the retrieval cache comes when a prefill's activations are gone."""
+        return self.weights + self.kv + max(self.retrieval, self.prefill) + self.runtime
 
 
 def plan_memory(
@@ -39,22 +42,23 @@ def plan_memory(
     (0 for none)."""
     models = [m for m in (target, draft) if m]
     kv_token = target.kv_bytes_per_token(dtype)
+    block_size = block_size_for(context, chunk_size)
     heads = 2 * target.num_heads + target.num_kv_heads
     width = target.hidden_size + 3 * target.intermediate_size + heads * target.head_dim * 3 // 2
     rows = min(PREFILL_ROWS, context)
     return MemoryPlan(
         weights=sum(m.num_parameters for m in models) * dtype.itemsize,
-        kv=context * kv_token,
-        retrieval=(budget * kv_token + context // chunk_size * kv_token // 2) if budget else 0,
+        kv=-(-context // block_size) * block_size * kv_token,
+        retrieval=(min(budget, context) * kv_token + context // chunk_size * kv_token // 2) if budget else 0,
         prefill=context * (target.hidden_size * dtype.itemsize + target.head_dim * 8) + rows * width * 4,
     )
 
 
-def check_memory(plan: MemoryPlan, context: int) -> None:
+def check_memory(plan: MemoryPlan, context: int, device: torch.device) -> None:
     """Raises:
-    CapacityError: the plan does not fit in the host's available memory; the message gives the parts and a remedy.
+    CapacityError: the plan does not fit in what is free where the model runs; the message gives parts and a remedy.
     """
-    available = psutil.virtual_memory().available
+    available = available_bytes(device)
     if plan.total <= available:
         return
     fits = max(
@@ -71,9 +75,11 @@ def check_memory(plan: MemoryPlan, context: int) -> None:
     )
 
 
-def gib(num_bytes: float) -> str:
-    """`num_bytes` for people, in the unit that suits it."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+def available_bytes(device: torch.device) -> int:
+    """Free memory where tensors of `device` live."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def host_peak_bytes() -> int:

@@ -12,8 +12,8 @@ _FREE_SHARE = 0.03
 _DROP = 0.9
 """Recent acceptance below this share of what followed the last refresh counts as a drop."""
 
-_RECENT = 0.7
-"""Weight of the recent acceptance after one more round."""
+_RECENT = 0.8
+"""Weight of what was known after one more round."""
 
 
 @dataclass
@@ -26,9 +26,12 @@ class RefreshPolicy:
 
     mode: str | int = "auto"
     _rounds: int = field(default=0, init=False)
+    _fresh: float = field(default=1.0, init=False)
+    """Running acceptance of the rounds right after a refresh."""
     _recent: float = field(default=1.0, init=False)
-    _after_refresh: float = field(default=1.0, init=False)
+    """Running acceptance since the last refresh, starting at `_fresh`."""
     _cost_share: float = field(default=0.0, init=False)
+    """A refresh's share of its round; fades while there is none, so that one slow refresh is not for ever."""
 
     def __post_init__(self) -> None:
         if isinstance(self.mode, str) and self.mode.isdecimal():
@@ -39,12 +42,15 @@ class RefreshPolicy:
     def due(self, accepted: int, proposed: int) -> bool:
         """Whether to refresh after a round that kept `accepted` of `proposed` tokens."""
         self._rounds += 1
+        self._cost_share *= _RECENT
         if proposed:
-            self._recent = _RECENT * self._recent + (1 - _RECENT) * accepted / proposed
+            share = accepted / proposed
             if self._rounds == 1:
-                self._after_refresh = self._recent
+                self._fresh = self._recent = _RECENT * self._fresh + (1 - _RECENT) * share
+            else:
+                self._recent = _RECENT * self._recent + (1 - _RECENT) * share
         if self.mode == "auto":
-            return self._cost_share < _FREE_SHARE or self._recent < _DROP * self._after_refresh
+            return self._cost_share < _FREE_SHARE or self._recent < _DROP * self._fresh
         if isinstance(self.mode, int):
             return self._rounds >= self.mode
         return self.mode == "round"

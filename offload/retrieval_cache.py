@@ -43,12 +43,6 @@ class RetrievalCache:
     def length(self) -> int:
         return self._filled[-1]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers and of the chunk means."""
-        tensors = [t for pair in self._buffers for t in pair] + [m for m in self._means if m is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         q = self._rope.rotate(q, start)

@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..tp.errors import UsageError
+from ..tp.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 switch the filters off.
 
-    `seed` `None` draws one when generation starts. A given seed gives the same tokens again: draft and block lengths
-    then adapt to counts and modelled costs only, never to a clock.
+    `seed` `None` draws one when generation starts. A given seed gives the same tokens again on the same machine: draft
+    and block lengths then adapt to counts and modelled costs only, never to a clock. A drawn one does not, as lengths
+    decide which random number meets which token (and, in 16-bit, how a near-tie rounds).
 
     Raises:
         UsageError: a value out of range.
@@ -53,10 +54,19 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
 
     Greedy gives all mass to the first of the largest logits.
+
+    Raises:
+        ModelError: a row has no finite largest logit.
     """
+    peak = logits.amax(dim=-1, keepdim=True)
+    if not peak.isfinite().all():
+        raise ModelError(
+            "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
+            "(try --dtype float32 or bfloat16)"
+        )
     if sampling.greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    logits = logits.float() / sampling.temperature
+    logits = (logits - peak).float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

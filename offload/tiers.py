@@ -66,6 +66,7 @@ class Tier:
     """The most `lookahead` may become."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     counts: Counts = field(default_factory=Counts)
+    _last_drafted: int = field(default=0, init=False)
 
     def step(self, context: list[int], limit: int, draws: Draws) -> tuple[list[int], Tensor]:
         """Emits 1 to `limit` tokens that follow `context` and their distributions `[tokens, vocab]`.
@@ -124,7 +125,11 @@ class Tier:
         best, seconds = best_length(self.cost, draft_seconds, self.acceptance.rate, self.longest)
         if self.fixed:
             return seconds
-        self.lookahead = best or int(self.counts.passes % PROBE_EVERY == 0)
+        if best:
+            self._last_drafted = self.counts.passes
+        elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
+            best, self._last_drafted = 1, self.counts.passes
+        self.lookahead = best
         return seconds
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
@@ -14,7 +14,8 @@ from triforce.tp.decoder import Decoder
 CPU = torch.device("cpu")
 PROBE = torch.tensor([1, 2, 3])
 
-steps = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), min_size=1, max_size=12)
+forgotten_tokens = st.one_of(st.integers(0, 12), st.integers(0, 60))
+steps = st.lists(st.tuples(st.integers(1, 30), forgotten_tokens), min_size=1, max_size=14)
 """Tokens appended, then tokens forgotten, again and again."""
 
 
@@ -57,10 +58,16 @@ def probe(decoder, cache):
     return decoder.forward(PROBE, cache, num_logits=3)
 
 
+@pytest.fixture
+def little_slack(monkeypatch):
+    """Makes the streaming window move every dozen tokens, and rollbacks reach beyond what it kept."""
+    monkeypatch.setattr("triforce.offload.streaming_cache._SLACK", 12)
+
+
 @given(history=steps)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("make", [full_cache, streaming_cache])
-def test_rollback_equals_replay(decoder, make, history):
+def test_rollback_equals_replay(decoder, make, little_slack, history):
     cache, replayed = make(decoder), make(decoder)
     tokens = play(decoder, cache, history)
     append(decoder, replayed, tokens)
@@ -99,6 +106,16 @@ def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, adopt
         each.adopt()
     assert cache.length == replayed.length == full.length
     assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
+
+
+def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder, little_slack):
+    cache = streaming_cache(decoder)
+    append(decoder, cache, random_tokens(200))
+    assert cache._origins[0] > 4
+    cache.rollback(195)
+    assert cache.length == 195
+    cache.rollback(100)
+    assert cache.length == 0
 
 
 def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):

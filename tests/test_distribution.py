@@ -25,7 +25,7 @@ def engine_and_oracle(tmp_path_factory):
     target = save_llama(root / "target", seed=2, **shape)
     save_llama(root / "draft", seed=7, **(shape | {"num_hidden_layers": 1}))
     engine = Engine.load(
-        root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=2, refresh="round"
+        root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=3, refresh="round"
     )
     return engine, enumerate_joint(target)
 
@@ -50,7 +50,7 @@ def sample_counts(engine, runs: int) -> tuple[dict[tuple[int, ...], int], dict[s
     rejections = {"draft": 0, "retrieval": 0}
     for seed in range(runs):
         tokens: list[int] = []
-        run = engine.stream(PROMPT, Sampling(**FILTERS, seed=seed), NUM_TOKENS + 3)  # room to draft for the third
+        run = engine.stream(PROMPT, Sampling(**FILTERS, seed=seed), NUM_TOKENS + 4)  # room to draft for the third
         while len(tokens) < NUM_TOKENS:
             tokens += next(run).tokens
         beginning = tuple(tokens[:NUM_TOKENS])

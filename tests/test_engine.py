@@ -1,9 +1,14 @@
 """One engine, several runs: seeds, fixed lengths, 16-bit formats, and statistics that add up."""
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.offload.full_cache import block_size_for
 from triforce.offload.pacing import Acceptance, PassCost
+from triforce.offload.tiers import PROBE_EVERY
+from triforce.tp.errors import ModelError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,20 @@ def test_adapted_lengths_follow_acceptance(pair, stood, shortest, longest):
     assert (verify.lookahead <= 1) == (stood == 0)
 
 
+def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
+    run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(seed=1), 60)
+    _, retrieval, draft = run._tiers
+    retrieval.acceptance = Acceptance(accepted=0, tested=1000)
+    draft.cost = PassCost(retrieval.cost.base, 0.0)
+    tries = []
+    for _ in range(300):
+        retrieval.counts.passes += 11  # passes of a round; not a divisor of the interval
+        run._top.pace()
+        tries.append(retrieval.lookahead)
+    assert set(tries) == {0, 1}
+    assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
+
+
 def test_a_new_run_ends_the_one_before(pair):
     engine = Engine.load(*pair, device="cpu", dtype="float32")
     prompt = random_tokens(100)
@@ -57,6 +76,53 @@ def test_a_new_run_ends_the_one_before(pair):
     assert list(first) == []
     assert first.stats()["finish_reason"] == "interrupted"
     assert want.token_ids[:1] == first.statistics.token_ids
+
+
+def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64)
+    greedy = Sampling(temperature=0.0)
+    short, long = random_tokens(90), random_tokens(1500)
+    engine.generate(short, greedy, 10)
+    small = engine._full
+    grown = engine.generate(long, greedy, 10)
+    assert engine._full is not small
+    assert grown.stats["reused_tokens"] == 90
+    assert engine._full.block_size == block_size_for(1510, 8)
+    fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)
+    assert grown.token_ids == fresh.token_ids
+    engine.generate(random_tokens(50, seed=5), greedy, 10)
+    assert engine._full.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "the prompt is empty"),
+        ([1, 97], "token 97; target knows 0 to 96"),
+        (torch.zeros(1, 5, dtype=torch.int64), "2-dimensional tensor"),
+        ([0.5, 1.0], "float32"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(pair, prompt, words):
+    with pytest.raises(UsageError, match=words):
+        Engine.load(*pair, device="cpu").generate(prompt)
+
+
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_logits_that_are_no_numbers_are_an_error_not_a_text(tmp_path, tiers):
+    save_llama(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] *= 1e5  # beyond what float16 holds
+    save_file(weights, tmp_path / "model.safetensors")
+    engine = Engine.load(tmp_path, device="cpu", dtype="float16", tiers=tiers)
+    with pytest.raises(ModelError, match=r"not finite numbers.*--dtype"):
+        engine.generate(random_tokens(50), Sampling(temperature=0.0), 10)
+
+
+def test_the_coldest_temperature_is_greedy(pair):
+    engine = Engine.load(*pair, device="cpu", dtype="float32")
+    cold = engine.generate(random_tokens(80), Sampling(temperature=1e-39, seed=1), 30)
+    assert cold.token_ids == engine.generate(random_tokens(80), Sampling(temperature=0.0), 30).token_ids
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -82,4 +148,7 @@ def test_statistics_add_up(pair):
     )
     # 3 layers, keys and values, 4 heads of 16 in float32; the last token's are not in the cache yet.
     assert stats["memory"]["kv_bytes"] == (100 + 60 - 1) * 3 * 2 * 64 * 4
-    assert stats["link"]["bytes_streamed"] > 0
+    # Every pass reads the whole prompt; nothing crosses a link where the cache lives beside the model.
+    assert stats["kv_read"]["bytes"] > stats["rounds"] * 100 * 3 * 2 * 64 * 4
+    assert 0 < stats["kv_read"]["s"] < stats["time_s"]["verify"]
+    assert stats["link"]["bytes_streamed"] == 0

@@ -86,12 +86,30 @@ def test_refresh_by_count():
     assert due == [False, False, True, False, False, True, False]
 
 
-def test_auto_refreshes_every_round_while_it_is_free_and_on_a_drop_when_it_is_not():
+def play(policy, rounds, refresh_seconds):
+    """Feeds rounds of (accepted, proposed) that take a second each; which of them were refreshed after."""
+    due = []
+    for accepted, proposed in rounds:
+        due.append(policy.due(accepted, proposed))
+        if due[-1]:
+            policy.done(refresh_seconds, 1.0)
+    return due
+
+
+def test_auto_refreshes_every_round_while_it_is_free():
+    assert all(play(RefreshPolicy("auto"), [(10, 10)] * 5, 0.001))
+
+
+def test_auto_refreshes_on_a_drop_when_it_costs():
     policy = RefreshPolicy("auto")
-    for _ in range(5):
-        assert policy.due(10, 10)
-        policy.done(0.001, 1.0)
-    policy.due(10, 10)
-    policy.done(0.5, 1.0)
-    assert not any(policy.due(10, 10) for _ in range(5))
-    assert any(policy.due(2, 10) for _ in range(3))
+    play(policy, [(9, 10)] * 30, 0.5)
+    assert sum(play(policy, [(9, 10)] * 6, 0.5)) <= 1
+    assert any(play(policy, [(2, 10)] * 4, 0.5))
+
+
+def test_one_slow_refresh_is_not_for_ever():
+    policy = RefreshPolicy("auto")
+    play(policy, [(10, 10)], 0.9)
+    due = play(policy, [(10, 10)] * 40, 0.001)
+    assert not due[0]
+    assert all(due[20:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,57 +15,54 @@ from .errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Checkpoint:
-    """The tensors of a model directory by name. Use `Checkpoint.open`; every read checks name and shape."""
+    """The tensors of a model directory by name; every read checks name, shape and kind.
 
-    def __init__(self, files: dict[str, safe_open], directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._files = files
-        self._directory = directory
-        self._dtype = dtype
-        self._device = device
+    Tensors are copied out of the file, which is mapped only while one is read: what is held is the weights, once, and
+    replacing the file later changes nothing.
+    """
 
-    @classmethod
-    @contextmanager
-    def open(cls, directory: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Checkpoint]:
-        """Opens the weights of `directory`; tensors come out in `dtype` on `device`.
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Reads the headers; tensors will come out in `dtype` on `device`.
 
         Raises:
             ModelError: no safetensors weights, or a file that is missing, truncated or not safetensors.
         """
-        with ExitStack() as stack:
-            files: dict[str, safe_open] = {}
-            for path in weight_files(directory):
-                try:
-                    handle = stack.enter_context(safe_open(str(path), framework="pt"))
-                    files.update(dict.fromkeys(handle.keys(), handle))
-                except (OSError, SafetensorError) as error:
-                    raise ModelError(
-                        f"{path} is damaged or is not a safetensors file ({error}); download it again"
-                    ) from error
-            yield cls(files, directory, dtype, device)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+        self._directory, self._dtype, self._device = directory, dtype, device
+        self._paths: dict[str, Path] = {}
+        for path in weight_files(directory):
+            with _opened(path) as file:
+                self._paths.update(dict.fromkeys(file.keys(), path))
 
     def read(self, name: str, *shape: int) -> Tensor:
         """The tensor `name`, which must have `shape`.
 
         Raises:
-            ModelError: it is missing, has another shape, or is not floating point.
+            ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
         """
-        if name not in self._files:
+        if name not in self._paths:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
-        try:
-            tensor = self._files[name].get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(f"{name} in {self._directory} cannot be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} in {self._directory} has shape {tuple(tensor.shape)}; its config says {shape}")
-        if not tensor.dtype.is_floating_point:
-            raise ModelError(f"{name} in {self._directory} is {tensor.dtype}; quantised weights are not supported")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        with _opened(self._paths[name]) as file:
+            tensor = file.get_tensor(name)
+            if tuple(tensor.shape) != shape:
+                raise ModelError(
+                    f"{name} in {self._directory} has shape {tuple(tensor.shape)}; its config says {shape}"
+                )
+            if tensor.dtype not in _FORMATS:
+                raise ModelError(f"{name} in {self._directory} is {tensor.dtype}; quantised weights are not supported")
+            return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} is damaged or is not a safetensors file ({error}); download it again") from error
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -83,7 +80,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise ModelError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read as a weight index: {error}") from error
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

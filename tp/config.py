@@ -57,12 +57,14 @@ class ModelConfig:
         """
         raw = _read_json(directory / "config.json")
         architectures = raw.get("architectures") or []
-        if not any(a in SUPPORTED_ARCHITECTURES for a in architectures):
-            found = ", ".join(map(str, architectures)) or "no architecture"
+        if not isinstance(architectures, list) or not set(map(str, architectures)) & set(SUPPORTED_ARCHITECTURES):
+            found = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
             raise ModelError(
-                f"{directory / 'config.json'} names {found}, which is not supported; "
+                f"{directory / 'config.json'} names the architecture {found or '(none)'}, which is not supported; "
                 f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
+        if not isinstance(_rope_parameters(raw), dict):
+            raise ModelError(f"{directory / 'config.json'} gives RoPE parameters that are not an object")
         _refuse_unsupported(raw, directory)
         generation = directory / "generation_config.json"
         eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
@@ -86,12 +88,12 @@ class ModelConfig:
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 dtype=_dtype(raw),
-                eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+                eos_token_ids=_token_ids(eos),
                 name=directory.name,
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from error
         sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.head_dim)
         if min(sizes) < 1 or config.num_heads % config.num_kv_heads or config.head_dim % 2:
@@ -131,11 +133,17 @@ def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
         f"RoPE scaling {scaling!r}": scaling != "default",
         "attention_bias": bool(raw.get("attention_bias")),
         "mlp_bias": bool(raw.get("mlp_bias")),
+        "quantised weights (quantization_config)": bool(raw.get("quantization_config")),
         f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
     }
     for feature, present in unsupported.items():
         if present:
             raise ModelError(f"{directory / 'config.json'} asks for {feature}, which is not supported yet")
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """Ids given as one, several, or none."""
+    return tuple(int(token) for token in (value if isinstance(value, list) else [value]) if token is not None)
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:

@@ -86,8 +86,7 @@ class Decoder:
             ModelError: see `ModelConfig.load` and `Checkpoint`.
         """
         config = ModelConfig.load(directory)
-        with Checkpoint.open(directory, dtype, device) as checkpoint:
-            return cls(config, checkpoint, device)
+        return cls(config, Checkpoint(directory, dtype, device), device)
 
     @torch.inference_mode()
     def forward(
