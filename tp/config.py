@@ -95,7 +95,14 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
         except (TypeError, ValueError, ArithmeticError) as error:
             raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from error
-        sizes = (config.vocab_size, config.hidden_size, config.num_layers, config.num_heads, config.head_dim)
+        sizes = (
+            config.vocab_size,
+            config.hidden_size,
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         if min(sizes) < 1 or config.num_heads % config.num_kv_heads or config.head_dim % 2:
             raise ModelError(
                 f"{directory / 'config.json'} describes no possible model: {config.num_layers} layers, "
