@@ -10,10 +10,14 @@ from pathlib import Path
 
 from tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from triforce.cli.app import main
+from triforce.cli.app import run
+from triforce.cli.stopping import Signals
 
 VOCABULARY = 320
 CONTEXT = 1024
+
+TRIFORCE = (sys.executable, "-P", "-m", "triforce.cli")
+"""The command. `-P`: the folder that tests run in must not be where packages such as `kernels` are found."""
 
 TEXT = "It was the best of times, it was the worst of times; naïve – “quoted”, déjà vu, 北京, and 🙂.\n\n" * 8
 
@@ -25,15 +29,15 @@ class Outcome:
     err: str
 
 
-def run_command(*arguments: object, stdin: bytes | None = None) -> Outcome:
+def run_command(*arguments: object, stdin: bytes | None = None, **environment: str) -> Outcome:
     """Runs `triforce` as a user does, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "triforce.cli", *map(str, arguments)],
+        [*TRIFORCE, *map(str, arguments)],
         input=stdin,
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
     )
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -41,11 +45,8 @@ def run_command(*arguments: object, stdin: bytes | None = None) -> Outcome:
 def run_here(capfd, *arguments: object) -> Outcome:
     """Runs `triforce` within this process, which has PyTorch already: the same code in a tenth of the time."""
     capfd.readouterr()
-    code = 0
-    try:
-        main([str(argument) for argument in arguments])
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else 1
+    with Signals() as signals:
+        code = run([str(argument) for argument in arguments], signals)
     out, err = capfd.readouterr()
     return Outcome(code, out, err)
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from command import CONTEXT, TEXT, run_command, run_here
+from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here
 from transformers import AutoTokenizer
 from triforce.cli.options import Request
 from triforce.cli.prompt import Source, build_prompt, cut, read_source
@@ -42,6 +42,7 @@ FIELDS = {
     "settings": {"tiers", "budget", "chunk_size", "draft_length", "block_length", "refresh", "resident_bytes"},
     "time_s": {"draft", "retrieval", "verify", "refresh", "other"},
     "link": {"bytes_streamed", "busy_s", "waited_s", "gb_per_s"},
+    "kv_read": {"bytes", "s", "gb_per_s"},
     "memory": {"device_peak_bytes", "host_peak_bytes", "kv_bytes"},
 }
 """What scripts may rely on, by the interface's own list."""
@@ -227,7 +228,7 @@ def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):
 def start(*arguments):
     """`triforce` in a process that is still running; unbuffered, so that reading a byte takes no more from the pipe."""
     return subprocess.Popen(
-        [sys.executable, "-m", "triforce.cli", *map(str, arguments)],
+        [*TRIFORCE, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -293,7 +294,7 @@ def test_models_and_doctor_speak_json(capfd):
 def test_help_and_version_do_not_wait_for_pytorch():
     program = "import sys; sys.argv[1:] = ['generate', '--help']\nfrom triforce.cli.app import main\ntry: main()\n"
     program += "except SystemExit as e: print(e.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 False False"
     for option in Request.__dataclass_fields__:
         assert f"--{option.replace('_', '-')}" in done.stdout, option
@@ -304,7 +305,7 @@ def test_shell_completion_knows_presets_and_values():
     def complete(line):
         words = line.split(" ")
         done = subprocess.run(
-            [sys.executable, "-m", "triforce.cli"],
+            TRIFORCE,
             capture_output=True,
             text=True,
             timeout=60,

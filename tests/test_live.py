@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import cast
 import pexpect
 import pyte
 import pytest
+from command import TRIFORCE
 from rich.cells import cell_len
 from rich.console import Console
 from triforce.cli.frame import Snapshot, draw
@@ -111,8 +111,8 @@ class Terminal:
         self.raw = ""
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "CI")}
         self._child = pexpect.spawn(
-            sys.executable,
-            ["-m", "triforce.cli", "generate", "--model", str(target), "--draft", str(draft), *map(str, arguments)],
+            TRIFORCE[0],
+            [*TRIFORCE[1:], "generate", "--model", str(target), "--draft", str(draft), *map(str, arguments)],
             dimensions=(rows, columns),
             encoding="utf-8",
             codec_errors="replace",

@@ -10,50 +10,70 @@ import sys
 from collections.abc import Sequence
 
 from ..tp.errors import TriforceError
-from .stopping import Stop, stop_on_signals
+from .stopping import Signals, Stop
+from .streams import abandon, tell
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM)."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def main() -> None:
+    """The process: runs its arguments and exits with the code of `run`."""
     # A closed stream is None, and writing to it would fail, or go to the other one.
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    with stop_on_signals():
-        code = _run(arguments)
-    sys.exit(_flushed(code))
+    signals = Signals()
+    try:
+        signals.install()
+        code = run(sys.argv[1:], signals)
+        signals.ignore()
+    except Stop as stop:  # at the last moment, or because a message or the end of the output waits for its reader
+        signals.ignore()
+        abandon(sys.stdout)
+        abandon(sys.stderr)
+        code = stop.exit_code
+    sys.exit(code)
 
 
-def _run(arguments: list[str]) -> int:
+def run(arguments: Sequence[str], signals: Signals) -> int:
+    """Runs a command and returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM, 129
+    by SIGHUP).
+
+    Raises:
+        Stop: by a signal after all is said.
+    """
+    return _flushed(_run(list(arguments), signals))
+
+
+def _run(arguments: list[str], signals: Signals) -> int:
     debug = "--debug" in arguments
     try:
         from .commands import app
 
-        result = app(args=arguments, prog_name="triforce", standalone_mode=False)
+        result = app(args=arguments, prog_name="triforce", standalone_mode=False, obj=signals)
         return result if isinstance(result, int) else 0
+    except SystemExit as exit_:  # the parser's way out of completing a word in a shell
+        return exit_.code if isinstance(exit_.code, int) else 0
     except Stop as stop:
         if stop.message:
-            _complain(stop.message)
+            tell(stop.message)
         return stop.exit_code
     except TriforceError as error:
         if debug:
             _print_traceback()
-        _complain(f"error: {error}")
+        tell(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if type(error).__name__ == "Abort":  # what the parser makes of an interrupted question
-            _complain("interrupted")
+            tell("interrupted")
             return 130
         usage = _usage_message(error)
         if usage is not None:
             if usage:
-                _complain(usage)
+                tell(usage)
             return 2
         if debug:
             _print_traceback()
-        _complain(f"error: {type(error).__name__}: {_one_line(error)}")
+        tell(f"error: {type(error).__name__}: {_one_line(error)}")
         if not debug:
-            _complain("this is not an error that triforce expects; run again with --debug for the traceback")
+            tell("this is not an error that triforce expects; run again with --debug for the traceback")
         return 1
 
 
@@ -80,21 +100,15 @@ def _one_line(error: Exception) -> str:
     return text.splitlines()[0] if text else "(no message)"
 
 
-def _complain(message: str) -> None:
-    try:
-        print(message, file=sys.stderr, flush=True)
-    except OSError:
-        return  # stderr is gone; the exit code still tells
-
-
 def _flushed(code: int) -> int:
     """Flushes stdout; a reader that went away is no error here, and the interpreter must not complain about it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon(sys.stdout)
     except (OSError, ValueError) as error:
-        _complain(f"error: standard output cannot be written: {error}")
+        abandon(sys.stdout)
+        tell(f"error: standard output cannot be written: {error}")
         return code or 1
     return code
 

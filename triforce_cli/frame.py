@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from ..offload.memory import gib
+from ..tp.units import gib
 from .wrapping import WrappedText
 
 Line = list[Segment]
@@ -65,7 +65,7 @@ class Snapshot:
     time_s: dict[str, float]
     """Since decoding began, by part of a round: `draft, retrieval, verify, refresh, other`."""
     bytes_read: int
-    gb_per_s: float
+    gb_per_s: float | None
     process_bytes: int
     available_bytes: int
     device_bytes: int = 0
@@ -162,7 +162,8 @@ def _lengths(s: Snapshot) -> Line:
 
 
 def _read(s: Snapshot) -> Line:
-    return _labelled("KV read", _spans("", f"{s.bytes_read / 1e9:.2f} GB", " at ", f"{s.gb_per_s:.1f} GB/s"))
+    rate = "-" if s.gb_per_s is None else f"{s.gb_per_s:.1f}"
+    return _labelled("KV read", _spans("", f"{s.bytes_read / 1e9:.2f} GB", " at ", f"{rate} GB/s"))
 
 
 def _memory(s: Snapshot, width: int) -> Line:

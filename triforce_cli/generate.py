@@ -42,8 +42,8 @@ EPILOG = """[bold]Examples[/]
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
 
-  For a script, one JSON document, the same every time:
-  [cyan]triforce generate --prompt-file book.txt --temperature 0 --json - | jq .tbt_ms[/]
+  For a script, one JSON document, with the same tokens every time:
+  [cyan]triforce generate --prompt-file book.txt --seed 1 --json - | jq .token_ids[/]
 
   With lengths fixed by hand, against plain decoding:
   [cyan]triforce generate --draft-length 4 --block-length 12 --budget 1024[/]
@@ -52,6 +52,7 @@ EPILOG = """[bold]Examples[/]
 
 
 def generate(
+    context: typer.Context,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
@@ -104,11 +105,14 @@ def generate(
         Dtype,
         typer.Option(
             metavar="TYPE",
-            help="Of weights and cache: float32, bfloat16, float16; auto is the checkpoint's.",
+            help="Of weights and cache: float32, bfloat16, float16; auto is the checkpoint's. "
+            "Only in float32 is greedy text the same for all lengths and tiers: 16 bits may turn near-ties.",
             rich_help_panel=_MODEL,
         ),
     ] = Dtype.AUTO,
-    gpus: Annotated[str, typer.Option(metavar="N", help="Ranks.", rich_help_panel=_MODEL)] = "1",
+    gpus: Annotated[
+        str, typer.Option(metavar="N", help="Ranks; only 1 in this version.", rich_help_panel=_MODEL)
+    ] = "1",
     max_new_tokens: Annotated[
         str, typer.Option(metavar="N", help="Length of what is written.", rich_help_panel=_SAMPLING)
     ] = "256",
@@ -128,7 +132,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="S",
-            help="Gives the same text again. Default: drawn, and reported.",
+            help="Gives the same text again: lengths then never depend on a clock. "
+            "Default: drawn, and reported; such a run did depend on it.",
             rich_help_panel=_SAMPLING,
             show_default=False,
         ),
@@ -184,7 +189,8 @@ def generate(
         str,
         typer.Option(
             metavar="auto|round|N|never",
-            help="When those are chosen anew: on a drop of acceptance, every round, every N rounds, never.",
+            help="When those are chosen anew: every round, every N rounds, never; "
+            "auto: every round while that costs next to nothing, else when acceptance drops.",
             autocompletion=complete_refresh,
             rich_help_panel=_SPECULATION,
         ),
@@ -193,7 +199,7 @@ def generate(
         str,
         typer.Option(
             metavar="auto|GIB",
-            help="GiB of the cache kept on each GPU.",
+            help="GiB of the cache kept on each GPU; not in this version, which keeps all of it there.",
             autocompletion=complete_auto,
             rich_help_panel=_SPECULATION,
         ),
@@ -219,10 +225,14 @@ def generate(
     [bold]Ctrl-C[/] stops; what was written by then is kept.
     """
     from .output import JsonFile
-    from .prompt import read_source
-    from .report import tell
-    from .stopping import HeldSignals
+    from .prompt import read_option, read_source
+    from .stopping import Signals
+    from .streams import tell
 
+    if ask is not None:
+        if not ask.strip():
+            raise UsageError("--ask is empty; give a question or an instruction")
+        ask = read_option("--ask", ask, tell)
     request = Request(
         ask=ask,
         truncate=truncate.value,
@@ -246,13 +256,12 @@ def generate(
         refresh=refresh,
         live=live,
     )
-    if ask is not None and not ask.strip():
-        raise UsageError("--ask is empty; give a question or an instruction")
     directories = find_pair(model, draft)
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
 
-        with HeldSignals() as signals:  # importing PyTorch may swallow what a signal raises
-            from .run import run
+        signals = context.ensure_object(Signals)
+        signals.hold()  # importing PyTorch may swallow what a signal raises
+        from .run import run
 
-            run(request, source, directories, json_file, signals)
+        run(request, source, directories, json_file, signals)

@@ -78,8 +78,10 @@ class LiveDisplay:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._closing.set()
-        self._thread.join()
-        self._live.stop()
+        try:
+            self._thread.join()
+        finally:
+            self._live.stop()
 
     def note(self, piece: str, event: Round | None) -> None:
         """Takes the text of a round, and the round; costs next to nothing."""
@@ -122,8 +124,8 @@ class LiveDisplay:
                 "refresh": s.refresh_s,
                 "other": s.other_s,
             },
-            bytes_read=s.bytes_streamed,
-            gb_per_s=s.bytes_streamed / s.verify_s / 1e9 if s.verify_s else 0.0,
+            bytes_read=s.kv_read_bytes,
+            gb_per_s=s.kv_read_bytes / s.kv_read_s / 1e9 if s.kv_read_s else None,
             process_bytes=self._memory[0],
             available_bytes=self._memory[1],
             device_bytes=s.device_peak_bytes,

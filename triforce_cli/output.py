@@ -14,6 +14,7 @@ from typing import Any
 
 from ..tp.errors import TriforceError, UsageError
 from .stopping import Stop
+from .streams import abandon
 
 _CONTROL = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -63,18 +64,16 @@ class TextOutput:
         try:
             sys.stdout.write(harmless(text) if self._terminal else text)
             sys.stdout.flush()
+        except Stop:  # the pipe is full, and nobody empties it
+            abandon(sys.stdout)
+            raise
         except BrokenPipeError as error:
-            abandon_stdout()
+            abandon(sys.stdout)
             raise Stop(141, "") from error
         except OSError as error:
-            abandon_stdout()
+            abandon(sys.stdout)
             raise Stop(1, f"error: standard output cannot be written: {error.strerror or error}") from error
         self._last = text[-1]
-
-
-def abandon_stdout() -> None:
-    """Sends what is still buffered nowhere, so that the interpreter does not try to write it when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class JsonFile:
@@ -127,6 +126,7 @@ class JsonFile:
             Stop: stdout does.
         """
         text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
+        text = text.encode("utf-8", "backslashreplace").decode()  # a path need not be UTF-8; JSON escapes it likewise
         if self.on_stdout:
             output = TextOutput(deferred=False)
             output.write(text)

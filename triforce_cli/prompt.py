@@ -43,7 +43,7 @@ def read_source(prompt_file: Path | None, prompt: str | None, tell: Callable[[st
     if prompt_file is not None and prompt is not None:
         raise UsageError("--prompt-file and --prompt are both given; give one of them")
     if prompt is not None:
-        return Source(_checked(_decoded(prompt.encode("utf-8", "surrogateescape"), "--prompt", tell), "--prompt"), "")
+        return Source(_checked(read_option("--prompt", prompt, tell), "--prompt"), "")
     if prompt_file is None:
         return Source(_built_in_text(), "the built-in prompt (the Python language reference)", built_in=True)
     if str(prompt_file) == "-":
@@ -53,6 +53,15 @@ def read_source(prompt_file: Path | None, prompt: str | None, tell: Callable[[st
             tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
         return Source(_checked(_decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
     return Source(_checked(_decoded(_read(prompt_file), str(prompt_file), tell), str(prompt_file)), prompt_file.name)
+
+
+def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
+    """The text given with `option`.
+
+    Raises:
+        TriforceError: its bytes are not UTF-8 (Python hands them over as lone surrogates).
+    """
+    return _decoded(value.encode("utf-8", "surrogateescape"), option, tell)
 
 
 def _read(path: Path) -> bytes:
@@ -142,9 +151,12 @@ def build_prompt(
     last = tokenizer.encode(after, False) if after else []
     room = limit - len(first) - len(last)
     if room < 1:
+        taken = f"--max-new-tokens takes {max_new_tokens:,}"
+        if ask is not None:
+            taken = f"--ask takes {len(first) + len(last):,} tokens and {taken}"
         raise CapacityError(
-            f"--ask takes {len(first) + len(last):,} tokens and --max-new-tokens {max_new_tokens:,}, which leaves no "
-            f"room for the text in the {config.max_position_embeddings:,} positions of {config.name}; lower one of them"
+            f"{taken}, which leaves no room for the text in the {config.max_position_embeddings:,} positions of "
+            f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
         )
     kept = cut(context, room, truncate)
     return Prompt([*first, *kept, *last], dropped=len(context) - len(kept))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from ..tp.units import gib
+from .streams import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,18 +19,11 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def tell(note: str) -> None:
-    """One line for people."""
-    print(note, file=sys.stderr, flush=True)
-
-
 def report_choices(
     console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
 ) -> None:
     """What will run where, in a few lines, before it does."""
-    import psutil
-
-    from ..offload.memory import gib, plan_memory
+    from ..offload.memory import available_bytes, plan_memory
     from ..tp.devices import device_name
 
     target, draft, settings = engine.target, engine.draft, engine.settings
@@ -49,14 +44,14 @@ def report_choices(
         if draft:
             tiers.insert(0, f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters")
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
-    available = psutil.virtual_memory().available
+    available = available_bytes(target.device)
     dtype = str(target.dtype).removeprefix("torch.")
     million = target.config.num_parameters / 1e6
     rows = {
         "model": f"{model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}",
         "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
         "tiers": " → ".join(tiers),
-        "memory": f"{gib(plan.total)} planned (KV cache {gib(plan.kv)}), {gib(available)} available",
+        "memory": f"KV cache {gib(plan.kv)} planned, {gib(available)} available",
     }
     _print_rows(console, rows)
 
@@ -97,15 +92,12 @@ def _progress_lines(tokens: int) -> Callable[[float], None]:
 
 def report_statistics(console: Console, stats: dict[str, Any]) -> None:
     """What a run's JSON says, in a few lines."""
-    from ..offload.memory import gib
-
-    tbt, accepted, seconds, link, memory = (stats[key] for key in ("tbt_ms", "acceptance", "time_s", "link", "memory"))
-    settings = stats["settings"]
+    tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
+    read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
     endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
-    rows = {
-        "written": f"{stats['new_tokens']:,} tokens, {endings[stats['finish_reason']]}; seed {stats['seed']}",
-        "TTFT": f"{stats['ttft_s']:.2f} s for a prompt of {stats['prompt_tokens']:,} tokens",
-    }
+    rows = {"written": f"{stats['new_tokens']:,} tokens, {endings[stats['finish_reason']]}; seed {stats['seed']}"}
+    if stats["new_tokens"]:
+        rows["TTFT"] = f"{stats['ttft_s']:.2f} s for a prompt of {stats['prompt_tokens']:,} tokens"
     if stats["rounds"]:
         times = ", ".join(f"{name} {tbt[name]:.1f}" for name in ("mean", "p50", "p95"))
         rows["TBT"] = f"{times} ms ({stats['tokens_per_s']:.1f} tokens/s)"
@@ -115,9 +107,11 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
             rows["accepted"] = ", ".join([*shares, per_round])
         total = max(sum(seconds.values()), 1e-9)
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
-        rows["KV read"] = f"{link['bytes_streamed'] / 1e9:.2f} GB at {link['gb_per_s']:.1f} GB/s"
+        if read["gb_per_s"] is not None:
+            rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB at {read['gb_per_s']:.1f} GB/s"
     device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
-    rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
+    if stats["new_tokens"]:
+        rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
     _print_rows(console, rows)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 
@@ -19,7 +19,8 @@ from .options import Request
 from .output import JsonFile, TextOutput
 from .prompt import Source, build_prompt
 from .report import prefill_progress, report_choices, report_statistics
-from .stopping import HeldSignals, Stop
+from .stopping import Signals, Stop
+from .streams import Unfailing
 from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
@@ -28,7 +29,7 @@ def run(
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
-    signals: HeldSignals,
+    signals: Signals,
 ) -> None:
     """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
 
@@ -36,7 +37,7 @@ def run(
         TriforceError: the request cannot be met; nothing was written.
         Stop: the run was interrupted, after its text, its statistics and its JSON are out.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
     target, draft = directories
     config = ModelConfig.load(target)
@@ -62,34 +63,26 @@ def run(
         refresh=request.refresh,
     )
     report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
-    with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
-        generation = engine.stream(
-            prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
-        )
-        next(generation)  # its token is taken from the statistics, like all others
+
     signals.hold()
-    _write(request, console, generation, tokenizer, json_file, signals)
-
-
-def _write(
-    request: Request,
-    console: Console,
-    generation: Generation,
-    tokenizer: Tokenizer,
-    json_file: JsonFile,
-    signals: HeldSignals,
-) -> None:
-    """Decodes to the end or to a `Stop`; either way text, statistics and JSON go out before it is raised again."""
     live = request.live and LiveDisplay.possible(console)
-    output = None if json_file.on_stdout else TextOutput(deferred=live and _one_terminal())
+    output = None if json_file.on_stdout else TextOutput(deferred=live and same_terminal(sys.stdout, sys.stderr))
     text = TextStream(tokenizer.decode)
+    generation: Generation | None = None
     ended: BaseException | None = None
     try:
+        with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
+            generation = engine.stream(
+                prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
+            )
+            _step(generation, signals)  # its token is taken from the statistics, like all others
         name = Path(request.model).name
         with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
             _decode(generation, signals, text, output, display)
     except (Stop, Exception) as error:
         signals.hold()
+        if generation is None or not (generation.statistics.token_ids or isinstance(error, Stop)):
+            raise
         ended = error
     ended = _finish(console, generation, text, output, json_file, ended)
     if ended is not None:
@@ -98,7 +91,7 @@ def _write(
 
 def _decode(
     generation: Generation,
-    signals: HeldSignals,
+    signals: Signals,
     text: TextStream,
     output: TextOutput | None,
     display: LiveDisplay | None,
@@ -110,11 +103,18 @@ def _decode(
             output.write(piece)
         if display:
             display.note(piece, event)
-        signals.allow()
-        event = next(generation, None)
-        signals.hold()
+        event = _step(generation, signals)
         if event is None:
             return
+
+
+def _step(generation: Generation, signals: Signals) -> Round | None:
+    """One step of the engine: here, and only here, a signal interrupts a run."""
+    signals.allow()
+    try:
+        return next(generation, None)
+    finally:
+        signals.hold()
 
 
 def _finish(
@@ -152,8 +152,8 @@ def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
     return document
 
 
-def _one_terminal() -> bool:
-    """Whether stdout and stderr are the same terminal."""
-    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+def same_terminal(one: TextIO, other: TextIO) -> bool:
+    """Whether both streams are one terminal. Its device tells: a name it need not have (in a container)."""
+    if not (one.isatty() and other.isatty()):
         return False
-    return os.ttyname(sys.stdout.fileno()) == os.ttyname(sys.stderr.fileno())
+    return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev

@@ -1,15 +1,18 @@
-"""Ctrl-C, SIGTERM and a reader that goes away: all of them stop a run where it is safe, and none loses its text."""
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away: all of them stop a run where it is safe, and none
+loses its text."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from types import FrameType, TracebackType
 from typing import Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+REPEAT_S = 1.0
+"""A signal that follows another one this soon repeats it: a key held down, or a shell and a terminal that both send."""
 
 
 class Stop(BaseException):
@@ -27,65 +30,65 @@ class Stop(BaseException):
 
     @classmethod
     def by_signal(cls, number: int) -> Stop:
-        return cls(128 + number, "interrupted" if number == signal.SIGINT else "terminated")
+        return cls(128 + number, _MESSAGES[signal.Signals(number)])
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Stop` wherever the main thread is."""
+class Signals:
+    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is; between `hold` and `allow`
+    they wait for `allow`.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Stop.by_signal(number)
-
-    previous = _install(handle)
-    try:
-        yield
-    finally:
-        _restore(previous)
-
-
-class HeldSignals:
-    """Within this block a signal raises `Stop` only between `allow` and `hold`; elsewhere it waits for `allow`.
-
-    So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. A second
-    one while the first waits is raised at once: a blocked pipe must not hold the process.
+    So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. Once one
+    was raised, all is held, so that repeating it does not interrupt what it set off. A new one, `REPEAT_S` after the
+    last, is raised at once: a blocked pipe must not hold the process.
     """
 
     def __init__(self) -> None:
-        self._allowed = False
-        self._pending: Stop | None = None
+        self._held = False
+        self._stop: Stop | None = None
+        """What waits for `allow`, or was raised already."""
+        self._last_at = float("-inf")
+        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        self._previous = _install(self._handle)
+        self.install()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        _restore(self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def install(self) -> None:
+        """Begins the block; nothing outside the main thread. SIGHUP stays ignored where it is (`nohup`)."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _MESSAGES:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """From here to the end of the process nothing is left to stop, and a signal would only disturb its exit."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous = {}
 
     def allow(self) -> None:
         """Raises:
-        Stop: a signal came since `hold`.
+        Stop: a signal came since `hold`, or what it raised before was swallowed.
         """
-        self._allowed = True
-        if self._pending:
-            raise self._pending
+        self._held = False
+        if self._stop:
+            self._held = True
+            raise self._stop
 
     def hold(self) -> None:
-        self._allowed = False
+        self._held = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        stop = Stop.by_signal(number)
-        if self._allowed or self._pending:
-            raise stop
-        self._pending = stop
-
-
-def _install(handler: object) -> dict[int, object]:
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: signal.signal(number, handler) for number in _SIGNALS}  # pyright: ignore[reportArgumentType]
-
-
-def _restore(previous: dict[int, object]) -> None:
-    for number, handler in previous.items():
-        signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        before, self._last_at = self._last_at, time.monotonic()
+        if self._last_at - before < REPEAT_S:
+            return
+        waits = self._held and self._stop is None
+        self._held, self._stop = True, self._stop or Stop.by_signal(number)
+        if not waits:
+            raise self._stop
