@@ -15,14 +15,18 @@ from typing import Annotated, Any
 import typer
 
 from ..tp.registry import EMBEDDED, find_pair
+from ..tp.units import gib
 
-_EXTRAS = {
-    "flash-attn": ("cuda", "faster attention on NVIDIA GPUs"),
-    "triton": ("cuda", "compiled kernels on NVIDIA GPUs"),
-    "matplotlib": ("plot", "plots of benchmarks"),
-    "deepspeed": ("deepspeed", "the DeepSpeed baseline"),
-    "llama-cpp-python": ("llama-cpp", "the llama.cpp baseline"),
+_OPTIONAL = {
+    "flash-attn": ("faster attention on NVIDIA GPUs", "flash-attn"),
+    "triton": ("compiled kernels on NVIDIA GPUs", "triton"),
+    "matplotlib": ("plots of benchmarks", "matplotlib"),
+    "deepspeed": ("the DeepSpeed baseline", "deepspeed accelerate"),
+    "llama-cpp-python": ("the llama.cpp baseline", "llama-cpp-python gguf"),
 }
+"""What each is for, and what to install for it."""
+
+_FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "typer", "rich", "psutil")
 
@@ -62,15 +66,15 @@ def examine() -> Findings:
     for name in _NEEDED:
         found.versions[name] = _version(name)
         if found.versions[name] is None:
-            found.broken.append(f"{name} is not installed: pip install --force-reinstall triforce-cli")
+            found.broken.append(f"{name} is not installed: pip install {name}")
     found.cpu = _cpu()
     found.cuda = _cuda(found)
     _look_at_memory(found)
     _look_at_embedded(found)
-    for name, (extra, purpose) in _EXTRAS.items():
+    for name, (purpose, packages) in _OPTIONAL.items():
         found.versions[name] = _version(name)
-        if found.versions[name] is None and (extra != "cuda" or found.cuda):
-            found.missing.append(f"{name} ({purpose}): pip install 'triforce-cli[{extra}]'")
+        if found.versions[name] is None and (name not in _FOR_GPUS or found.cuda):
+            found.missing.append(f"{name} ({purpose}): pip install {packages}")
     return found
 
 
@@ -141,7 +145,9 @@ def _look_at_embedded(found: Findings) -> None:
     """The default run's model: its files are there and their tensors are as its configuration says."""
     try:
         import torch
-
+    except Exception:  # reported already; whether the files are good cannot be told
+        return
+    try:
         from ..tp.decoder import Decoder
         from .tokenizer import Tokenizer
 
@@ -151,15 +157,15 @@ def _look_at_embedded(found: Findings) -> None:
                 Decoder.load(directory, dtype=torch.bfloat16, device=torch.device("cpu"))
         Tokenizer.load(target)
     except Exception as error:  # whatever is wrong with it, the rest of the report is wanted
-        found.broken.append(f"the embedded model pair: {error}; pip install --force-reinstall triforce-cli")
+        found.broken.append(
+            f"the embedded model pair: {error}; in the source folder: pip install --force-reinstall --no-deps ."
+        )
         return
     found.embedded_pair = True
 
 
 def describe(found: Findings) -> str:
     """The findings for people."""
-    from ..offload.memory import gib
-
     lines = [f"{name:<18}{number or 'not installed'}" for name, number in found.versions.items()]
     features = f" ({', '.join(found.cpu['features'])})" if found.cpu["features"] else ""
     lines += ["", f"{'processor':<18}{found.cpu['name']}, {found.cpu['cores']} cores{features}"]
@@ -172,7 +178,7 @@ def describe(found: Findings) -> str:
         lines.append(f"{'CUDA device ' + str(device['index']):<18}{device['name']}, {sizes}")
     if not found.cuda:
         lines.append(f"{'CUDA devices':<18}none; models run on the processor")
-    lines.append(f"{'embedded model':<18}{'there, and it loads' if found.embedded_pair else 'broken'}")
+    lines.append(f"{'embedded model':<18}{'there, and it loads' if found.embedded_pair else 'does not load'}")
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
         if entries:
             lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]

@@ -11,6 +11,7 @@ import typer
 
 from ..tp.errors import ModelError
 from ..tp.registry import PRESETS, Preset
+from ..tp.units import gib
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,6 @@ def models(
         return
     from rich.console import Console
     from rich.table import Table
-
-    from ..offload.memory import gib
 
     table = Table("name", "context", "weights", "KV cache, full", "fits here", "what it is", box=None, pad_edge=False)
     for row in rows:
