@@ -118,6 +118,17 @@ def test_question_that_leaves_no_room_is_refused(refuse):
     refuse(["--prompt", TEXT, "--ask", TEXT * 20, "--truncate", "head"], 1, "--ask takes", "no room", "1,024 positions")
 
 
+def test_length_that_leaves_no_room_does_not_blame_a_question(refuse):
+    refuse(["--max-new-tokens", 5000, "--truncate", "head"], 1, "--max-new-tokens takes 5,000", "no room", "lower it")
+
+
+def test_question_that_is_not_utf8_is_refused(pair):
+    question = b"Who is Andr\xe9?".decode("utf-8", "surrogateescape")
+    for option, prompt in (("--ask", ["--prompt", "A"]), ("--prompt", [])):
+        outcome = run_command("generate", "--model", pair[0], *prompt, option, question)
+        check_refusal(outcome, 1, f"{option} is not UTF-8", "0xe9", "offset 11")
+
+
 def test_unknown_model_lists_what_is_known():
     outcome = run_command("generate", "--model", "no/such-model")
     check_refusal(outcome, 1, "'no/such-model'", "embedded", "hf download")

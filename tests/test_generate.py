@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here
@@ -225,63 +223,6 @@ def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):
     assert len(notes) == 1
 
 
-def start(*arguments):
-    """`triforce` in a process that is still running; unbuffered, so that reading a byte takes no more from the pipe."""
-    return subprocess.Popen(
-        [*TRIFORCE, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def test_reader_that_leaves_ends_the_run_quietly(pair):
-    run = start("generate", "--model", pair[0], "--prompt", "A", "--max-new-tokens", 900, "--ignore-eos")
-    assert run.stdout and run.stderr
-    run.stdout.read(1)
-    run.stdout.close()
-    errors = run.stderr.read().decode()
-    assert run.wait(60) == 141
-    assert "interrupted" in errors and "Error" not in errors and "Exception" not in errors, errors
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_keeps_text_statistics_and_json(pair, tmp_path, number, code):
-    path = tmp_path / "run.json"
-    arguments = ("--model", pair[0], "--prompt", "A", "--max-new-tokens", 1000, "--ignore-eos", "--tiers", 1)
-    run = start("generate", *arguments, "--json", path)
-    assert run.stdout and run.stderr
-    first = run.stdout.read(1)
-    run.send_signal(number)
-    out, errors = run.communicate(timeout=60)
-    assert run.returncode == code, errors
-    document = json.loads(path.read_text())
-    assert document["finish_reason"] == "interrupted"
-    assert 0 < document["new_tokens"] < 1000
-    assert (first + out).decode() == document["text"]
-    assert b"written" in errors and b"Traceback" not in errors
-
-
-def test_signal_while_loading_is_one_word(pair):
-    run = start("generate", "--model", pair[0], "--prompt-file", "-")
-    time.sleep(1.0)  # it waits for its prompt
-    run.send_signal(signal.SIGINT)
-    out, errors = run.communicate(timeout=60)
-    assert (run.returncode, out, errors) == (130, b"", b"interrupted\n")
-
-
-@pytest.mark.parametrize("delay", [0.6, 1.0, 1.5])
-def test_signal_is_never_lost_in_imports(pair, delay):
-    run = start("generate", "--model", pair[0], "--prompt", "A", "--max-new-tokens", 1000, "--ignore-eos", "--tiers", 1)
-    time.sleep(delay)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 130
-    assert errors.endswith(b"interrupted\n") and b"Traceback" not in errors
-
-
 def test_models_and_doctor_speak_json(capfd):
     rows = json.loads(run_here(capfd, "models", "--json").out)
     assert [row["name"] for row in rows] == ["embedded"]
@@ -289,6 +230,19 @@ def test_models_and_doctor_speak_json(capfd):
     assert {"versions", "cpu", "cuda", "memory", "broken", "missing"} <= json.loads(findings.out).keys()
     assert findings.code == (1 if json.loads(findings.out)["broken"] else 0)
     assert run_here(capfd, "doctor").out.count("torch ")
+
+
+def test_doctor_examines_an_installation_without_a_working_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: cannot open shared object file')\n")
+    for outcome in (
+        run_command("doctor", PYTHONPATH=str(tmp_path)),
+        run_command("doctor", "--json", PYTHONPATH=str(tmp_path)),
+    ):
+        assert outcome.code == 1, outcome
+        assert "torch does not import (libtorch_cpu.so: " in outcome.out
+        assert "pip install --force-reinstall torch" in outcome.out
+        assert "python" in outcome.out and "Traceback" not in outcome.err
+        assert outcome.out.count("libtorch_cpu.so") == 1, "said once"
 
 
 def test_help_and_version_do_not_wait_for_pytorch():

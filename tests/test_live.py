@@ -1,6 +1,8 @@
 """The live display: what it draws, in any size; and a real terminal, which it must leave as it found it."""
 
+import json
 import os
+import pty
 import re
 import time
 from dataclasses import replace
@@ -15,6 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from triforce.cli.frame import Snapshot, draw
 from triforce.cli.live import LiveDisplay
+from triforce.cli.run import same_terminal
 from triforce.cli.wrapping import WrappedText
 from triforce.offload import Generation
 from triforce.offload.statistics import Statistics
@@ -136,6 +139,14 @@ class Terminal:
     def interrupt(self):
         self._child.sendintr()
 
+    def hang_up(self):
+        """Closes the terminal: the command gets SIGHUP, and nothing more can be written."""
+        self._child.ptyproc.fileobj.close()
+
+    def wait(self):
+        """The exit code, without reading."""
+        return self._child.wait()
+
     def finish(self):
         """Reads to the end; the exit code."""
         while self._take():
@@ -178,6 +189,48 @@ def test_display_resize_and_interrupt_on_a_terminal(pair):
     assert "tokens, interrupted; seed" in after and "TBT" in after and "Traceback" not in raw
     text = after[: after.index("written")]
     assert len(re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\s", "", text)) > 10, "the text so far is kept"
+
+
+def test_interrupts_in_a_row_leave_the_terminal_and_the_statistics(pair):
+    terminal = Terminal(pair, *LONG)
+    terminal.read_until("tokens/round")
+    for _ in range(3):
+        terminal.interrupt()
+        time.sleep(0.02)
+    assert terminal.finish() == 130
+    raw = terminal.raw
+    assert raw.rindex("\x1b[?1049l") > raw.rindex("\x1b[?1049h"), "the alternate screen is left"
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert "tokens, interrupted; seed" in raw and "Traceback" not in raw and "Exception" not in raw
+
+
+def test_closed_terminal_keeps_text_and_json(pair, tmp_path):
+    terminal = Terminal(pair, *LONG, "--json", tmp_path / "run.json")
+    terminal.read_until("tokens/round")
+    terminal.hang_up()
+    assert terminal.wait() == 129
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert document["finish_reason"] == "interrupted" and document["text"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"], "the temporary file is gone"
+
+
+def test_one_terminal_is_known_without_its_name(monkeypatch):
+    def no_name(descriptor):
+        raise OSError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "ttyname", no_name)
+    terminals = [pty.openpty(), pty.openpty()]
+    streams = [open(os.dup(terminals[i][1]), "w", encoding="utf-8") for i in (0, 0, 1)]  # noqa: SIM115
+    try:
+        assert same_terminal(streams[0], streams[1])
+        assert not same_terminal(streams[0], streams[2])
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            assert not same_terminal(streams[0], nowhere)
+    finally:
+        for stream in streams:
+            stream.close()
+        for descriptor in (*terminals[0], *terminals[1]):
+            os.close(descriptor)
 
 
 def test_no_live_streams_plain_text(pair):
