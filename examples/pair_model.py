@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOGIT_PER_FREQUENCY = 6.0  # of the planted look at the token before, per RoPE frequency used
+LOGIT_OF_NEARNESS = 0.6  # of the other heads' planted preference for near tokens, per RoPE frequency
 LOGIT_OF_MATCH = 25.0  # of the planted match of a token with its code
 LOSS_ROWS = 2048  # rows of logits held at a time: 2,048 x 4,096 floats are 32 MB
 
@@ -206,7 +207,7 @@ def _run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor 
 
 
 @torch.no_grad()
-def plant_copying(model: Decoder) -> None:
+def plant_attention(model: Decoder) -> None:
     """Starts a fresh model with a circuit that continues repeated sequences ("induction", arXiv 2209.11895).
 
     Found by gradient descent, it costs a model this small more tokens than a CPU schedule has (3.5 M tokens of repeated
@@ -254,6 +255,14 @@ def plant_copying(model: Decoder) -> None:
         copied = rest[torch.arange(head * head_dim, (head + 1) * head_dim) % len(rest)]
         second.v_proj.weight[rows] = copied
         second.o_proj.weight[:, rows] = copied.T * (2.0 * spread / token)
+
+    nearness = (LOGIT_OF_NEARNESS * head_dim**0.5) ** 0.5 / level * shared
+    for index, layer in enumerate(model.layers):
+        attention = cast(Block, layer).self_attn
+        for head in range((1, 2, 0)[min(index, 2)], shape.heads):
+            rows = slice(head * head_dim, head * head_dim + half)
+            attention.q_proj.weight[rows] += nearness
+            attention.k_proj.weight[rows] += nearness
 
 
 class Losses:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer
-from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_copying
+from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_attention
 from rich import progress
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -281,7 +281,7 @@ class TargetTraining(Training):
         super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
         self.held_out = held_out
         if self.progress == Progress():
-            plant_copying(self.model)
+            plant_attention(self.model)
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
