@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 from command import TEXT, TRIFORCE, run_here
@@ -13,12 +14,12 @@ from triforce.cli.stopping import REPEAT_S, Signals, Stop
 from triforce.tp.decoder import Decoder
 
 
-def start(*arguments):
+def start(*arguments, stdout=subprocess.PIPE):
     """`triforce` in a process that is still running; unbuffered, so that reading a byte takes no more from the pipe."""
     return subprocess.Popen(
         [*TRIFORCE, *map(str, arguments)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         bufsize=0,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -184,6 +185,29 @@ def test_reader_of_messages_that_leaves_costs_neither_text_nor_json(pair, tmp_pa
     assert run.wait(60) == 0
     document = json.loads(path.read_text())
     assert document["new_tokens"] == 9 and out == document["text"]
+
+
+def test_full_pipe_does_not_hold_a_run_that_is_stopped_twice(pair):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(1024))
+    os.set_blocking(writing, True)
+    run = start("generate", "--model", pair[0], *ENDLESS, "--json", "-", stdout=writing)
+    assert run.stderr
+    messages = b""
+    while b"available\n" not in messages:
+        messages += run.stderr.read(1)
+    time.sleep(0.5)  # the run has begun
+    run.send_signal(signal.SIGINT)
+    time.sleep(1.5 * REPEAT_S)
+    assert run.poll() is None, "it waits for its reader"
+    run.send_signal(signal.SIGINT)
+    assert run.wait(20) == 130
+    assert b"Traceback" not in run.stderr.read()
+    os.close(reading)
+    os.close(writing)
 
 
 def test_message_that_nobody_reads_leaves_the_exit_code(tmp_path):
