@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .retrieval_cache import RetrievalCache
 from .sampling import distribution, draw
 from .statistics import Statistics
 from .streaming_cache import StreamingCache, prefill_streaming
-from .tiers import Draws, Tier
+from .tiers import Counts, Draws, Tier
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Result:
 
 
 class Generation(Iterator[Round]):
-    """A run in progress. Iterate over it for rounds; `statistics` is current at any time, `stats()` gives the JSON."""
+    """A run in progress. Iterate over it for rounds; `statistics` is current at any time (a new object a
+    round), `stats()` gives the JSON."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Generation(Iterator[Round]):
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far."""
-        measured = self.statistics.as_dict()
+        measured = replace(self.statistics, **self._memory()).as_dict()
         settings = self._identity["settings"] | self.lengths
         return self._identity | measured | {"settings": settings}
 
@@ -116,9 +117,8 @@ class Generation(Iterator[Round]):
         self._top.pace()
         self._context.append(token)
         seconds = time.perf_counter() - began
-        self.statistics.prefill_s = self.statistics.ttft_s = seconds
         self._full.bytes_read, self._full.read_s = 0, 0.0
-        self._note([token])
+        self._record([token], prefill_s=seconds, ttft_s=seconds)
         return Round(0, [token], seconds, 0, 0, False)
 
     def _round(self, began: float) -> tuple[Round, float]:
@@ -129,21 +129,23 @@ class Generation(Iterator[Round]):
         tokens, _ = self._top.step(self._context, limit, self._draws)
         self._context += tokens
         proposed, accepted = counts.proposed - proposed, counts.accepted - accepted
-        refreshed = self._settle(accepted, proposed, time.perf_counter() - began)
+        refreshed, refresh_s = self._settle(accepted, proposed, time.perf_counter() - began)
         self._top.pace()
 
-        now = time.perf_counter()
-        statistics = self.statistics
-        statistics.rounds += 1
-        statistics.decode_s += now - began
-        statistics.token_s += [(now - began) / len(tokens)] * len(tokens)
-        self._note(tokens)
-        return Round(statistics.rounds, tokens, now - began, proposed, accepted, refreshed), now
+        now, old = time.perf_counter(), self.statistics
+        self._record(
+            tokens,
+            rounds=old.rounds + 1,
+            decode_s=old.decode_s + now - began,
+            refresh_s=old.refresh_s + refresh_s,
+            token_s=[*old.token_s, *[(now - began) / len(tokens)] * len(tokens)],
+        )
+        return Round(old.rounds + 1, tokens, now - began, proposed, accepted, refreshed), now
 
-    def _settle(self, accepted: int, proposed: int, round_seconds: float) -> bool:
-        """Brings the retrieval cache up to what was verified; whether it chose its chunks anew."""
+    def _settle(self, accepted: int, proposed: int, round_seconds: float) -> tuple[bool, float]:
+        """Brings the retrieval cache up to what was verified; whether it chose its chunks anew, and the seconds."""
         if self._retrieval is None:
-            return False
+            return False, 0.0
         began = time.perf_counter()
         refreshed = self._refresh.due(accepted, proposed)
         if refreshed:
@@ -151,27 +153,41 @@ class Generation(Iterator[Round]):
         else:
             self._retrieval.adopt()
         seconds = time.perf_counter() - began
-        self.statistics.refresh_s += seconds
         if refreshed:
             self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
-        return refreshed
+        return refreshed, seconds
 
-    def _note(self, tokens: list[int]) -> None:
-        s = self.statistics
-        s.token_ids += tokens
+    def _record(self, tokens: list[int], **measured: Any) -> None:
+        """Replaces the statistics at once, so that an interrupt finds the old ones or those with `tokens`."""
+        token_ids = [*self.statistics.token_ids, *tokens]
+        ended = self.statistics.finish_reason
         if tokens[-1] in self._draws.eos_token_ids:
-            s.finish_reason = "eos"
-        elif len(s.token_ids) >= self._max_new_tokens:
-            s.finish_reason = "length"
-        by_name = {tier.name: tier.counts for tier in self._tiers}
-        s.verify_s = by_name["verify"].seconds
-        s.retrieval_proposed, s.retrieval_accepted = by_name["verify"].proposed, by_name["verify"].accepted
-        if "retrieval" in by_name:
-            s.retrieval_s = by_name["retrieval"].seconds
-            s.draft_proposed, s.draft_accepted = by_name["retrieval"].proposed, by_name["retrieval"].accepted
-        if "draft" in by_name:
-            s.draft_s = by_name["draft"].seconds
-        s.kv_read_bytes, s.kv_read_s = self._full.bytes_read, self._full.read_s
-        s.kv_bytes = self._full.length * self._full.token_bytes
-        s.host_peak_bytes = host_peak_bytes()
-        s.device_peak_bytes = device_peak_bytes(self._top.decoder.device)
+            ended = "eos"
+        elif len(token_ids) >= self._max_new_tokens:
+            ended = "length"
+        counts = {tier.name: tier.counts for tier in self._tiers}
+        verify = counts["verify"]
+        retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
+        self.statistics = replace(
+            self.statistics,
+            token_ids=token_ids,
+            finish_reason=ended,
+            verify_s=verify.seconds,
+            retrieval_s=retrieval.seconds,
+            draft_s=draft.seconds,
+            retrieval_proposed=verify.proposed,
+            retrieval_accepted=verify.accepted,
+            draft_proposed=retrieval.proposed,
+            draft_accepted=retrieval.accepted,
+            kv_read_bytes=self._full.bytes_read,
+            kv_read_s=self._full.read_s,
+            **self._memory(),
+            **measured,
+        )
+
+    def _memory(self) -> dict[str, int]:
+        return {
+            "kv_bytes": self._full.length * self._full.token_bytes,
+            "host_peak_bytes": host_peak_bytes(),
+            "device_peak_bytes": device_peak_bytes(self._top.decoder.device),
+        }

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class Statistics:
-    """Counts and times of one run, growing round by round. Seconds, bytes and tokens throughout."""
+    """Counts and times of one run so far. Seconds, bytes and tokens throughout."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
