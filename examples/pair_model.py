@@ -210,10 +210,10 @@ def _run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor 
 def plant_attention(model: Decoder) -> None:
     """Starts a fresh model with a circuit that continues repeated sequences ("induction", arXiv 2209.11895).
 
-    Left to gradient descent it did not emerge within the tokens of a CPU schedule here. One head of the first layer looks at the token before, by
-    position alone, through a direction all embeddings share, and notes a code of it. Two heads of the second look
-    for the place whose note is the code of the current token, in those dimensions that RoPE turns slowly, and copy what
-    stands there. Training then owns these weights like all others.
+    Left to gradient descent it did not emerge within the tokens of a CPU schedule here. One head of the first layer
+    looks at the token before, by position alone, through a direction all embeddings share, and notes a code of it.
+    Two heads of the second look for the place whose note is the code of the current token, in those dimensions that
+    RoPE turns slowly, and copy what stands there. Training then owns these weights like all others.
     """
     shape = model.shape
     width, head_dim, half = shape.width, shape.head_dim, shape.head_dim // 2
