@@ -170,8 +170,7 @@ def test_streaming_attends_to_sinks_and_window_only(decoder):
     q = torch.randn(config.num_heads, n, config.head_dim, generator=g)
     k = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
     v = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
-    for layer in range(config.num_layers):
-        got = cache.attend(layer, q, k, v)
+    got = [cache.attend(layer, q, k, v) for layer in range(config.num_layers)][-1]
     for t in range(n):
         kept = [j for j in range(t + 1) if j < 4 or j > t - 20]
         place = {j: i for i, j in enumerate(kept)}  # positions within the cache
@@ -189,6 +188,7 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
     engine = Engine.load(
         tmp_path / "target", tmp_path / "draft", device="cpu", budget=32, draft_length=3, block_length=6, refresh=4
     )
+    assert engine.draft is not None
     prompt = random_tokens(100)
     run = engine.stream(prompt, Sampling(temperature=1.5, top_p=1.0, seed=3), 150)
     tokens = list(prompt)

@@ -85,7 +85,7 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     engine.generate(short, greedy, 10)
     small = engine._full
     grown = engine.generate(long, greedy, 10)
-    assert engine._full is not small
+    assert engine._full is not None and engine._full is not small
     assert grown.stats["reused_tokens"] == 90
     assert engine._full.block_size == block_size_for(1510, 8)
     fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)

@@ -141,7 +141,8 @@ class Terminal:
 
     def hang_up(self):
         """Closes the terminal: the command gets SIGHUP, and nothing more can be written."""
-        self._child.ptyproc.fileobj.close()
+        terminal: Any = self._child  # its stubs leave `ptyproc` out
+        terminal.ptyproc.fileobj.close()
 
     def wait(self):
         """The exit code, without reading."""

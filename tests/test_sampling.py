@@ -17,11 +17,12 @@ from triforce.tp.errors import UsageError
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
 def test_distribution_equals_transformers(temperature, top_k, top_p):
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0)) * 3
-    want = TemperatureLogitsWarper(temperature)(None, logits)
+    ids = torch.LongTensor()  # the warpers take them and do not look
+    want: torch.Tensor = TemperatureLogitsWarper(temperature)(ids, logits)
     if top_k:
-        want = TopKLogitsWarper(top_k)(None, want)
+        want = TopKLogitsWarper(top_k)(ids, want)
     if top_p < 1:
-        want = TopPLogitsWarper(top_p)(None, want)
+        want = TopPLogitsWarper(top_p)(ids, want)
     got = distribution(logits, Sampling(temperature, top_p, top_k))
     assert torch.allclose(got, want.softmax(-1), atol=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,5 +54,6 @@ def random_tokens(n: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
 def greedy_oracle(model: LlamaForCausalLM, prompt: list[int], n: int) -> list[int]:
     """The next `n` tokens by transformers' own greedy generation."""
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=0)
+    generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009 (its stubs do not bind)
+    out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
