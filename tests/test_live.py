@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pexpect
 import pyte
