@@ -1,4 +1,4 @@
-"""The live display of a run: a picture of its statistics on stderr, several times a second, from its own thread."""
+"""The live display of a run: a picture of its statistics on stderr, several times a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from ..offload.statistics import ratio
 from .frame import Snapshot, draw
 from .wrapping import WrappedText
 
-PICTURES_PER_S = 6
+PICTURES_PER_S = 4
+
+QUIET_S = 0.5
+"""Without a round for so long, a thread draws, so that a slow model's display follows a resize too. A thread that draws
+while the model runs takes a core from it; between rounds a picture costs its own time and no more."""
 
 MOST_OF_TIME = 0.01
 """The share of time that drawing may take: slower drawing makes for fewer pictures, never for slower decoding."""
@@ -62,6 +66,9 @@ class LiveDisplay:
             vertical_overflow="crop",
         )
         self._closing = threading.Event()
+        self._drawing = threading.Lock()
+        self._drawn_at = self._began
+        self._pause = 1 / PICTURES_PER_S
         self._thread = threading.Thread(target=self._keep_drawing, name="live display", daemon=True)
         self.drawing_s = 0.0
         """Processor time spent on drawing so far."""
@@ -84,10 +91,12 @@ class LiveDisplay:
             self._live.stop()
 
     def note(self, piece: str, event: Round | None) -> None:
-        """Takes the text of a round, and the round; costs next to nothing."""
+        """Takes the text of a round, and the round; draws where a picture is due."""
         self._text.add(piece)
         if event is not None and event.index:
             self._history.append((event.seconds, len(event.tokens)))
+        if time.perf_counter() - self._drawn_at >= self._pause and not self._closing.is_set():
+            self._draw()
 
     def snapshot(self) -> Snapshot:
         """The run as it stands."""
@@ -139,16 +148,21 @@ class LiveDisplay:
             yield from line
 
     def _keep_drawing(self) -> None:
-        pause = 1 / PICTURES_PER_S
-        while not self._closing.wait(pause):
+        while not self._closing.wait(max(QUIET_S, self._pause) / 2):
+            if time.perf_counter() - self._drawn_at >= max(QUIET_S, self._pause):
+                self._draw()
+
+    def _draw(self) -> None:
+        with self._drawing:
             began = time.thread_time()
             try:
                 self._live.refresh()
             except OSError:
-                return  # the terminal is gone; the run goes on
+                self._closing.set()  # the terminal is gone; the run goes on
             took = time.thread_time() - began
             self.drawing_s += took
-            pause = max(1 / PICTURES_PER_S, took / MOST_OF_TIME)
+            self._drawn_at = time.perf_counter()
+            self._pause = max(1 / PICTURES_PER_S, took / MOST_OF_TIME)
 
 
 def _recent(history: tuple[tuple[float, int], ...]) -> float:
