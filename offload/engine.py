@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
 from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.errors import CapacityError, ModelError, UsageError
+from ..tp.place import Place
+from ..tp.ranks import ALONE, Ranks
 from ..tp.registry import find_pair
+from ..tp.split import check_split
 from .full_cache import FullCache, block_size_for
 from .generation import Generation, Result
 from .memory import check_memory, plan_memory
@@ -40,11 +43,26 @@ _MODELLED_ROW_SHARE = 0.08
 """What each further row adds to a pass, as a share of the pass with one."""
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What a run is asked for; all ranks do rank 0's."""
+
+    prompt: list[int]
+    sampling: Sampling
+    seeded: bool
+    """Whether the seed was given: the lengths then never depend on the clock."""
+    max_new_tokens: int
+    ignore_eos: bool
+
+
 class Engine:
     """A target model, perhaps a draft model, and the caches they keep between runs.
 
     A run whose prompt begins like the one before it (a follow-up question about the same book) starts from the keys and
     values that are already there. One run at a time: starting another ends the one before.
+
+    On several ranks every rank has an engine and starts the same runs, with the same methods or with `follow`. Each
+    draws the same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
     """
 
     def __init__(
@@ -88,7 +106,7 @@ class Engine:
             draft: the same; `None` is the preset's own, or none for a directory; `"none"` runs two tiers.
             device: `auto` (CUDA where there is one), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
-            gpus: ranks that share the model; only 1 so far.
+            gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
             resident: GiB of the KV cache kept on the compute device; so far all of it is, so only `None` is taken.
             context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
             tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`.
@@ -96,8 +114,7 @@ class Engine:
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
-        if gpus != 1:
-            raise UsageError(f"gpus is {gpus}; this version runs on 1 (tensor parallelism is not there yet)")
+        place = _checked_place(gpus)
         if resident is not None:
             raise UsageError(f"resident is {resident}; this version keeps the whole KV cache on the compute device")
         settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh)
@@ -106,22 +123,24 @@ class Engine:
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None
         if draft_config:
             check_draft(target_config, draft_config)
-        where = resolve_device(device)
+        if place:
+            check_split(target_config, place.size)
+        where = resolve_device(device, place.local_rank if place else 0)
+        ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         needed = context or 1
-        check_memory(
-            plan_memory(
-                target_config,
-                draft_config,
-                dtype=kind,
-                context=needed,
-                budget=settings.budget_for(needed),
-                chunk_size=settings.planned_chunk_size,
-            ),
-            needed,
-            where,
+        plan = plan_memory(
+            target_config,
+            draft_config,
+            dtype=kind,
+            context=needed,
+            budget=settings.budget_for(needed),
+            chunk_size=settings.planned_chunk_size,
+            ranks=ranks,
         )
-        target = Decoder.load(target_directory, dtype=kind, device=where)
+        check_memory(plan, needed, where, ranks)
+        ranks.share(None)  # no rank loads before every rank has looked at what is free
+        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         return cls(target, small, settings, (str(model), str(draft or model) if small else None))
 
@@ -160,12 +179,26 @@ class Engine:
             UsageError: no token, one outside the vocabulary, or an impossible length.
             CapacityError: more tokens than the model's positions or the memory hold.
         """
+        sampling = sampling or Sampling()
         prompt = self._checked(prompt_ids, max_new_tokens)
+        job = _Job(prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos)
+        return self._start(self.target.ranks.share(job), on_prefill)
+
+    def follow(self) -> Generation:
+        """Prepares the run that rank 0 starts next, for a rank that is told nothing of it."""
+        return self._start(self.target.ranks.share(None), None)
+
+    def close(self) -> None:
+        """Parts with the other ranks, if any; every rank calls it when no run is left."""
+        self.target.ranks.leave()
+
+    def _start(self, job: _Job | None, on_prefill: Callable[[float], None] | None) -> Generation:
+        if job is None:
+            raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         if self._running:
             self._running.close()
-        seeded = sampling is not None and sampling.seed is not None
-        sampling = (sampling or Sampling()).with_seed()
-        capacity = len(prompt) + max_new_tokens
+        prompt, sampling = job.prompt, job.sampling
+        capacity = len(prompt) + job.max_new_tokens
         budget = self.settings.budget_for(capacity)
         full = self._full_cache(prompt, capacity)
         retrieval = streaming = None
@@ -179,17 +212,17 @@ class Engine:
                 streaming = StreamingCache(self.draft)
                 tiers.append(self._tier("draft", self.draft, streaming, streaming.window))
         self._link_tiers(tiers)
-        eos = () if ignore_eos else self.target.config.eos_token_ids
+        eos = () if job.ignore_eos else self.target.config.eos_token_ids
         draws = Draws(
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
-            measured=not seeded,
+            measured=not job.seeded,
         )
         self._context = prompt
         self._running = Generation(
             context=prompt,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=job.max_new_tokens,
             full=full,
             retrieval=retrieval,
             streaming=streaming,
@@ -235,10 +268,11 @@ class Engine:
                 context=capacity,
                 budget=self.settings.budget_for(capacity),
                 chunk_size=chunk_size,
+                ranks=self.target.ranks,
             )
-            check_memory(replace(plan, weights=0, runtime=0), capacity, self.target.device)
+            check_memory(replace(plan, weights=0, runtime=0), capacity, self.target.device, self.target.ranks)
         self._full = FullCache(
-            self.target.config,
+            self.target.part,
             self.target.rope,
             dtype=self.target.dtype,
             device=self.target.device,
@@ -257,8 +291,8 @@ class Engine:
 
     def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int) -> Tier:
         """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
-        num_bytes = decoder.config.num_parameters * decoder.dtype.itemsize
-        num_bytes += tokens * decoder.config.kv_bytes_per_token(decoder.dtype)
+        num_bytes = decoder.part.num_parameters * decoder.dtype.itemsize
+        num_bytes += tokens * decoder.part.kv_bytes_per_token(decoder.dtype)
         seconds = num_bytes / _MODELLED_BANDWIDTH + decoder.config.num_layers * _MODELLED_LAYER_SECONDS
         return Tier(name, decoder, cache, PassCost(seconds, seconds * _MODELLED_ROW_SHARE))
 
@@ -279,7 +313,7 @@ class Engine:
             "draft": self._names[1] if tiers == 3 else None,
             "device": device.type,
             "device_name": device_name(device),
-            "world_size": 1,
+            "world_size": self.target.ranks.size,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "seed": sampling.seed,
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
@@ -291,6 +325,25 @@ class Engine:
                 "resident_bytes": 0 if device.type == "cpu" else full.capacity * full.token_bytes,
             },
         }
+
+
+def _checked_place(gpus: int) -> Place | None:
+    """Where this process stands among its ranks, or `None` if it is alone.
+
+    Raises:
+        UsageError: that is not what `gpus` says.
+    """
+    place = Place.from_environment()
+    if gpus < 1:
+        raise UsageError(f"gpus is {gpus}; it must be 1 or more")
+    if place is None and gpus > 1:
+        raise UsageError(
+            f"gpus is {gpus}, but this process was started alone; start the script with "
+            f"torchrun --nproc-per-node {gpus} (triforce generate --gpus does so by itself)"
+        )
+    if place and gpus not in (1, place.size):
+        raise UsageError(f"gpus is {gpus}, but torchrun started {place.size} ranks; leave it out or make them agree")
+    return place
 
 
 def check_draft(target: ModelConfig, draft: ModelConfig) -> None:

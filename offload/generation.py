@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from ..tp.errors import TriforceError
 from .full_cache import FullCache
 from .memory import device_peak_bytes, host_peak_bytes
 from .refresh import RefreshPolicy
 from .retrieval_cache import RetrievalCache
 from .sampling import distribution, draw
+from .settings import MOST_BLOCK_LENGTH
 from .statistics import Statistics
 from .streaming_cache import StreamingCache, prefill_streaming
 from .tiers import Counts, Draws, Tier
@@ -115,6 +117,7 @@ class Generation(Iterator[Round]):
         if self._streaming:
             prefill_streaming(self._tiers[-1].decoder, self._streaming, self._context)
         self._top.pace()
+        self._agree([token], False)
         self._context.append(token)
         seconds = time.perf_counter() - began
         self._full.bytes_read, self._full.read_s = 0, 0.0
@@ -129,8 +132,9 @@ class Generation(Iterator[Round]):
         tokens, _ = self._top.step(self._context, limit, self._draws)
         self._context += tokens
         proposed, accepted = counts.proposed - proposed, counts.accepted - accepted
-        refreshed, refresh_s = self._settle(accepted, proposed, time.perf_counter() - began)
         self._top.pace()
+        refreshed = self._agree(tokens, self._refresh.due(accepted, proposed))
+        refresh_s = self._settle(refreshed, time.perf_counter() - began)
 
         now, old = time.perf_counter(), self.statistics
         self._record(
@@ -142,12 +146,11 @@ class Generation(Iterator[Round]):
         )
         return Round(old.rounds + 1, tokens, now - began, proposed, accepted, refreshed), now
 
-    def _settle(self, accepted: int, proposed: int, round_seconds: float) -> tuple[bool, float]:
-        """Brings the retrieval cache up to what was verified; whether it chose its chunks anew, and the seconds."""
+    def _settle(self, refreshed: bool, round_seconds: float) -> float:
+        """Brings the retrieval cache up to what was verified, with its chunks chosen anew or not; the seconds."""
         if self._retrieval is None:
-            return False, 0.0
+            return 0.0
         began = time.perf_counter()
-        refreshed = self._refresh.due(accepted, proposed)
         if refreshed:
             self._retrieval.refresh()
         else:
@@ -155,7 +158,30 @@ class Generation(Iterator[Round]):
         seconds = time.perf_counter() - began
         if refreshed:
             self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
-        return refreshed, seconds
+        return seconds
+
+    def _agree(self, tokens: list[int], refreshed: bool) -> bool:
+        """Takes rank 0's word for what a round brought and how the next one goes: the one broadcast of a round.
+
+        Ranks draw the same tokens, but their clocks differ, and with them the lengths and refreshes they would choose.
+
+        Raises:
+            TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
+        """
+        refreshed = refreshed and self._retrieval is not None
+        ranks = self._top.decoder.ranks
+        lookaheads = [tier.lookahead for tier in self._tiers]
+        room = 1 + len(lookaheads) + MOST_BLOCK_LENGTH + 1
+        word = ranks.share_numbers([int(refreshed), *lookaheads, *tokens], room)
+        refreshed, lookaheads, theirs = bool(word[0]), word[1 : len(lookaheads) + 1], word[len(lookaheads) + 1 :]
+        if theirs != tokens:
+            raise TriforceError(
+                f"rank {ranks.rank} drew the tokens {tokens} where rank 0 drew {theirs}: the ranks compute differently "
+                "(other hardware or versions?), so nothing further would be the model's"
+            )
+        for tier, lookahead in zip(self._tiers, lookaheads, strict=True):
+            tier.lookahead = lookahead
+        return refreshed
 
     def _record(self, tokens: list[int], **measured: Any) -> None:
         """Replaces the statistics at once, so that an interrupt finds the old ones or those with `tokens`."""
@@ -187,7 +213,7 @@ class Generation(Iterator[Round]):
 
     def _memory(self) -> dict[str, int]:
         return {
-            "kv_bytes": self._full.length * self._full.token_bytes,
+            "kv_bytes": self._full.length * self._full.token_bytes * self._top.decoder.ranks.size,
             "host_peak_bytes": host_peak_bytes(),
             "device_peak_bytes": device_peak_bytes(self._top.decoder.device),
         }

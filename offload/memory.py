@@ -12,6 +12,8 @@ import torch
 from ..tp.config import ModelConfig
 from ..tp.decoder import PREFILL_ROWS
 from ..tp.errors import CapacityError
+from ..tp.ranks import ALONE, Ranks
+from ..tp.split import Split
 from ..tp.units import gib
 from .full_cache import block_size_for
 
@@ -36,10 +38,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    target: ModelConfig, draft: ModelConfig | None, *, dtype: torch.dtype, context: int, budget: int, chunk_size: int
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    *,
+    dtype: torch.dtype,
+    context: int,
+    budget: int,
+    chunk_size: int,
+    ranks: Ranks = ALONE,
 ) -> MemoryPlan:
-    """The memory of a run over `context` tokens, generated ones included, with a retrieval cache of `budget` tokens
-    (0 for none)."""
+    """The memory of one rank in a run over `context` tokens, generated ones included, with a retrieval cache of
+    `budget` tokens (0 for none)."""
+    target = Split.of(target, ranks).config(target)  # whose output head is counted whole
     models = [m for m in (target, draft) if m]
     kv_token = target.kv_bytes_per_token(dtype)
     block_size = block_size_for(context, chunk_size)
@@ -54,19 +64,23 @@ def plan_memory(
     )
 
 
-def check_memory(plan: MemoryPlan, context: int, device: torch.device) -> None:
+def check_memory(plan: MemoryPlan, context: int, device: torch.device, ranks: Ranks = ALONE) -> None:
     """Raises:
     CapacityError: the plan does not fit in what is free where the model runs; the message gives parts and a remedy.
     """
     available = available_bytes(device)
+    if device.type == "cpu":
+        available //= ranks.local_size
     if plan.total <= available:
         return
     fits = max(
         0, int(context * (available - plan.weights - plan.runtime) / max(1, plan.total - plan.weights - plan.runtime))
     )
+    per_rank = " on each rank" if ranks.size > 1 else ""
     raise CapacityError(
-        f"a context of {context:,} tokens needs {gib(plan.total)} of memory (weights {gib(plan.weights)}, KV cache "
-        f"{gib(plan.kv)}, the rest {gib(plan.total - plan.weights - plan.kv)}), but {gib(available)} is available; "
+        f"a context of {context:,} tokens needs {gib(plan.total)} of memory{per_rank} (weights {gib(plan.weights)}, "
+        f"KV cache {gib(plan.kv)}, the rest {gib(plan.total - plan.weights - plan.kv)}), "
+        f"but {gib(available)} is available; "
         + (
             f"about {fits:,} tokens would fit: shorten the prompt (--truncate) or free memory"
             if fits > 0

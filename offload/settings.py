@@ -8,6 +8,9 @@ from ..tp.errors import UsageError
 from .refresh import RefreshPolicy
 from .retrieval_cache import planned_budget
 
+MOST_BLOCK_LENGTH = 256
+"""Tokens that a pass over the full cache may be asked to verify."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,7 +34,7 @@ class Settings:
             ("budget", 1, None),
             ("chunk_size", 1, 512),
             ("draft_length", 1, 64),
-            ("block_length", 1, 256),
+            ("block_length", 1, MOST_BLOCK_LENGTH),
         ):
             value = getattr(self, name)
             if value is not None and (value < least or (most is not None and value > most)):

@@ -37,8 +37,8 @@ class Checkpoint:
             with _opened(path) as file:
                 self._paths.update(dict.fromkeys(file.keys(), path))
 
-    def read(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name`, which must have `shape`.
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor `name`, whose shape must be `shape`, or only those of its `rows` and `columns`.
 
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
@@ -46,11 +46,13 @@ class Checkpoint:
         if name not in self._paths:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
         with _opened(self._paths[name]) as file:
-            tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != shape:
+            part = file.get_slice(name)
+            if tuple(part.get_shape()) != shape:
                 raise ModelError(
-                    f"{name} in {self._directory} has shape {tuple(tensor.shape)}; its config says {shape}"
+                    f"{name} in {self._directory} has shape {tuple(part.get_shape())}; its config says {shape}"
                 )
+            every = slice(None)
+            tensor = part[rows or every, columns or every] if len(shape) == 2 else part[rows or every]
             if tensor.dtype not in _FORMATS:
                 raise ModelError(f"{name} in {self._directory} is {tensor.dtype}; quantised weights are not supported")
             return tensor.to(device=self._device, dtype=self._dtype, copy=True)

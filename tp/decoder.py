@@ -1,7 +1,8 @@
 """The one decoder (Llama shape): token ids in, logits out, attention left to the cache it is given.
 
 Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
-tokens. The decoder knows nothing of where keys live, of positions, or of sampling.
+tokens. On several ranks each computes its part of every layer: two sums a layer and one gather of the logits join the
+parts. The decoder knows nothing of where keys live, of positions, or of sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .ranks import ALONE, Ranks
 from .rope import Rope
+from .split import Split
 
 PREFILL_ROWS = 4096
 """Rows that pass through a layer together; bounds the activations of a long prefill."""
@@ -51,7 +54,7 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of one layer; projections that share an input are one matrix."""
+    """This rank's weights of one layer; projections that share an input are one matrix."""
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -62,31 +65,44 @@ class _Layer:
 
 
 class Decoder:
-    """A Llama-shaped decoder with its weights on one device."""
+    """A Llama-shaped decoder, or one rank's part of it, with its weights on one device."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Ranks = ALONE) -> None:
+        """Args: `ranks` share the model; each reads its part of the weights only.
+
+        Raises:
+            ModelError: see `Checkpoint`.
+            UsageError: so many ranks cannot share its heads.
+        """
+        split = Split.of(config, ranks)
         self.config = config
+        self.part = split.config(config)
+        """The heads and the MLP width that this rank holds."""
+        self.ranks = ranks
         self.device = device
         self.rope = Rope(config.head_dim, config.rope_theta, device)
-        self._embedding = checkpoint.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._layers = [_read_layer(config, checkpoint, i) for i in range(config.num_layers)]
+        shape = config.vocab_size, config.hidden_size
+        self._embedding = checkpoint.read("model.embed_tokens.weight", *shape)
+        self._layers = [_read_layer(config, split, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
-        self._head = (
-            self._embedding
+        self._head = (  # [at most vocabulary_room, hidden]
+            self._embedding[split.vocabulary]
             if config.tie_word_embeddings
-            else checkpoint.read("lm_head.weight", config.vocab_size, config.hidden_size)
+            else checkpoint.read("lm_head.weight", *shape, rows=split.vocabulary)
         )
+        self._missing_logits = split.vocabulary_room - self._head.shape[0]
         self.dtype = self._embedding.dtype
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Builds the model of a Hugging Face directory.
+    def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> Decoder:
+        """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
 
         Raises:
             ModelError: see `ModelConfig.load` and `Checkpoint`.
+            UsageError: so many ranks cannot share its heads.
         """
         config = ModelConfig.load(directory)
-        return cls(config, Checkpoint(directory, dtype, device), device)
+        return cls(config, Checkpoint(directory, dtype, device), device, ranks)
 
     @torch.inference_mode()
     def forward(
@@ -107,7 +123,7 @@ class Decoder:
             on_progress: called with the share of the work done, 0 to 1, after each part of a layer.
 
         Returns:
-            Logits `[num_logits, vocab_size]`, float32.
+            Logits `[num_logits, vocab_size]`, float32, the same on every rank.
         """
         start = cache.length
         hidden = self._embedding[token_ids]  # [n, hidden]
@@ -117,20 +133,24 @@ class Decoder:
                 rows += self._attention(index, layer, rows, cache)
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
-        return F.linear(self._rms_norm(hidden[-num_logits:], self._norm), self._head).float()
+        return self._logits(self._rms_norm(hidden[-num_logits:], self._norm))
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
-        config = self.config
+        config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv)
         qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
         q, k, v = qkv.split((heads, kv_heads, kv_heads))
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        return F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+        return self.ranks.sum(F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o))
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
         gate, up = F.linear(self._rms_norm(rows, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down)
+        return self.ranks.sum(F.linear(F.silu(gate) * up, layer.down))
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        part = F.pad(F.linear(rows, self._head), (0, self._missing_logits))
+        return self.ranks.gather_columns(part)[:, : self.config.vocab_size].float()
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
@@ -158,29 +178,36 @@ class _Progress:
         self._callback(min(1.0, self._done / self._total))
 
 
-def _read_layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> _Layer:
-    hidden, head_dim = config.hidden_size, config.head_dim
+def _read_layer(config: ModelConfig, split: Split, checkpoint: Checkpoint, index: int) -> _Layer:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{index}."
+    queries, keys = _rows_of(split.heads, config), _rows_of(split.kv_heads, config)
+    num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def read(name: str, *shape: int) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}.weight", *shape)
+    def read(name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return checkpoint.read(f"{prefix}{name}.weight", *shape, rows=rows, columns=columns)
 
     return _Layer(
         input_norm=read("input_layernorm", hidden),
         qkv=torch.cat(
             (
-                read("self_attn.q_proj", config.num_heads * head_dim, hidden),
-                read("self_attn.k_proj", config.num_kv_heads * head_dim, hidden),
-                read("self_attn.v_proj", config.num_kv_heads * head_dim, hidden),
+                read("self_attn.q_proj", num_queries, hidden, rows=queries),
+                read("self_attn.k_proj", num_keys, hidden, rows=keys),
+                read("self_attn.v_proj", num_keys, hidden, rows=keys),
             )
         ),
-        o=read("self_attn.o_proj", hidden, config.num_heads * head_dim),
+        o=read("self_attn.o_proj", hidden, num_queries, columns=queries),
         post_norm=read("post_attention_layernorm", hidden),
         gate_up=torch.cat(
             (
-                read("mlp.gate_proj", config.intermediate_size, hidden),
-                read("mlp.up_proj", config.intermediate_size, hidden),
+                read("mlp.gate_proj", intermediate, hidden, rows=split.mlp),
+                read("mlp.up_proj", intermediate, hidden, rows=split.mlp),
             )
         ),
-        down=read("mlp.down_proj", hidden, config.intermediate_size),
+        down=read("mlp.down_proj", hidden, intermediate, columns=split.mlp),
     )
+
+
+def _rows_of(heads: slice, config: ModelConfig) -> slice:
+    """The rows of a projection that make `heads`."""
+    return slice(heads.start * config.head_dim, heads.stop * config.head_dim)

@@ -11,11 +11,11 @@ from .config import ModelConfig
 from .errors import UsageError
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`.
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`: of several GPUs, that of this machine's rank `local_rank`.
 
     Raises:
-        UsageError: another word, or no CUDA device where one was asked for.
+        UsageError: another word, no CUDA device where one was asked for, or fewer than ranks.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
@@ -23,7 +23,15 @@ def resolve_device(name: str) -> torch.device:
         raise UsageError(
             "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
         )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"rank {local_rank} of this machine has no GPU of its own: PyTorch sees {torch.cuda.device_count()} here; "
+            "lower --gpus, or use --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -19,3 +19,9 @@ class ModelError(TriforceError):
 
 class CapacityError(TriforceError):
     """More memory or context than there is."""
+
+
+class PeerError(TriforceError):
+    """Another rank has ended, so this one cannot go on: never the first error of a run, which that rank has."""
+
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h; the launcher tells it from a rank's own failure

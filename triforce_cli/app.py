@@ -8,10 +8,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..tp.errors import TriforceError
+from ..tp.errors import PeerError, TriforceError
+from ..tp.launch import record
+from ..tp.place import Place
 from .stopping import Signals, Stop
 from .streams import abandon, tell
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a subcommand needs of the process it runs in: its arguments, to start itself again, and its signals."""
+
+    arguments: list[str]
+    signals: Signals
 
 
 def main() -> None:
@@ -47,7 +58,7 @@ def _run(arguments: list[str], signals: Signals) -> int:
     try:
         from .commands import app
 
-        result = app(args=arguments, prog_name="triforce", standalone_mode=False, obj=signals)
+        result = app(args=arguments, prog_name="triforce", standalone_mode=False, obj=Call(arguments, signals))
         return result if isinstance(result, int) else 0
     except SystemExit as exit_:  # the parser's way out of completing a word in a shell
         return exit_.code if isinstance(exit_.code, int) else 0
@@ -58,7 +69,8 @@ def _run(arguments: list[str], signals: Signals) -> int:
     except TriforceError as error:
         if debug:
             _print_traceback()
-        tell(f"error: {error}")
+        if not _left_to_launcher(error):
+            tell(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if type(error).__name__ == "Abort":  # what the parser makes of an interrupted question
@@ -71,10 +83,21 @@ def _run(arguments: list[str], signals: Signals) -> int:
             return 2
         if debug:
             _print_traceback()
+        if _left_to_launcher(error):
+            return 1
         tell(f"error: {type(error).__name__}: {_one_line(error)}")
         if not debug:
             tell("this is not an error that triforce expects; run again with --debug for the traceback")
         return 1
+
+
+def _left_to_launcher(error: Exception) -> bool:
+    """Whether the launcher reports `error`: of all ranks' errors it knows the first, and rank 0 owns the screen."""
+    try:
+        place = Place.from_environment()
+    except TriforceError:
+        return False
+    return place is not None and (place.rank > 0 or isinstance(error, PeerError)) and record(error)
 
 
 def _print_traceback() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from .options import (
     real,
     whole,
 )
+
+if TYPE_CHECKING:
+    from .app import Call
 
 _PROMPT, _MODEL, _SAMPLING = "Prompt", "Model and machine", "Sampling"
 _SPECULATION, _OUTPUT = "Speculation (planned, then adapted; a number fixes it)", "Output"
@@ -111,7 +114,13 @@ def generate(
         ),
     ] = Dtype.AUTO,
     gpus: Annotated[
-        str, typer.Option(metavar="N", help="Ranks; only 1 in this version.", rich_help_panel=_MODEL)
+        str,
+        typer.Option(
+            metavar="N",
+            help="GPUs that share the model (tensor parallelism); with --device cpu, so many processes. "
+            "Under torchrun, its ranks.",
+            rich_help_panel=_MODEL,
+        ),
     ] = "1",
     max_new_tokens: Annotated[
         str, typer.Option(metavar="N", help="Length of what is written.", rich_help_panel=_SAMPLING)
@@ -224,9 +233,12 @@ def generate(
     The text goes to stdout as it is accepted, everything else to stderr.
     [bold]Ctrl-C[/] stops; what was written by then is kept.
     """
+    import sys
+
+    from ..tp.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
+    from ..tp.place import Place
     from .output import JsonFile
     from .prompt import read_option, read_source
-    from .stopping import Signals
     from .streams import tell
 
     if ask is not None:
@@ -256,12 +268,24 @@ def generate(
         refresh=refresh,
         live=live,
     )
+    call: Call = context.obj
     directories = find_pair(model, draft)
+    place = Place.from_environment()
+    if place is None and request.gpus > 1:
+        command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
+        raise typer.Exit(launch(command, request.gpus))
+    if place and place.size > 1:
+        Guard(GRACE_S if place.rank else RANK_0_GRACE_S)
+    if place and place.rank:
+        call.signals.disregard()
+        from .run import follow
+
+        follow(request)
+        return
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
 
-        signals = context.ensure_object(Signals)
-        signals.hold()  # importing PyTorch may swallow what a signal raises
+        call.signals.hold()  # importing PyTorch may swallow what a signal raises
         from .run import run
 
-        run(request, source, directories, json_file, signals)
+        run(request, source, directories, json_file, call.signals)

@@ -47,21 +47,7 @@ def run(
     tokenizer = Tokenizer.load(target)
     signals.allow()
     prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
-    engine = Engine.load(
-        request.model,
-        draft=request.draft,
-        device=request.device,
-        dtype=request.dtype,
-        gpus=request.gpus,
-        resident=request.resident,
-        context=len(prompt.token_ids) + request.max_new_tokens,
-        tiers=request.tiers,
-        budget=request.budget,
-        chunk_size=request.chunk_size,
-        draft_length=request.draft_length,
-        block_length=request.block_length,
-        refresh=request.refresh,
-    )
+    engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
     report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
 
     signals.hold()
@@ -87,6 +73,38 @@ def run(
     ended = _finish(console, generation, text, output, json_file, ended)
     if ended is not None:
         raise ended
+    engine.close()
+
+
+def load_engine(request: Request, context: int | None) -> Engine:
+    """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
+    return Engine.load(
+        request.model,
+        draft=request.draft,
+        device=request.device,
+        dtype=request.dtype,
+        gpus=request.gpus,
+        resident=request.resident,
+        context=context,
+        tiers=request.tiers,
+        budget=request.budget,
+        chunk_size=request.chunk_size,
+        draft_length=request.draft_length,
+        block_length=request.block_length,
+        refresh=request.refresh,
+    )
+
+
+def follow(request: Request) -> None:
+    """The part of a rank above 0 in `run`: it computes along, and reads, prints and writes nothing.
+
+    Raises:
+        TriforceError: as `run`, or another rank has ended.
+    """
+    engine = load_engine(request, None)
+    for _ in engine.follow():
+        pass
+    engine.close()
 
 
 def _decode(

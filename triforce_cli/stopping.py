@@ -72,6 +72,11 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
         self._previous = {}
 
+    def disregard(self) -> None:
+        """From here on they do nothing here: another process answers them for this one."""
+        for number in self._previous:
+            signal.signal(number, lambda *_: None)
+
     def allow(self) -> None:
         """Raises:
         Stop: a signal came since `hold`, or what it raised before was swallowed.
