@@ -1,0 +1,49 @@
+"""The ring: a few device buffers through which blocks of host memory flow, each used once and overwritten.
+
+It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
+layers too. It knows neither CUDA nor what a block means.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from torch import Tensor
+
+from .link import Arrival, Link
+
+
+class Ring:
+    """Buffers that blocks pass through in an order known beforehand."""
+
+    def __init__(self, link: Link, buffers: Sequence[Tensor]) -> None:
+        """Args: `buffers` have a block's shape; with two or more, one is filled while another is in use."""
+        self._link, self._buffers = link, list(buffers)
+        self._coming: Iterator[Tensor] = iter(())
+        self._under_way: deque[tuple[Tensor, Arrival]] = deque()
+
+    def begin(self, blocks: Iterator[Tensor]) -> None:
+        """Starts on `blocks`, in host memory; what is left of earlier ones is dropped.
+
+        A copy that is still under way ends before any that is asked for now, so its buffer is safe to use again.
+        """
+        self._coming = blocks
+        self._under_way.clear()
+        for buffer, block in zip(self._buffers, islice(blocks, len(self._buffers)), strict=False):
+            self._under_way.append((buffer, self._link.fetch(block, buffer)))
+
+    def take(self, count: int) -> Iterator[Tensor]:
+        """The next `count` blocks, each on the device and there until the next one is asked for.
+
+        Raises:
+            LinkError: a copy failed.
+        """
+        for _ in range(count):
+            buffer, arrival = self._under_way.popleft()
+            arrival.wait()
+            yield buffer
+            following = next(self._coming, None)
+            if following is not None:
+                self._under_way.append((buffer, self._link.fetch(following, buffer)))
