@@ -1,4 +1,4 @@
-"""The one decoder (Llama shape): token ids in, logits out, attention left to the cache it is given.
+"""The one decoder (Llama shape and its near kin): token ids in, logits out, attention left to the cache it is given.
 
 Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
 tokens. The decoder knows nothing of where keys live, of positions, or of sampling.
@@ -55,7 +55,11 @@ class _Layer:
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
     o: Tensor  # [hidden, num_heads * head_dim]
+    o_bias: Tensor | None  # [hidden]
     post_norm: Tensor  # [hidden]
     gate_up: Tensor  # [2 * intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
@@ -67,7 +71,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.rope = Rope(config.head_dim, config.rope_theta, device)
+        self.rope = Rope(config.head_dim, config.rope, device)
         self._embedding = checkpoint.read("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._layers = [_read_layer(config, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
@@ -122,11 +126,13 @@ class Decoder:
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         config = self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv)
+        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
         q, k, v = qkv.split((heads, kv_heads, kv_heads))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        return F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+        return F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o, layer.o_bias)
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
         gate, up = F.linear(self._rms_norm(rows, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
@@ -162,8 +168,12 @@ def _read_layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> _Lay
     hidden, head_dim = config.hidden_size, config.head_dim
     prefix = f"model.layers.{index}."
 
-    def read(name: str, *shape: int) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}.weight", *shape)
+    def read(name: str, *shape: int, suffix: str = "weight") -> Tensor:
+        return checkpoint.read(f"{prefix}{name}.{suffix}", *shape)
+
+    def read_qkv_bias() -> Tensor:
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+        return torch.cat([read(f"self_attn.{name}", n * head_dim, suffix="bias") for name, n in heads.items()])
 
     return _Layer(
         input_norm=read("input_layernorm", hidden),
@@ -174,7 +184,11 @@ def _read_layer(config: ModelConfig, checkpoint: Checkpoint, index: int) -> _Lay
                 read("self_attn.v_proj", config.num_kv_heads * head_dim, hidden),
             )
         ),
+        qkv_bias=read_qkv_bias() if config.qkv_bias else None,
+        q_norm=read("self_attn.q_norm", head_dim) if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm", head_dim) if config.qk_norm else None,
         o=read("self_attn.o_proj", hidden, config.num_heads * head_dim),
+        o_bias=read("self_attn.o_proj", hidden, suffix="bias") if config.o_bias else None,
         post_norm=read("post_attention_layernorm", hidden),
         gate_up=torch.cat(
             (
