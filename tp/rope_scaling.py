@@ -52,8 +52,9 @@ class RopeConfig:
         # Where the context before stretching stands depends on the writer; what stands outside takes precedence.
         original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
         original = max_positions if kind in ("linear", "dynamic") else int(original or max_positions)
-        factor: Any = given["factor"]
-        factor = max_positions / original if factor is None and kind == "yarn" else float(factor)
+        if kind == "yarn" and given["factor"] is None:
+            given = given | {"factor": max_positions / original}
+        factor = float(given["factor"])
         if not 1.0 <= factor < math.inf or original < 1:
             raise ValueError(f"RoPE scaling by {factor:g} from {original} positions, which must both be 1 or more")
         if kind == "yarn":
