@@ -91,6 +91,11 @@ def test_logits_of_every_family_equal_transformers(tmp_path, family):
     assert_equal_logits(tmp_path, parts=37)
 
 
+def test_a_window_ends_at_the_right_key_wherever_a_block_begins(tmp_path):
+    save_family(tmp_path, "mistral-window")
+    assert_equal_logits(tmp_path, parts=1)
+
+
 @pytest.mark.parametrize("scaling", ROPES)
 def test_logits_under_every_rope_scaling_equal_transformers(tmp_path, scaling):
     save_scaled(tmp_path, scaling)
