@@ -14,7 +14,7 @@ from torch import Tensor
 from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
 from ..tp.devices import device_name, resolve_device, resolve_dtype
-from ..tp.errors import CapacityError, ModelError, UsageError
+from ..tp.errors import CapacityError, UsageError
 from ..tp.place import Place
 from ..tp.ranks import ALONE, Ranks
 from ..tp.registry import find_pair
@@ -29,6 +29,7 @@ from .sampling import Sampling
 from .settings import Settings
 from .streaming_cache import StreamingCache
 from .tiers import Draws, Tier
+from .vocabulary import check_draft
 
 LONGEST_DRAFT = 8
 LONGEST_BLOCK = 24
@@ -199,6 +200,8 @@ class Engine:
             self._running.close()
         prompt, sampling = job.prompt, job.sampling
         capacity = len(prompt) + job.max_new_tokens
+        if self.target.rope.begin(len(prompt)):
+            self._context = []  # what the cache holds was rotated otherwise
         budget = self.settings.budget_for(capacity)
         full = self._full_cache(prompt, capacity)
         retrieval = streaming = None
@@ -294,7 +297,8 @@ class Engine:
         num_bytes = decoder.part.num_parameters * decoder.dtype.itemsize
         num_bytes += tokens * decoder.part.kv_bytes_per_token(decoder.dtype)
         seconds = num_bytes / _MODELLED_BANDWIDTH + decoder.config.num_layers * _MODELLED_LAYER_SECONDS
-        return Tier(name, decoder, cache, PassCost(seconds, seconds * _MODELLED_ROW_SHARE))
+        cost = PassCost(seconds, seconds * _MODELLED_ROW_SHARE)
+        return Tier(name, decoder, cache, cost, self.target.config.vocab_size)
 
     def _link_tiers(self, tiers: list[Tier]) -> None:
         """Makes each tier draft for the one before it, with the lengths of the settings."""
@@ -344,17 +348,6 @@ def _checked_place(gpus: int) -> Place | None:
     if place and gpus not in (1, place.size):
         raise UsageError(f"gpus is {gpus}, but torchrun started {place.size} ranks; leave it out or make them agree")
     return place
-
-
-def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
-    """Raises:
-    ModelError: the draft's vocabulary is not the target's.
-    """
-    if draft.vocab_size != target.vocab_size:
-        raise ModelError(
-            f"the draft {draft.name} has a vocabulary of {draft.vocab_size}, the target {target.name} of "
-            f"{target.vocab_size}; a draft must share its target's vocabulary (or use --draft none)"
-        )
 
 
 def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -2,7 +2,8 @@
 
 Layout per layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, so that the keys and values of one block are
 adjacent and contiguous, the unit that travels when the cache lives away from the compute device. Here it lives on the
-compute device itself: a block is a view. Keys carry the rotation of their true position.
+compute device itself: a block is a view. Keys carry the rotation of their true position. A layer with a sliding window
+keeps every token too, but attends only to the blocks its window reaches.
 """
 
 from __future__ import annotations
@@ -107,14 +108,18 @@ class FullCache:
         began = time.perf_counter()
         outs: list[Tensor] = []
         lses: list[Tensor] = []
-        for index in range(-(-(start + n) // self.block_size)):
+        window = self.config.sliding_window(layer) or start + n
+        first = max(0, start + 1 - window) // self.block_size  # blocks before it no row sees
+        for index in range(first, -(-(start + n) // self.block_size)):
             block = self._layers[layer][index]
+            within = index * self.block_size > start + n - 1 - window  # every row sees all of it that is not ahead
             out, lse = attend(
                 q,
                 block[0],
                 block[1],
                 scale=self._scale,
                 diagonal=start - index * self.block_size,
+                window=None if within else window,
                 scratch=self._scratch,
             )
             outs.append(out)
@@ -123,7 +128,7 @@ class FullCache:
                 out, lse = merge_partials(outs, lses)
                 outs, lses = [out], [lse]
         out = merge_partials(outs, lses)[0].to(q.dtype)
-        self.bytes_read += (start + n) * self.token_bytes // self.config.num_layers
+        self.bytes_read += (start + n - first * self.block_size) * self.token_bytes // self.config.num_layers
         self.read_s += time.perf_counter() - began
         return out
 

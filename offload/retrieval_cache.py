@@ -52,7 +52,10 @@ class RetrievalCache:
         keys[:, slot : slot + n] = self._rope.rotate(k, start)
         values[:, slot : slot + n] = v
         self._filled[layer] = start + n
-        out, _ = attend(q, keys, values, scale=self._scale, diagonal=slot, scratch=self._scratch)
+        window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
+        if window is not None and window >= slot + n:
+            window = None
+        out, _ = attend(q, keys, values, scale=self._scale, diagonal=slot, window=window, scratch=self._scratch)
         return out.to(q.dtype)
 
     def rollback(self, length: int) -> None:
@@ -71,9 +74,10 @@ class RetrievalCache:
         self._make_room(self._kept + _FIRST_TAIL)
         for layer, (keys, values) in enumerate(self._buffers):
             if num_chunks:
-                means = self._update_means(layer, num_chunks)
+                first = self._first_chunk(layer, length)
+                means = self._update_means(layer, num_chunks)[:, first:]
                 scores = chunk_scores(self.source.recent_queries(layer), means, self._scale)
-                chosen = select_chunks(scores, self.max_chunks)
+                chosen = select_chunks(scores, self.max_chunks) + first
                 keys[:, : self._kept] = gather_chunks(self.source.keys(layer), chosen, self.chunk_size)
                 values[:, : self._kept] = gather_chunks(self.source.values(layer), chosen, self.chunk_size)
         self._num_means = num_chunks
@@ -91,6 +95,12 @@ class RetrievalCache:
                 keys[:, start:stop], values[:, start:stop] = self.source.slice(layer, self._exact, length)
         self._exact = length
         self._filled = [max(filled, length) for filled in self._filled]
+
+    def _first_chunk(self, layer: int, length: int) -> int:
+        """The first chunk to choose from: with a sliding window the first that the token at `length` sees, but no later
+        than leaves the budget full. Where the budget holds the whole window, `attend` hides what is before it."""
+        window = self.source.config.sliding_window(layer) or length + 1
+        return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
 
     def _update_means(self, layer: int, num_chunks: int) -> Tensor:
         """The means `[num_kv_heads, num_chunks, head_dim]` of a layer; only those of new chunks are computed."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.attention import Scratch, attend, merge_partials
 from ..tp.decoder import Decoder
+from .vocabulary import readable
 
 _SLACK = 256
 """Tokens kept besides the window: how far a rollback may reach, and how rarely the window is moved."""
@@ -131,4 +132,5 @@ def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequen
         if part is not parts[0]:
             cache.skip(start)
         if part:
-            decoder.forward(torch.tensor(part, device=decoder.device), cache)
+            rows = readable(torch.tensor(part, device=decoder.device), decoder.config.vocab_size)
+            decoder.forward(rows, cache)

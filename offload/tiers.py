@@ -17,6 +17,7 @@ from ..tp.decoder import Cache, Decoder
 from .acceptance import accept
 from .pacing import Acceptance, PassCost, best_length
 from .sampling import Sampling, distribution
+from .vocabulary import cover, readable
 
 PROBE_EVERY = 24
 """Passes after which a tier that found drafting not worth it tries one drafted token again."""
@@ -57,6 +58,8 @@ class Tier:
     decoder: Decoder
     cache: Cache
     cost: PassCost
+    vocab_size: int
+    """Tokens of the target, which every tier's distributions cover."""
     drafter: Tier | None = None
     lookahead: int = 4
     """Tokens to ask of the drafter for one pass."""
@@ -79,8 +82,9 @@ class Tier:
 
         began = time.perf_counter()
         pending = torch.tensor(context[self.cache.length :] + drafted, device=self.decoder.device)
-        logits = self.decoder.forward(pending, self.cache, num_logits=len(drafted) + 1)
-        target = distribution(logits, draws.sampling)
+        token_ids = readable(pending, self.decoder.config.vocab_size)
+        logits = self.decoder.forward(token_ids, self.cache, num_logits=len(drafted) + 1)
+        target = distribution(cover(logits, self.vocab_size), draws.sampling)
         accepted, token = accept(
             pending[len(pending) - len(drafted) :], target if draft is None else draft, target, draws.generator
         )

@@ -198,8 +198,8 @@ def test_missing_and_damaged_tokenizer(refuse, broken):
 
 def test_draft_with_another_vocabulary(refuse, pair, tmp_path):
     sized, worded = tmp_path / "sized", tmp_path / "worded"
-    save_llama(sized, vocab_size=97, num_hidden_layers=1)
-    refuse(["--model", pair[0], "--draft", sized], 1, "vocabulary of 97", "320", "--draft none")
+    save_llama(sized, vocab_size=900, num_hidden_layers=1)
+    refuse(["--model", pair[0], "--draft", sized], 1, "vocabulary of 900", "320", "--draft none")
     shutil.copytree(pair[1], worded)
     save_tokenizer(worded, "entirely other words make entirely other tokens, which these are " * 8)
     refuse(["--model", pair[0], "--draft", worded], 1, "tokenizers of", "differ in", "--draft none")

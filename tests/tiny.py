@@ -6,7 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SHAPES = {
     "mha": {},
@@ -17,10 +26,31 @@ SHAPES = {
 }
 """Differences from `llama_config`'s defaults, by name."""
 
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "llama-bias": (LlamaConfig, {"attention_bias": True}),
+    "mistral": (MistralConfig, {"num_key_value_heads": 2, "sliding_window": None}),
+    "mistral-window": (MistralConfig, {"num_key_value_heads": 2, "sliding_window": 50}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
+    "qwen2-window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}),
+    "qwen2-layer-types": (
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 50,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3": (Qwen3Config, {"num_key_value_heads": 2, "head_dim": 24}),
+    "qwen3-bias": (Qwen3Config, {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
+}
+"""Configuration classes of transformers and differences from the tiny shape, by name."""
 
-def llama_config(**changes) -> LlamaConfig:
-    """Three layers of width 64 with four heads; `changes` override."""
-    shape = {
+
+def tiny_shape() -> dict:
+    """Three layers of width 64 with four heads."""
+    return {
         "vocab_size": 97,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -35,7 +65,32 @@ def llama_config(**changes) -> LlamaConfig:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return LlamaConfig(**(shape | changes))
+
+
+def llama_config(**changes) -> LlamaConfig:
+    """The tiny shape; `changes` override."""
+    return LlamaConfig(**(tiny_shape() | changes))
+
+
+def save_family(directory: Path, family: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """Writes a random model of one of `FAMILIES` in float32 to `directory` and returns it."""
+    kind, differences = FAMILIES[family]
+    return save_model(directory, kind(**(tiny_shape() | differences | changes)), seed)
+
+
+@torch.no_grad()
+def save_model(directory: Path, config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Writes a random model in float32 to `directory` and returns it. Biases and norms are random too: transformers
+    makes them zeros and ones, which a model that left them out would pass."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.5)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return model
 
 
 def save_llama(directory: Path, seed: int = 0, **changes) -> LlamaForCausalLM:
@@ -51,7 +106,7 @@ def random_tokens(n: int, vocab_size: int = 97, seed: int = 0) -> list[int]:
 
 
 @torch.inference_mode()
-def greedy_oracle(model: LlamaForCausalLM, prompt: list[int], n: int) -> list[int]:
+def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
     """The next `n` tokens by transformers' own greedy generation."""
     ids = torch.tensor([prompt])
     generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009 (its stubs do not bind)

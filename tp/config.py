@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from .errors import ModelError
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+from .families import FAMILIES, Family, sliding_windows
+from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """What the decoder needs to know; names are those of Hugging Face's `config.json`.
 
-    `eos_token_ids` may be empty; `dtype` is the checkpoint's own.
+    `max_position_embeddings` counts what a RoPE scaling adds; `eos_token_ids` may be empty; `dtype` is the checkpoint's
+    own; `sliding_windows` has an entry a layer, or is empty where no layer has one.
     """
 
     vocab_size: int
@@ -29,17 +30,24 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rope_theta: float
+    rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     name: str
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
 
     @property
     def num_parameters(self) -> int:
         """Weights of the model; a tied head is counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.hidden_size * self.o_bias + 2 * self.head_dim * self.qk_norm
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         heads = 1 if self.tie_word_embeddings else 2
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
@@ -47,6 +55,10 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token over all layers, when kept in `dtype`."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Tokens that a token of this layer sees, its own included; `None` for all before it."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:
@@ -56,40 +68,41 @@ class ModelConfig:
             ModelError: no such file, not JSON, an unsupported architecture, or a value missing or impossible.
         """
         raw = _read_json(directory / "config.json")
-        architectures = raw.get("architectures") or []
-        if not isinstance(architectures, list) or not set(map(str, architectures)) & set(SUPPORTED_ARCHITECTURES):
-            found = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
-            raise ModelError(
-                f"{directory / 'config.json'} names the architecture {found or '(none)'}, which is not supported; "
-                f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
-        if not isinstance(_rope_parameters(raw), dict):
-            raise ModelError(f"{directory / 'config.json'} gives RoPE parameters that are not an object")
+        family = _family(raw, directory)
+        raw = {**family.defaults, **raw}
         _refuse_unsupported(raw, directory)
         generation = directory / "generation_config.json"
         eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-        return cls._from_raw(raw, raw.get("eos_token_id") if eos is None else eos, directory)
+        return cls._from_raw(raw, family, raw.get("eos_token_id") if eos is None else eos, directory)
 
     @classmethod
-    def _from_raw(cls, raw: dict[str, Any], eos: Any, directory: Path) -> ModelConfig:
+    def _from_raw(cls, raw: dict[str, Any], family: Family, eos: Any, directory: Path) -> ModelConfig:
         try:
             num_heads = int(raw["num_attention_heads"])
             hidden_size = int(raw["hidden_size"])
+            num_layers = int(raw["num_hidden_layers"])
+            max_positions = int(raw["max_position_embeddings"])
+            rope = RopeConfig.from_raw(raw, max_positions)
+            bias = family.attention_bias and bool(raw.get("attention_bias"))
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=hidden_size,
                 intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
+                num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
                 head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-                rope_theta=_rope_theta(raw),
+                max_position_embeddings=rope.positions(max_positions),
+                rope=rope,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 dtype=_dtype(raw),
                 eos_token_ids=_token_ids(eos),
                 name=directory.name,
+                qkv_bias=family.qkv_bias or bias,
+                o_bias=bias,
+                qk_norm=family.qk_norm,
+                sliding_windows=sliding_windows(family, raw, num_layers),
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -124,28 +137,43 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older checkpoints `rope_theta` and `rope_scaling` (or its `type`)."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _rope_theta(raw: dict[str, Any]) -> float:
-    return float(_rope_parameters(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def _family(raw: dict[str, Any], directory: Path) -> Family:
+    names = raw.get("architectures") or []
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
+    known = [name for name in names if name in FAMILIES]
+    if not known:
+        raise ModelError(
+            f"{directory / 'config.json'} names the architecture {', '.join(names) or '(none)'}, which is not "
+            f"supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[known[0]]
 
 
 def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
-    rope = _rope_parameters(raw)
-    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    rope = rope_parameters(raw)
+    if not isinstance(rope, dict):
+        raise ModelError(f"{directory / 'config.json'} gives RoPE parameters that are not an object")
+    scaling, activation, rotated = rope_type(raw), raw.get("hidden_act", "silu"), _rotated_share(raw)
     unsupported = {
-        f"RoPE scaling {scaling!r}": scaling != "default",
-        "attention_bias": bool(raw.get("attention_bias")),
-        "mlp_bias": bool(raw.get("mlp_bias")),
-        "quantised weights (quantization_config)": bool(raw.get("quantization_config")),
-        f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
+        f"RoPE scaling {scaling!r}": (scaling not in ROPE_TYPES, ", ".join(ROPE_TYPES)),
+        "RoPE parameters that differ by layer": (any(isinstance(v, dict) for v in rope.values()), "one set for all"),
+        f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
+        f"activation {activation!r}": (activation != "silu", "silu"),
+        "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
+        "quantised weights (quantization_config)": (
+            bool(raw.get("quantization_config")),
+            "weights in float32, bfloat16 and float16",
+        ),
     }
-    for feature, present in unsupported.items():
+    for feature, (present, supported) in unsupported.items():
         if present:
-            raise ModelError(f"{directory / 'config.json'} asks for {feature}, which is not supported yet")
+            raise ModelError(
+                f"{directory / 'config.json'} asks for {feature}, which is not supported; supported: {supported}"
+            )
+
+
+def _rotated_share(raw: dict[str, Any]) -> Any:
+    return rope_parameters(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The one decoder (Llama shape): token ids in, logits out, attention left to the cache it is given.
+"""The one decoder (Llama shape and its near kin): token ids in, logits out, attention left to the cache it is given.
 
 Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
 tokens. On several ranks each computes its part of every layer: two sums a layer and one gather of the logits join the
@@ -58,7 +58,11 @@ class _Layer:
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
     o: Tensor  # [hidden, num_heads * head_dim]
+    o_bias: Tensor | None  # [hidden]
     post_norm: Tensor  # [hidden]
     gate_up: Tensor  # [2 * intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
@@ -80,7 +84,7 @@ class Decoder:
         """The heads and the MLP width that this rank holds."""
         self.ranks = ranks
         self.device = device
-        self.rope = Rope(config.head_dim, config.rope_theta, device)
+        self.rope = Rope(config.head_dim, config.rope, device)
         shape = config.vocab_size, config.hidden_size
         self._embedding = checkpoint.read("model.embed_tokens.weight", *shape)
         self._layers = [_read_layer(config, split, checkpoint, i) for i in range(config.num_layers)]
@@ -138,11 +142,15 @@ class Decoder:
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv)
+        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
         q, k, v = qkv.split((heads, kv_heads, kv_heads))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        return self.ranks.sum(F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o))
+        out = F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+        out = self.ranks.sum(out)
+        return out if layer.o_bias is None else out + layer.o_bias
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
         gate, up = F.linear(self._rms_norm(rows, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
@@ -185,26 +193,28 @@ def _read_layer(config: ModelConfig, split: Split, checkpoint: Checkpoint, index
     num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def read(name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}.weight", *shape, rows=rows, columns=columns)
+        return checkpoint.read(f"{prefix}{name}", *shape, rows=rows, columns=columns)
+
+    def read_qkv(suffix: str, *width: int) -> Tensor:
+        parts = (("q_proj", num_queries, queries), ("k_proj", num_keys, keys), ("v_proj", num_keys, keys))
+        return torch.cat([read(f"self_attn.{name}.{suffix}", n, *width, rows=rows) for name, n, rows in parts])
 
     return _Layer(
-        input_norm=read("input_layernorm", hidden),
-        qkv=torch.cat(
-            (
-                read("self_attn.q_proj", num_queries, hidden, rows=queries),
-                read("self_attn.k_proj", num_keys, hidden, rows=keys),
-                read("self_attn.v_proj", num_keys, hidden, rows=keys),
-            )
-        ),
-        o=read("self_attn.o_proj", hidden, num_queries, columns=queries),
-        post_norm=read("post_attention_layernorm", hidden),
+        input_norm=read("input_layernorm.weight", hidden),
+        qkv=read_qkv("weight", hidden),
+        qkv_bias=read_qkv("bias") if config.qkv_bias else None,
+        q_norm=read("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        o=read("self_attn.o_proj.weight", hidden, num_queries, columns=queries),
+        o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        post_norm=read("post_attention_layernorm.weight", hidden),
         gate_up=torch.cat(
             (
-                read("mlp.gate_proj", intermediate, hidden, rows=split.mlp),
-                read("mlp.up_proj", intermediate, hidden, rows=split.mlp),
+                read("mlp.gate_proj.weight", intermediate, hidden, rows=split.mlp),
+                read("mlp.up_proj.weight", intermediate, hidden, rows=split.mlp),
             )
         ),
-        down=read("mlp.down_proj", hidden, intermediate, columns=split.mlp),
+        down=read("mlp.down_proj.weight", hidden, intermediate, columns=split.mlp),
     )
 
 

@@ -11,7 +11,7 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 
 from ..offload import Engine, Generation, Round, Sampling
-from ..offload.engine import check_draft
+from ..offload.vocabulary import check_draft
 from ..tp.config import ModelConfig
 from ..tp.errors import TriforceError
 from .live import LiveDisplay
