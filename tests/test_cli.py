@@ -150,8 +150,10 @@ def broken(pair, tmp_path):
 def test_missing_weights(refuse, broken):
     (broken / "model.safetensors").unlink()
     refuse(["--model", broken], 1, "has no weights", "model.safetensors")
+    (broken / "model.gguf").write_bytes(b"x")
+    refuse(["--model", broken], 1, "has no weights", "model.gguf is there")
     (broken / "pytorch_model.bin").write_bytes(b"x")
-    refuse(["--model", broken], 1, "pytorch_model.bin is there", "only safetensors")
+    refuse(["--model", broken], 1, "pytorch_model.bin is damaged or is not a PyTorch file", "download it again")
 
 
 def test_truncated_weights(refuse, broken):

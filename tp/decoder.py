@@ -77,6 +77,7 @@ class Decoder:
             else checkpoint.read("lm_head.weight", config.vocab_size, config.hidden_size)
         )
         self.dtype = self._embedding.dtype
+        checkpoint.check_all_read()
 
     @classmethod
     def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Decoder:

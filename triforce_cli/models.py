@@ -66,8 +66,8 @@ def describe(preset: Preset) -> ModelRow:
 
     from ..offload.memory import plan_memory
     from ..offload.retrieval_cache import planned_budget
-    from ..tp.checkpoint import weight_files
     from ..tp.config import ModelConfig
+    from ..tp.weight_files import weight_files
 
     row = ModelRow(preset.name, preset.summary, str(preset.target), str(preset.draft))
     try:

@@ -1,0 +1,44 @@
+"""Which files of a model directory hold its weights; told without importing PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .errors import ModelError
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
+"""A single file, or an index of shards; the first that is there is taken."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with the weights of a model directory: safetensors, or PyTorch's own format where there are none.
+
+    Raises:
+        ModelError: there are none, or the index is unreadable or names a file that is not there.
+    """
+    for single, index in _LAYOUTS:
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return _shards(directory, index)
+    others = sorted(p.name for p in directory.glob("*") if p.suffix in (".gguf", ".bin", ".safetensors", ".pt", ".pth"))
+    hint = f" ({others[0]} is there, but that is not a name under which weights are looked for)" if others else ""
+    raise ModelError(
+        f"{directory} has no weights: none of {', '.join(name for layout in _LAYOUTS for name in layout)}{hint}"
+    )
+
+
+def _shards(directory: Path, index: str) -> list[Path]:
+    path = directory / index
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = [directory / name for name in names]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read as a weight index: {error}") from error
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing or not shards:
+        raise ModelError(f"{directory} lacks {', '.join(missing) or 'shards'}, named in {index}; download it again")
+    return shards
