@@ -137,10 +137,10 @@ def to_bin(directory, **options):
         index.unlink()
 
 
-def in_shards(directory, model):
+def in_shards(directory, model, most="180KB"):
     """Rewrites a model's weights as three shards, by transformers."""
     (directory / "model.safetensors").unlink()
-    model.save_pretrained(directory, max_shard_size="180KB")
+    model.save_pretrained(directory, max_shard_size=most)
     assert len(list(directory.glob("model-0000?-of-00003.safetensors"))) == 3
 
 

@@ -26,7 +26,7 @@ from .options import (
 )
 
 _PROMPT, _MODEL, _SAMPLING = "Prompt", "Model and machine", "Sampling"
-_SPECULATION, _OUTPUT = "Speculation (planned, then adapted; a number fixes it)", "Output"
+_SPECULATION, _OUTPUT = "Speculation (the preset's, or planned, then adapted; a number fixes it)", "Output"
 
 EPILOG = """[bold]Examples[/]
 
@@ -36,8 +36,8 @@ EPILOG = """[bold]Examples[/]
   A book, and what might follow it:
   [cyan]triforce generate --prompt-file book.txt --truncate head > more.txt[/]
 
-  A question about a book, to a larger model:
-  [cyan]triforce generate --model DIR --prompt-file book.txt --ask "Who is Levin?"[/]
+  A question about a book, to a larger model, downloaded where it is not there yet:
+  [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
 
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
@@ -82,7 +82,8 @@ def generate(
         str,
         typer.Option(
             metavar="M",
-            help="A preset ([bold]triforce models[/] lists them) or a directory.",
+            help="A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub "
+            "(owner/name), which is downloaded once.",
             autocompletion=complete_model,
             rich_help_panel=_MODEL,
         ),
@@ -92,7 +93,7 @@ def generate(
         typer.Option(
             metavar="D",
             help="The small model that drafts, likewise; [bold]none[/] runs two tiers. "
-            "Default: the preset's own, none for a directory.",
+            "Default: the preset's own, else none.",
             autocompletion=complete_draft,
             rich_help_panel=_MODEL,
             show_default=False,
@@ -256,9 +257,10 @@ def generate(
         refresh=refresh,
         live=live,
     )
-    directories = find_pair(model, draft)
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
+        # What may be a download of gigabytes comes after all that can be checked without it.
+        directories = find_pair(model, draft if request.tiers == 3 else "none", tell)
 
         signals = context.ensure_object(Signals)
         signals.hold()  # importing PyTorch may swallow what a signal raises
