@@ -75,9 +75,10 @@ def find_cached(name: str) -> Path | None:
 def _download(name: str, note: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
+    # First, because other requests are repeated for half a minute where there is no network.
+    info = HfApi().model_info(name, files_metadata=True)
     directory = Path(hf_hub_download(name, _CONFIG)).parent
     commit = directory.name
-    info = HfApi().model_info(name, revision=commit, files_metadata=True)
     there = [file.rfilename for file in info.siblings or []]
     layout = next((files for files in LAYOUTS if set(files) & set(there)), None)
     if layout is None:
@@ -147,13 +148,16 @@ def _explained(name: str, error: Exception) -> ModelError | None:
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
         cache = Path(constants.HF_HUB_CACHE)
         return ModelError(f"the disk is full: {_full_disk(cache, shutil.disk_usage(cache).free)}; then run again")
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    # The client lets errors of its HTTP library through, whose name depends on the client's version.
+    transport = type(error).__module__.partition(".")[0].startswith("httpx")
+    if isinstance(error, errors.LocalEntryNotFoundError) or (transport and type(error).__name__.startswith("Connect")):
         return ModelError(
             f"no model {name!r}: not a directory here, not in the hub's cache, and {constants.ENDPOINT} cannot be "
             f"reached ({_first_line(error.__cause__ or error)}); run again with a network, {elsewhere}"
         )
-    # The client lets errors of its HTTP library through, whose name depends on the client's version.
-    if isinstance(error, OSError) or type(error).__module__.partition(".")[0].startswith("httpx"):
+    if status is not None:
+        return ModelError(f"{constants.ENDPOINT} fails to give {name} (HTTP status {status}); try again later")
+    if transport or isinstance(error, OSError):
         return ModelError(
             f"the download of {name} broke off ({_first_line(error)}); run again, and it goes on where it stopped"
         )
