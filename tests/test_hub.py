@@ -5,6 +5,7 @@ Each case runs in a process of its own, as the client reads its settings when it
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from command import check_refusal, run_command, save_tokenizer
+from command import TRIFORCE, check_refusal, run_command, save_tokenizer
 from test_checkpoint import in_shards, to_bin
 from tiny import save_llama
 
@@ -38,6 +39,9 @@ class Hub:
     def __init__(self, models: dict[str, Path]) -> None:
         self.models, self.log = models, []
         self.cut: str | None = None
+        self.stalled, self.go_on = threading.Event(), threading.Event()
+        """The first is set when a transfer is cut; the connection then stays open until the second is."""
+        self.go_on.set()
         self.fail: tuple[int, str] | None = None
         """A status and an error code that answer every request."""
         hub = self
@@ -50,7 +54,7 @@ class Hub:
 
             do_GET = do_HEAD
 
-            def log_message(self, *_):
+            def log_message(self, format, *args):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -93,7 +97,11 @@ class Hub:
         request.end_headers()
         if request.command == "GET":
             request.wfile.write(content[: len(content) // 2] if cut else content)
-            request.close_connection = request.close_connection or cut
+        if cut and request.command == "GET":
+            request.wfile.flush()
+            self.stalled.set()
+            self.go_on.wait(60)
+            request.close_connection = True
 
 
 @contextmanager
@@ -180,6 +188,22 @@ def test_a_download_that_breaks_off_is_said_and_goes_on_later(hub, run):
     hub.log.clear()
     assert run("--model", "tiny/target").code == 0
     assert hub.log and all(file.startswith("model.safetensors") for file in hub.log), "what was there is kept"
+
+
+def test_an_interrupt_ends_a_download_at_once_and_the_next_run_completes_it(hub, run, tmp_path):
+    hub.cut = "model.safetensors"
+    hub.go_on.clear()
+    settings = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "OMP_NUM_THREADS": "1"}
+    command = [*TRIFORCE, "generate", *map(str, PROMPT), "--model", "tiny/target"]
+    with subprocess.Popen(command, env=os.environ | settings, stderr=subprocess.PIPE, text=True) as process:
+        assert hub.stalled.wait(60)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=20)[1]
+    hub.go_on.set()
+    assert process.returncode == 130, told
+    assert told.rstrip().endswith("interrupted") and "Traceback" not in told
+    hub.cut = None
+    assert run("--model", "tiny/target").code == 0
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
 def _check_room(name: str, info: ModelInfo, files: list[str], directory: Path) -> int:
     """Bytes of `files` that are not on the disk yet, if there is room for them."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    begun = sum(path.stat().st_size for path in (directory.parents[1] / "blobs").glob("*.incomplete"))
-    needed = max(0, sum(sizes.get(file, 0) for file in files) - begun)
+    needed = sum(sizes.get(file, 0) for file in files)
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise ModelError(f"{name} needs {gib(needed)} more, but {_full_disk(directory.parents[2], free)}")
@@ -159,7 +158,7 @@ def _explained(name: str, error: Exception) -> ModelError | None:
         return ModelError(f"{constants.ENDPOINT} fails to give {name} (HTTP status {status}); try again later")
     if transport or isinstance(error, OSError):
         return ModelError(
-            f"the download of {name} broke off ({_first_line(error)}); run again, and it goes on where it stopped"
+            f"the download of {name} broke off ({_first_line(error)}); run again: files that have come whole are kept"
         )
     return None
 
