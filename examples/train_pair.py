@@ -60,7 +60,7 @@ TARGET_PHASES = (
     Phase("short", 512, 16, 4.0e6, (2e-3, 1.5e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
     Phase("middle", 2048, 4, 1.2e6, (1.5e-3, 1e-3), Mix(0.05, 0.15, 0.40), gaps=0.2, crowded=0.4),
     Phase("dense-8k", 8192, 1, 0.6e6, (1e-3, 4e-4), Mix(0.02, 0.12, 0.46), gaps=0.2, crowded=0.4),
-    Phase("dense-32k", 32768, 1, 0.5e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
+    Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def pin(tensor: Tensor) -> None:
     Raises:
         CapacityError: the system refuses to lock so much.
     """
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     locked: list[int] = []
     weakref.finalize(tensor.untyped_storage(), _unpin, locked)
@@ -127,4 +128,5 @@ def pin(tensor: Tensor) -> None:
 
 def _unpin(addresses: list[int]) -> None:
     for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(address)

@@ -17,7 +17,7 @@ from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.errors import CapacityError, UsageError
 from ..tp.place import Place
 from ..tp.ranks import ALONE, Ranks
-from ..tp.registry import find_pair
+from ..tp.registry import find_pair, published_settings
 from ..tp.split import check_split
 from .full_cache import FullCache, block_size_for
 from .generation import Generation, Result
@@ -103,14 +103,15 @@ class Engine:
         """Loads a pair.
 
         Args:
-            model: a directory or a preset's name.
-            draft: the same; `None` is the preset's own, or none for a directory; `"none"` runs two tiers.
+            model: a preset's name, a directory, or a model of the hub (`owner/name`), downloaded if it is not there.
+            draft: the same; `None` is the preset's own, if `model` is one, else none; `"none"` runs two tiers.
             device: `auto` (CUDA where there is one), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
             resident: GiB of the KV cache kept on the compute device; so far all of it is, so only `None` is taken.
             context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
-            tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`.
+            tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`; what is left open is as
+                published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
@@ -119,6 +120,7 @@ class Engine:
         if resident is not None:
             raise UsageError(f"resident is {resident}; this version keeps the whole KV cache on the compute device")
         settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh)
+        settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ..tp.errors import UsageError
 from .refresh import RefreshPolicy
@@ -46,6 +47,10 @@ class Settings:
                 "raise it or lower chunk-size"
             )
         RefreshPolicy(self.refresh)
+
+    def with_defaults(self, values: Mapping[str, int]) -> Settings:
+        """These settings, with `values` (by name) for what is left open."""
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     @property
     def planned_chunk_size(self) -> int:

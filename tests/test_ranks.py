@@ -139,8 +139,8 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        outcome = run_command("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", **place)
+        command = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu")
+        outcome = run_command(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     check_refusal(outcome, 1, f"127.0.0.1:{port}", "taken", "--master-port")
 
 

@@ -1,10 +1,13 @@
-"""Weights from safetensors, one file or shards, each tensor read when it is asked for."""
+"""Weights from safetensors or PyTorch's own format, one file or shards; each tensor, or the part of it that a rank
+holds, is read when it is asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,79 +15,147 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import ModelError
+from .weight_files import weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
+"""Number formats that can be read, as safetensors and as PyTorch call them."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file: what its header says, and a way to read a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    part: Callable[[tuple[slice, ...]], Tensor]
 
 
 class Checkpoint:
     """The tensors of a model directory by name; every read checks name, shape and kind.
 
-    Tensors are copied out of the file, which is mapped only while one is read: what is held is the weights, once, and
-    replacing the file later changes nothing.
+    What is read is copied, and a file is mapped only while one tensor is read, because the pages of a mapping count as
+    resident once they were touched: what is held is the parts that were asked for, once, and never more than one tensor
+    besides. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is held whole until the next one is
+    read.) Replacing a file later changes nothing.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Reads the headers; tensors will come out in `dtype` on `device`.
 
         Raises:
-            ModelError: no safetensors weights, or a file that is missing, truncated or not safetensors.
+            ModelError: no weights, or a file that is missing, truncated or in no format that can be read.
         """
         self._directory, self._dtype, self._device = directory, dtype, device
+        self._unmapped: tuple[Path, dict[str, Tensor]] | None = None
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
-            with _opened(path) as file:
-                self._paths.update(dict.fromkeys(file.keys(), path))
+            with self._opened(path) as stored:
+                self._paths.update(dict.fromkeys(stored, path))
+        self._unread = set(self._paths)
 
     def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor `name`, whose shape must be `shape`, or only those of its `rows` and `columns`.
+        """The tensor `name`, whose shape as a whole must be `shape`; or only `rows` of its first dimension and
+        `columns` of its second, and no other part of the file is read then. The result is contiguous.
 
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
         """
         if name not in self._paths:
             raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
-        with _opened(self._paths[name]) as file:
-            part = file.get_slice(name)
-            if tuple(part.get_shape()) != shape:
+        path = self._paths[name]
+        with self._opened(path) as file:
+            stored = file[name]
+            if stored.shape != shape:
+                raise ModelError(f"{name} in {path} has shape {stored.shape}; its config says {shape}")
+            if stored.dtype not in _FORMATS:
+                raise ModelError(f"{name} in {path} is {stored.dtype}; quantised weights are not supported")
+            wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
+            tensor = stored.part(wanted).to(self._device, self._dtype, copy=True, memory_format=torch.contiguous_format)
+        self._unread.discard(name)
+        return tensor
+
+    def unread(self) -> list[str]:
+        """Tensors of the files that nobody asked for, but for those that say nothing new: RoPE's tables, and the output
+        head of a model that uses its embedding instead."""
+        return sorted(n for n in self._unread if ".rotary_emb." not in n and n != "lm_head.weight")
+
+    def check_all_read(self) -> None:
+        """To be called when a model has read its weights.
+
+        Raises:
+            ModelError: there are tensors that it has no use for, so it is not the model that they are of.
+        """
+        unread = self.unread()
+        if unread:
+            more = f" and {len(unread) - 3:,} more" if len(unread) > 3 else ""
+            raise ModelError(
+                f"{self._paths[unread[0]]} holds tensors that the model described by {self._directory / 'config.json'} "
+                f"does not have: {', '.join(unread[:3])}{more}; config and weights are not of the same model"
+            )
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
+        """The tensors in a file; the file is closed, and its pages are let go, at the end."""
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(str(path), framework="pt") as file:
+                    yield _SafetensorsFile(file)
+            except (OSError, SafetensorError) as error:
                 raise ModelError(
-                    f"{name} in {self._directory} has shape {tuple(part.get_shape())}; its config says {shape}"
-                )
-            every = slice(None)
-            tensor = part[rows or every, columns or every] if len(shape) == 2 else part[rows or every]
-            if tensor.dtype not in _FORMATS:
-                raise ModelError(f"{name} in {self._directory} is {tensor.dtype}; quantised weights are not supported")
-            return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+                    f"{path} is damaged or is not a safetensors file ({error}); download it again"
+                ) from error
+        else:
+            yield {
+                name: _Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.__getitem__)
+                for name, tensor in self._bin_tensors(path).items()
+            }
+
+    def _bin_tensors(self, path: Path) -> dict[str, Tensor]:
+        if self._unmapped and self._unmapped[0] == path:
+            return self._unmapped[1]
+        self._unmapped = None
+        try:
+            mapped = _is_zip(path)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if not asked:
+                raise ModelError(f"{path} is damaged or is not a PyTorch file; download it again") from error
+            raise ModelError(
+                f"{path} holds more than tensors (it asks for {asked[1]}): loading it could run code that came with "
+                "it, so it is not loaded; use the same weights as safetensors"
+            ) from error
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"{path} is damaged or is not a PyTorch file ({_first_line(error)}); download it again"
+            ) from error
+        if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+            raise ModelError(f"{path} holds something else than tensors by name; it is not the weights of a model")
+        if not mapped:
+            self._unmapped = path, loaded
+        return loaded
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} is damaged or is not a safetensors file ({error}); download it again") from error
+class _SafetensorsFile(Mapping[str, _Stored]):
+    def __init__(self, file: safe_open) -> None:
+        self._file, self._names = file, list(file.keys())
+
+    def __getitem__(self, name: str) -> _Stored:
+        part = self._file.get_slice(name)
+        return _Stored(tuple(part.get_shape()), part.get_dtype(), part.__getitem__)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory.
+def _is_zip(path: Path) -> bool:
+    """Whether this is PyTorch's format since 1.6; only that can be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
-    Raises:
-        ModelError: there are none, or the index is unreadable or names a file that is not there.
-    """
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        found = sorted(p.name for p in directory.glob("*.bin")) or sorted(p.name for p in directory.glob("*.gguf"))
-        hint = f" ({found[0]} is there, but only safetensors weights can be read)" if found else ""
-        raise ModelError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read as a weight index: {error}") from error
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {INDEX_FILE}; download it again")
-    return [directory / name for name in names]
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

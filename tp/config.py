@@ -68,12 +68,21 @@ class ModelConfig:
             ModelError: no such file, not JSON, an unsupported architecture, or a value missing or impossible.
         """
         raw = _read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        return cls.from_json(raw if eos is None else raw | {"eos_token_id": eos}, directory)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
+        """What `load` makes of a `config.json` that holds `raw`; `directory`, which need not be there, names the model.
+
+        Raises:
+            ModelError: as `load`.
+        """
         family = _family(raw, directory)
         raw = {**family.defaults, **raw}
         _refuse_unsupported(raw, directory)
-        generation = directory / "generation_config.json"
-        eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-        return cls._from_raw(raw, family, raw.get("eos_token_id") if eos is None else eos, directory)
+        return cls._from_raw(raw, family, raw.get("eos_token_id"), directory)
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], family: Family, eos: Any, directory: Path) -> ModelConfig:

@@ -96,6 +96,7 @@ class Decoder:
         )
         self._missing_logits = split.vocabulary_room - self._head.shape[0]
         self.dtype = self._embedding.dtype
+        checkpoint.check_all_read()
 
     @classmethod
     def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> Decoder:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .app import Call
 
 _PROMPT, _MODEL, _SAMPLING = "Prompt", "Model and machine", "Sampling"
-_SPECULATION, _OUTPUT = "Speculation (planned, then adapted; a number fixes it)", "Output"
+_SPECULATION, _OUTPUT = "Speculation (the preset's, or planned, then adapted; a number fixes it)", "Output"
 
 EPILOG = """[bold]Examples[/]
 
@@ -39,8 +39,8 @@ EPILOG = """[bold]Examples[/]
   A book, and what might follow it:
   [cyan]triforce generate --prompt-file book.txt --truncate head > more.txt[/]
 
-  A question about a book, to a larger model:
-  [cyan]triforce generate --model DIR --prompt-file book.txt --ask "Who is Levin?"[/]
+  A question about a book, to a larger model, downloaded where it is not there yet:
+  [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
 
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
@@ -85,7 +85,8 @@ def generate(
         str,
         typer.Option(
             metavar="M",
-            help="A preset ([bold]triforce models[/] lists them) or a directory.",
+            help="A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub "
+            "(owner/name), which is downloaded once.",
             autocompletion=complete_model,
             rich_help_panel=_MODEL,
         ),
@@ -95,7 +96,7 @@ def generate(
         typer.Option(
             metavar="D",
             help="The small model that drafts, likewise; [bold]none[/] runs two tiers. "
-            "Default: the preset's own, none for a directory.",
+            "Default: the preset's own, else none.",
             autocompletion=complete_draft,
             rich_help_panel=_MODEL,
             show_default=False,
@@ -269,9 +270,10 @@ def generate(
         live=live,
     )
     call: Call = context.obj
-    directories = find_pair(model, draft)
+    wanted_draft = draft if request.tiers == 3 else "none"
     place = Place.from_environment()
     if place is None and request.gpus > 1:
+        find_pair(model, wanted_draft, tell)  # one download for all ranks
         command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
         raise typer.Exit(launch(command, request.gpus))
     if place and place.size > 1:
@@ -284,6 +286,8 @@ def generate(
         return
     with JsonFile.prepare(json_path) as json_file:
         source = read_source(prompt_file, prompt, tell)
+        # What may be a download of gigabytes comes after all that can be checked without it.
+        directories = find_pair(model, wanted_draft, tell)
 
         call.signals.hold()  # importing PyTorch may swallow what a signal raises
         from .run import run

@@ -1,4 +1,4 @@
-"""`triforce models`: the presets, what each needs, and whether it runs here."""
+"""`triforce models`: the presets, what each needs, whether it runs here, and whether it is here."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ from typing import Annotated
 import typer
 
 from ..tp.errors import ModelError
-from ..tp.registry import PRESETS, Preset
+from ..tp.registry import PRESETS, Preset, published_settings
 from ..tp.units import gib
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A preset and what it takes. Bytes and tokens; `None` where its files are not there to tell."""
+    """A preset and what it takes. Bytes and tokens; `None` where that cannot be told."""
 
     name: str
     summary: str
     target: str
     draft: str
+    """Both are names on the hub, or directories."""
+    downloaded: dict[str, bool]
+    """Whether target and draft are on this machine, with all their files."""
     context: int | None = None
     weight_bytes: int | None = None
+    """Of target and draft, in the target's own number format."""
     kv_bytes: int | None = None
     """Of the full cache, with the whole context in it."""
     fits: bool | None = None
-    """Whether weights and full context fit in the memory that is available now."""
+    """Whether all that a run over the whole context holds fits in the memory that is available now, where it would run
+    by default."""
+    fitting_tokens: int | None = None
+    """About how many tokens of context do; 0 if not even the weights."""
     missing: str | None = None
-    """What stands in the way of using it."""
+    """What stands in the way of using it, but for a download."""
 
 
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
 ) -> None:
-    """Lists the models that have a name, what each needs, and whether this machine has it.
+    """Lists the models that have a short name, what each needs, and whether this machine has it. Nothing is downloaded.
 
-    Any other model of the Llama family is given as a directory: [cyan]triforce generate --model DIR[/].
+    Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].
     """
     rows = [describe(preset) for preset in PRESETS.values()]
     if as_json:
@@ -47,37 +54,68 @@ def models(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "context", "weights", "KV cache, full", "fits here", "what it is", box=None, pad_edge=False)
+    table = Table("name", box=None, pad_edge=False)
+    for title in ("context", "weights", "KV, full"):
+        table.add_column(title, justify="right")
+    table.add_column("fits here")
+    table.add_column("downloaded")
     for row in rows:
         sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
         context = f"{row.context:,}" if row.context else "-"
-        fits = "incomplete" if row.missing else "yes" if row.fits else "not with its full context"
-        table.add_row(row.name, context, *sizes, fits, row.summary)
-    console = Console(file=sys.stdout)
+        table.add_row(row.name, context, *sizes, _fits(row), _downloaded(row))
+    console = Console(file=sys.stdout, highlight=False)
     console.print(table)
+    console.print(
+        "\nfits here: weights of target and draft, the KV cache of the whole context and working space, against the "
+        "memory that is available now; else about how many tokens fit"
+    )
     for row in rows:
-        notes = [f"target {row.target}", f"draft {row.draft}", *([f"incomplete: {row.missing}"] if row.missing else [])]
-        console.print(f"\n{row.name}", *notes, sep="\n  ", soft_wrap=True, highlight=False)
+        problem = [f"cannot be used: {row.missing}"] if row.missing else []
+        console.print(
+            f"\n{row.name}", row.summary, f"target {row.target}", f"draft {row.draft}", *problem,
+            sep="\n  ", soft_wrap=True, markup=False,
+        )  # fmt: skip
+
+
+def _fits(row: ModelRow) -> str:
+    if row.fitting_tokens is None:
+        return "-"
+    return "yes" if row.fits else f"{row.fitting_tokens:,}" if row.fitting_tokens else "no"
+
+
+def _downloaded(row: ModelRow) -> str:
+    there = [part for part, is_there in row.downloaded.items() if is_there]
+    return "yes" if len(there) == len(row.downloaded) else f"{there[0]} only" if there else "no"
 
 
 def describe(preset: Preset) -> ModelRow:
-    """What `preset` needs, from its configuration files."""
-    import psutil
-
-    from ..offload.memory import plan_memory
+    """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
+    from ..offload.memory import available_bytes, plan_memory
     from ..offload.retrieval_cache import planned_budget
-    from ..tp.checkpoint import weight_files
-    from ..tp.config import ModelConfig
+    from ..tp.devices import resolve_device
+    from ..tp.weight_files import weight_files
 
-    row = ModelRow(preset.name, preset.summary, str(preset.target), str(preset.draft))
+    target_directory, draft_directory = preset.directories()
+    there = {"target": target_directory is not None, "draft": draft_directory is not None}
+    row = ModelRow(preset.name, preset.summary, preset.target, preset.draft, there)
     try:
-        target, draft = ModelConfig.load(preset.target), ModelConfig.load(preset.draft)
-        size = sum(path.stat().st_size for path in (*weight_files(preset.target), *weight_files(preset.draft)))
+        for directory in (target_directory, draft_directory):
+            if directory is not None:
+                weight_files(directory)
+        target, draft = preset.configs()
     except ModelError as error:
         return replace(row, missing=str(error))
     context, chunk = target.max_position_embeddings, 8
-    plan = plan_memory(
-        target, draft, dtype=target.dtype, context=context, budget=planned_budget(context, chunk), chunk_size=chunk
+    budget = published_settings(preset.name, 1).get("budget") or planned_budget(context, chunk)
+    plan = plan_memory(target, draft, dtype=target.dtype, context=context, budget=budget, chunk_size=chunk)
+    available = available_bytes(resolve_device("auto"))
+    fixed = plan.weights + plan.runtime
+    fitting = max(0, int(context * (available - fixed) / (plan.total - fixed)))
+    return replace(
+        row,
+        context=context,
+        weight_bytes=plan.weights,
+        kv_bytes=plan.kv,
+        fits=plan.total <= available,
+        fitting_tokens=min(context, fitting),
     )
-    fits = plan.total <= psutil.virtual_memory().available
-    return replace(row, context=context, weight_bytes=size, kv_bytes=plan.kv, fits=fits)
