@@ -11,7 +11,6 @@ The plain path in this file is what every other one is tested against. `choose_b
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
+from .packages import OLDEST_GPU, usable_packages
 
 FEW_ROWS = 32
 """Up to this many query rows two batched matmuls take no longer than PyTorch's flash kernel on a CPU. It is more than a
@@ -104,12 +104,9 @@ def attend(
 @functools.cache
 def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, few_rows: bool, flash_mask: bool) -> Backend:
     """`choose_backend` for this machine, once for each kind of call."""
-    capability: tuple[int, int] | None = None
-    packages: set[str] = set()
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        packages = {name for name in ("flash_attn", "triton") if _importable(name)}
-    return choose_backend(capability, frozenset(packages), dtype, head_dim, few_rows, flash_mask)
+    packages = usable_packages(device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask)
 
 
 def choose_backend(
@@ -124,13 +121,13 @@ def choose_backend(
 
     Args:
         capability: the CUDA device's compute capability; `None` is a CPU.
-        packages: which of `flash_attn` and `triton` can be imported.
+        packages: which of `flash_attn` and `triton` can be used on it.
         few_rows: at most `FEW_ROWS` query rows.
         flash_mask: no window, and the diagonal is known to the host.
     """
     if capability is None:
         return "flash_cpu" if flash_mask and not few_rows else "plain"
-    if capability < (8, 0) or head_dim > 256:
+    if capability < OLDEST_GPU or head_dim > 256:
         return "plain"
     if not few_rows and dtype == torch.float32:
         return "plain"  # tensor cores would round; without them nothing beats cuBLAS
@@ -142,15 +139,6 @@ def choose_backend(
     if "triton" in packages and dtype in (torch.float16, torch.bfloat16, torch.float32):
         return "triton"
     return "plain"
-
-
-def _importable(name: str) -> bool:
-    """Whether a package is there and was built for this PyTorch."""
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -225,8 +213,10 @@ def _attend_flash(
     dtype = _accumulate_dtype(q.dtype)
     blind, shared = (0, m) if diagonal is None else (min(max(-diagonal, 0), n), min(max(diagonal, 0), m))
     corner = blind + min(n - blind, m - shared)
-    outs = [q.new_zeros(num_heads, blind, q.shape[2], dtype=dtype)]
-    lses = [q.new_full((num_heads, blind), float("-inf"), dtype=dtype)]
+    outs, lses = [], []
+    if blind:
+        outs.append(q.new_zeros(num_heads, blind, q.shape[2], dtype=dtype))
+        lses.append(q.new_full((num_heads, blind), float("-inf"), dtype=dtype))
     if corner > blind:
         rows, edge = q[:, blind:corner], shared + corner - blind
         out, lse = flash(rows, k[:, shared:edge], v[:, shared:edge], scale, True)
@@ -239,7 +229,7 @@ def _attend_flash(
         out, lse = flash(q[:, corner:], k, v, scale, False)
         outs.append(out.to(dtype))
         lses.append(lse)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    return (torch.cat(outs, dim=1), torch.cat(lses, dim=1)) if len(outs) > 1 else (outs[0], lses[0])
 
 
 def _attend_tiled(

@@ -4,7 +4,7 @@ import sys
 
 import torch
 import triton
-from triforce.kernels import triton_attention
+from triforce.kernels import triton_attention, triton_chunks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -15,8 +15,9 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 
 
 def compile_kernel(kernel, capability, types, constants, num_warps):
-    """Args: `types` of the arguments that are neither constants nor 32-bit integers."""
+    """Args: `types` of the arguments, as far as the kernel has them, that are neither constants nor 32-bit integers."""
     signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    signature = {name: signature[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if "stride" in name or signature[name].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     compiled = triton.compile(
@@ -25,7 +26,7 @@ def compile_kernel(kernel, capability, types, constants, num_warps):
         options={"num_warps": num_warps, "num_stages": 2},
     )
     used = compiled.metadata.shared
-    print(kernel.__name__, types, constants, f"{used} bytes of shared memory")
+    print(kernel.__name__, constants, f"{used} bytes of shared memory")
     if used > SHARED_MEMORY:
         sys.exit(f"{used} bytes of shared memory are more than {SHARED_MEMORY}")
 
@@ -46,10 +47,15 @@ def main(capability):
         }
         if on_device:
             types["diagonal"] = "*i64"
-        compile_kernel(triton_attention._attend_kernel, capability, types, constants, num_warps=4)
+        compile_kernel(triton_attention._attend_kernel, capability, types, constants, 4)
+        constants["CHUNK"] = 8
+        compile_kernel(triton_chunks._mass_kernel, capability, types | {"lse": "*fp32", "mass": "*fp32"}, constants, 4)
     pointers = dict.fromkeys(["parts", "lses", "out", "lse"], "*fp32")
     constants = {"HEAD_DIM": 80, "TILE_SPLITS": 64, "TILE_DIM": 128}
-    compile_kernel(triton_attention._merge_kernel, capability, pointers, constants, num_warps=4)
+    compile_kernel(triton_attention._merge_kernel, capability, pointers, constants, 4)
+    pointers = {"blocks": "*bf16", "indices": "*i64", "out": "*bf16"}
+    constants = {"CHUNK": 12, "HEAD_DIM": 80, "TILE_CHUNK": 16, "TILE_DIM": 128}
+    compile_kernel(triton_chunks._gather_kernel, capability, pointers, constants, 2)
 
 
 if __name__ == "__main__":
