@@ -130,7 +130,7 @@ def choose_backend(
     if capability < OLDEST_GPU or head_dim > 256:
         return "plain"
     if not few_rows and dtype == torch.float32:
-        return "plain"  # tensor cores would round; without them nothing beats cuBLAS
+        return "plain"  # tensor cores would round it, so large products are left to cuBLAS
     if not few_rows and flash_mask and dtype in (torch.float16, torch.bfloat16):
         if "flash_attn" in packages:
             return "flash_package"

@@ -66,7 +66,7 @@ def attend_triton(
     if n == 0:
         return parts[0], lses[0]
     if diagonal is None:
-        diagonal = m - 1
+        diagonal, window = m - 1, None
     with torch.cuda.device_of(q):
         _attend_kernel[ceil_div(n * group, tile_rows), num_kv_heads, splits](
             q,
