@@ -3,20 +3,31 @@
 Attention over keys that live in several places (blocks of a streamed cache, sinks and a window) is computed place by
 place; each part returns its output and the log-sum-exp of its scores, from which the exact whole follows
 (the split-KV identity of FlashDecoding). Scores and sums are float32 (float64 for float64 inputs) and parts are merged
-in that; only the flash kernel, for more than `FEW_ROWS` rows, rounds its output to the inputs' dtype first.
+in that; only flash kernels, for more than `FEW_ROWS` rows, round their output to the inputs' dtype first.
+
+The plain path in this file is what every other one is tested against. `choose_backend` says which one is taken.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
+from .packages import OLDEST_GPU, usable_packages
+
 FEW_ROWS = 32
 """Up to this many query rows two batched matmuls take no longer than PyTorch's flash kernel on a CPU. It is more than a
 verification has, so that its rows go through the arithmetic of a decoding step."""
+
+Backend = Literal["plain", "flash_cpu", "flash_cuda", "flash_package", "triton"]
+
+_FLASH: dict[str, FlashKernel] = {"flash_cpu": flash_cpu, "flash_cuda": flash_cuda, "flash_package": flash_package}
 
 _TILE_ROWS = 128
 """Rows per tile of the plain path; bounds the score matrix."""
@@ -47,7 +58,7 @@ def attend(
     v: Tensor,
     *,
     scale: float,
-    diagonal: int | None = None,
+    diagonal: int | Tensor | None = None,
     window: int | None = None,
     scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,7 +69,9 @@ def attend(
         k, v: `[num_kv_heads, m, head_dim]`; `num_heads` is a multiple of `num_kv_heads` (grouped queries).
         scale: factor on the scores, usually `head_dim ** -0.5`.
         diagonal: row `i` sees keys `j <= diagonal + i`; `None` shows every key to every row. Keys past the last
-            visible one may hold anything in `k`, but must be finite in `v`.
+            visible one may hold anything in `k`, but must be finite in `v`. A tensor of one int32 or int64 on `q`'s
+            device is read when the kernels run and the call never waits for it: a captured CUDA graph can be replayed
+            after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
 
@@ -73,14 +86,59 @@ def attend(
     num_kv_heads, m, _ = k.shape
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
-    if diagonal is not None and diagonal >= m - 1 and window is None:
+    if isinstance(diagonal, int) and diagonal >= m - 1 and window is None:
         diagonal = None
+    flash_mask = window is None and not isinstance(diagonal, Tensor)
+    backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask)
+    if backend == "triton":
+        from .triton_attention import attend_triton  # only where it is used: a CPU has no need of Triton
+
+        return attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
+    if backend != "plain" and not isinstance(diagonal, Tensor):
+        return _attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
     grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-    if n > FEW_ROWS and window is None and q.device.type == "cpu":
-        out, lse = _attend_flash_cpu(grouped, k, v, scale, diagonal)
-    else:
-        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch())
+    out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch())
     return out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+
+
+@functools.cache
+def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, few_rows: bool, flash_mask: bool) -> Backend:
+    """`choose_backend` for this machine, once for each kind of call."""
+    packages = usable_packages(device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask)
+
+
+def choose_backend(
+    capability: tuple[int, int] | None,
+    packages: frozenset[str],
+    dtype: torch.dtype,
+    head_dim: int,
+    few_rows: bool,
+    flash_mask: bool,
+) -> Backend:
+    """Which implementation `attend` takes.
+
+    Args:
+        capability: the CUDA device's compute capability; `None` is a CPU.
+        packages: which of `flash_attn` and `triton` can be used on it.
+        few_rows: at most `FEW_ROWS` query rows.
+        flash_mask: no window, and the diagonal is known to the host.
+    """
+    if capability is None:
+        return "flash_cpu" if flash_mask and not few_rows else "plain"
+    if capability < OLDEST_GPU or head_dim > 256:
+        return "plain"
+    if not few_rows and dtype == torch.float32:
+        return "plain"  # tensor cores would round it, so large products are left to cuBLAS
+    if not few_rows and flash_mask and dtype in (torch.float16, torch.bfloat16):
+        if "flash_attn" in packages:
+            return "flash_package"
+        if head_dim % 8 == 0:
+            return "flash_cuda"
+    if "triton" in packages and dtype in (torch.float16, torch.bfloat16, torch.float32):
+        return "triton"
+    return "plain"
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -109,7 +167,7 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _attend_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | Tensor | None, window: int | None, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Two batched matmuls over the whole block; 16-bit keys and values are widened into reused memory first.
 
@@ -121,10 +179,11 @@ def _attend_few_rows(
     wide_q = (q.to(dtype) * scale).reshape(num_kv_heads, group * n, head_dim)
     scores = scratch.get("scores", (num_kv_heads, group * n, m), dtype, q.device)
     torch.bmm(wide_q, _widen(k, dtype, scratch).transpose(1, 2), out=scores)
-    blind_rows = diagonal is not None and (diagonal < 0 or window is not None)  # some rows may see no key
+    # Whether some rows may see no key.
+    blind_rows = isinstance(diagonal, Tensor) or (diagonal is not None and (diagonal < 0 or window is not None))
     if diagonal is not None:
         columns = torch.arange(m, device=q.device)
-        last = torch.arange(diagonal, diagonal + n, device=q.device).unsqueeze(1)
+        last = torch.arange(n, device=q.device).unsqueeze(1) + diagonal
         hidden = columns > last  # [n, m]
         if window is not None:
             hidden |= columns <= last - window
@@ -145,44 +204,38 @@ def _widen(x: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     return scratch.get("wide", x.shape, dtype, x.device).copy_(x)
 
 
-def _attend_flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None) -> tuple[Tensor, Tensor]:
-    """PyTorch's flash kernel for CPUs, on the part every row sees and on the triangular part, merged."""
-    n, m = q.shape[2], k.shape[1]
-    if diagonal is None:
-        return _flash_cpu(q, k, v, scale, causal=False)
-    blind = min(max(-diagonal, 0), n)  # leading rows that see no key
-    shared = max(diagonal, 0)  # leading keys that every row sees
-    rows = q[:, :, blind:]
+def _attend_flash(
+    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None
+) -> tuple[Tensor, Tensor]:
+    """A flash kernel on rectangles and one triangle, merged: rows that see nothing, rows that the diagonal passes
+    through, rows that see every key."""
+    (num_heads, n, _), m = q.shape, k.shape[1]
+    dtype = _accumulate_dtype(q.dtype)
+    blind, shared = (0, m) if diagonal is None else (min(max(-diagonal, 0), n), min(max(diagonal, 0), m))
+    corner = blind + min(n - blind, m - shared)
     outs, lses = [], []
-    if shared:
-        part = _flash_cpu(rows, k[:, :shared], v[:, :shared], scale, causal=False)
-        outs.append(part[0])
-        lses.append(part[1])
-    last = min(m, shared + n - blind)
-    if last > shared:
-        part = _flash_cpu(rows, k[:, shared:last], v[:, shared:last], scale, causal=True)
-        outs.append(part[0])
-        lses.append(part[1])
-    out, lse = merge_partials(outs, lses) if outs else (rows, rows.new_empty(rows.shape[:-1]))
     if blind:
-        out = torch.nn.functional.pad(out, (0, 0, blind, 0))
-        lse = torch.nn.functional.pad(lse, (blind, 0), value=float("-inf"))
-    return out, lse
-
-
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    group = q.shape[1]
-    k = k.unsqueeze(1).expand(-1, group, -1, -1)
-    v = v.unsqueeze(1).expand(-1, group, -1, -1)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(q, k, v, 0.0, causal, scale=scale)
-    return out.to(_accumulate_dtype(q.dtype)), lse
+        outs.append(q.new_zeros(num_heads, blind, q.shape[2], dtype=dtype))
+        lses.append(q.new_full((num_heads, blind), float("-inf"), dtype=dtype))
+    if corner > blind:
+        rows, edge = q[:, blind:corner], shared + corner - blind
+        out, lse = flash(rows, k[:, shared:edge], v[:, shared:edge], scale, True)
+        if shared:
+            wide, wide_lse = flash(rows, k[:, :shared], v[:, :shared], scale, False)
+            out, lse = merge_partials([out.to(dtype), wide.to(dtype)], [lse, wide_lse])
+        outs.append(out.to(dtype))
+        lses.append(lse)
+    if n > corner:
+        out, lse = flash(q[:, corner:], k, v, scale, False)
+        outs.append(out.to(dtype))
+        lses.append(lse)
+    return (torch.cat(outs, dim=1), torch.cat(lses, dim=1)) if len(outs) > 1 else (outs[0], lses[0])
 
 
 def _attend_tiled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
+    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | Tensor | None, window: int | None, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """The plain path tile by tile: a few rows, a window, or a device whose flash kernels are not wired in."""
+    """The plain path tile by tile."""
     if q.shape[2] <= _TILE_ROWS:
         return _attend_few_rows(q, k, v, scale, diagonal, window, scratch)
     tiles = [

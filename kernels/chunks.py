@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .packages import usable_packages
+
 
 def chunk_means(k: Tensor, chunk_size: int) -> Tensor:
     """Means of the whole chunks of `k` `[num_kv_heads, m, head_dim]` -> `[num_kv_heads, m // chunk_size, head_dim]`.
@@ -32,6 +34,10 @@ def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
         `[num_kv_heads, num_chunks]` float32: the softmax over chunks, averaged over the rows and over the query
         heads that share a KV head, so that a row with large scores does not drown the others.
     """
+    if means.dtype != torch.float64 and "triton" in usable_packages(means.device):
+        from .triton_chunks import chunk_scores_triton
+
+        return chunk_scores_triton(q, means, scale)
     num_kv_heads = means.shape[0]
     grouped = q.reshape(num_kv_heads, -1, q.shape[-1]).to(means.dtype)
     scores = torch.bmm(grouped, means.transpose(1, 2)).float() * scale
@@ -70,6 +76,10 @@ def gather_chunks(blocks: Tensor, indices: Tensor, chunk_size: int) -> Tensor:
     Returns:
         `[num_kv_heads, count * chunk_size, head_dim]`.
     """
+    if "triton" in usable_packages(blocks.device):
+        from .triton_chunks import gather_chunks_triton
+
+        return gather_chunks_triton(blocks, indices, chunk_size)
     num_kv_heads, count = indices.shape
     chunked = blocks.unflatten(2, (-1, chunk_size))  # [num_blocks, num_kv_heads, chunks a block, chunk_size, head_dim]
     per_block = chunked.shape[2]

@@ -1,7 +1,12 @@
 """One thread for tiny models: handing a hundred numbers to a second core costs more than it saves."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 
 @pytest.fixture(autouse=True, scope="session")

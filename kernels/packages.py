@@ -1,0 +1,27 @@
+"""Which optional packages can be used on a device. Nothing is imported for a CPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+OLDEST_GPU = (8, 0)
+"""The least compute capability that Triton's bfloat16 and flash attention run on."""
+
+
+@functools.cache
+def usable_packages(device: torch.device) -> frozenset[str]:
+    """Those of `flash_attn` and `triton` that are there, were built for this PyTorch, and run on `device`."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        return frozenset()
+    return frozenset(name for name in ("flash_attn", "triton") if _importable(name))
+
+
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
