@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .chunks import chunk_mass
+
 FEW_ROWS = 32
 """Up to this many query rows two batched matmuls take no longer than PyTorch's flash kernel on a CPU. It is more than a
 verification has, so that its rows go through the arithmetic of a decoding step."""
@@ -50,6 +52,7 @@ def attend(
     diagonal: int | None = None,
     window: int | None = None,
     scratch: Scratch | None = None,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends `n` query rows to `m` keys.
 
@@ -61,6 +64,8 @@ def attend(
             visible one may hold anything in `k`, but must be finite in `v`.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
+        mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows
+            gives to each chunk of `chunk_size` keys (see `chunk_mass`). A few rows get it from the scores at hand.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, the natural log of the summed exponentials of
@@ -76,11 +81,18 @@ def attend(
     if diagonal is not None and diagonal >= m - 1 and window is None:
         diagonal = None
     grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
+    at_hand = mass is not None and mass.shape[1] == n <= FEW_ROWS
     if n > FEW_ROWS and window is None and q.device.type == "cpu":
         out, lse = _attend_flash_cpu(grouped, k, v, scale, diagonal)
     else:
-        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch())
-    return out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+        wanted = mass if at_hand else None
+        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch(), wanted)
+    out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+    if mass is not None and not at_hand:
+        first = n - mass.shape[1]
+        seen = None if diagonal is None else diagonal + first
+        chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)
+    return out, lse
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -109,7 +121,14 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _attend_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | None,
+    window: int | None,
+    scratch: Scratch,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two batched matmuls over the whole block; 16-bit keys and values are widened into reused memory first.
 
@@ -134,7 +153,12 @@ def _attend_few_rows(
         peak.masked_fill_(peak == float("-inf"), 0.0)
     total = scores.sub_(peak).exp_().sum(dim=-1, keepdim=True)
     out = torch.bmm(scores, _widen(v, dtype, scratch))
-    out /= total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
+    norm = total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
+    out /= norm
+    if mass is not None:
+        # A product with ones: a sum over so short a dimension takes several times as long.
+        chunks = scores.view(num_kv_heads, group * n, mass.shape[-1], -1)
+        torch.div(chunks @ chunks.new_ones(chunks.shape[-1]), norm, out=mass.view(num_kv_heads, group * n, -1))
     lse = peak.add_(total.log_())
     return out.view(num_kv_heads, group, n, head_dim), lse.view(num_kv_heads, group, n)
 
@@ -180,11 +204,18 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -
 
 
 def _attend_tiled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None, window: int | None, scratch: Scratch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | None,
+    window: int | None,
+    scratch: Scratch,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The plain path tile by tile: a few rows, a window, or a device whose flash kernels are not wired in."""
     if q.shape[2] <= _TILE_ROWS:
-        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch)
+        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch, mass)
     tiles = [
         _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, window, scratch)
         for i, tile in enumerate(q.split(_TILE_ROWS, dim=2))
