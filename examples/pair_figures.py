@@ -194,21 +194,24 @@ class Reader:
 
     @torch.inference_mode()
     def answers(self, prompt: list[int], count: int) -> dict[str, list[int]]:
-        """`count` greedy tokens by way: the full cache, the retrieval cache in its place, the draft's kind of cache."""
+        """`count` greedy tokens by way: the full cache, the retrieval cache in its place, the draft's kind of cache.
+
+        As in a run, the full cache reads the whole prompt and gives the first token, and by what it looked at last the
+        retrieval cache chooses its chunks, once for all that follows.
+        """
         full = self._full_cache(len(prompt) + count)
         shared = 0
         while shared < min(len(self.known), len(prompt) - 1) and self.known[shared] == prompt[shared]:
             shared += 1
         full.rollback(shared)
-        # The last token comes apart, so that every way begins by reading it in its own cache.
-        self.decoder.forward(torch.tensor(prompt[shared:-1]), full)
+        first = int(self.decoder.forward(torch.tensor(prompt[shared:]), full)[-1].argmax())
         retrieval = RetrievalCache(full, self.decoder.rope, budget=BUDGET, chunk_size=CHUNK)
         retrieval.refresh()
         streaming = StreamingCache(self.decoder)
-        prefill_streaming(self.decoder, streaming, prompt[:-1])
-        self.known = prompt[:-1]
+        prefill_streaming(self.decoder, streaming, prompt)
+        self.known = prompt
         caches = {"retrieval": retrieval, "streaming": streaming, "full": full}
-        answers = {way: self._decode(prompt[-1], cache, count) for way, cache in caches.items()}
+        answers = {way: [first, *self._decode(first, cache, count - 1)] for way, cache in caches.items()}
         full.rollback(len(self.known))
         return answers
 

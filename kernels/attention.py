@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .chunks import chunk_mass
 from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
 
@@ -61,6 +62,7 @@ def attend(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
     scratch: Scratch | None = None,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends `n` query rows to `m` keys.
 
@@ -74,6 +76,8 @@ def attend(
             after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
+        mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows
+            gives to each chunk of `chunk_size` keys (see `chunk_mass`). A few rows get it from the scores at hand.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, the natural log of the summed exponentials of
@@ -90,15 +94,23 @@ def attend(
         diagonal = None
     flash_mask = window is None and not isinstance(diagonal, Tensor)
     backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask)
+    at_hand = None  # mass that the plain path sums from the scores it has
     if backend == "triton":
         from .triton_attention import attend_triton  # only where it is used: a CPU has no need of Triton
 
-        return attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
-    if backend != "plain" and not isinstance(diagonal, Tensor):
-        return _attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
-    grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-    out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch())
-    return out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+        out, lse = attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
+    elif backend != "plain" and not isinstance(diagonal, Tensor):
+        out, lse = _attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
+    else:
+        at_hand = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
+        grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
+        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch(), at_hand)
+        out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+    if mass is not None and at_hand is None:
+        first = n - mass.shape[1]
+        seen = None if diagonal is None else diagonal + first
+        chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)
+    return out, lse
 
 
 @functools.cache
@@ -167,7 +179,14 @@ def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _attend_few_rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | Tensor | None, window: int | None, scratch: Scratch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | Tensor | None,
+    window: int | None,
+    scratch: Scratch,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two batched matmuls over the whole block; 16-bit keys and values are widened into reused memory first.
 
@@ -193,7 +212,12 @@ def _attend_few_rows(
         peak.masked_fill_(peak == float("-inf"), 0.0)
     total = scores.sub_(peak).exp_().sum(dim=-1, keepdim=True)
     out = torch.bmm(scores, _widen(v, dtype, scratch))
-    out /= total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
+    norm = total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
+    out /= norm
+    if mass is not None:
+        # A product with ones: a sum over so short a dimension takes several times as long.
+        chunks = scores.view(num_kv_heads, group * n, mass.shape[-1], -1)
+        torch.div(chunks @ chunks.new_ones(chunks.shape[-1]), norm, out=mass.view(num_kv_heads, group * n, -1))
     lse = peak.add_(total.log_())
     return out.view(num_kv_heads, group, n, head_dim), lse.view(num_kv_heads, group, n)
 
@@ -233,11 +257,18 @@ def _attend_flash(
 
 
 def _attend_tiled(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | Tensor | None, window: int | None, scratch: Scratch
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    diagonal: int | Tensor | None,
+    window: int | None,
+    scratch: Scratch,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The plain path tile by tile."""
     if q.shape[2] <= _TILE_ROWS:
-        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch)
+        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch, mass)
     tiles = [
         _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, window, scratch)
         for i, tile in enumerate(q.split(_TILE_ROWS, dim=2))

@@ -1,47 +1,76 @@
-"""Chunks of keys: their means, how relevant a query finds them, which ones to keep, and fetching those.
+"""Chunks of keys: how much attention queries give them, which ones to keep, and fetching those.
 
-A chunk is a run of consecutive tokens (8 by default) that is kept or dropped whole, per layer and per KV head; its
-mean key stands for it (the retrieval cache of TriForce, arXiv 2404.11912, section 4.2).
+A chunk is a run of consecutive tokens (8 by default) that is kept or dropped whole, per layer and per KV head (the
+retrieval cache of TriForce, arXiv 2404.11912, section 4.2). Where TriForce scores a chunk by its mean key, chunks are
+scored here by the attention they really got: a mean hides the one token that is looked for.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .packages import usable_packages
 
 
-def chunk_means(k: Tensor, chunk_size: int) -> Tensor:
-    """Means of the whole chunks of `k` `[num_kv_heads, m, head_dim]` -> `[num_kv_heads, m // chunk_size, head_dim]`.
-
-    The ragged end, if any, belongs to no chunk. Means are accumulated in float32 and returned in `k`'s dtype.
-    """
-    whole = k.shape[1] // chunk_size
-    chunks = k[:, : whole * chunk_size].unflatten(1, (whole, chunk_size))
-    return chunks.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32)).to(k.dtype)
-
-
-def chunk_scores(q: Tensor, means: Tensor, scale: float) -> Tensor:
-    """How much attention mass the queries would give each chunk if its mean stood for all its keys.
+def chunk_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    mass: Tensor,
+    *,
+    scale: float,
+    diagonal: int | Tensor | None = None,
+    window: int | None = None,
+) -> None:
+    """The share of each row's attention that goes to each chunk of keys, after the fact: from the log-sum-exp.
 
     Args:
-        q: `[num_heads, n, head_dim]`, the recent queries, rotated to their true positions.
-        means: `[num_kv_heads, num_chunks, head_dim]`, from rotated keys.
-        scale: the attention scale.
+        q: `[num_heads, n, head_dim]`, rotated.
+        k: `[num_kv_heads, m, head_dim]`, rotated.
+        lse: `[num_heads, n]`, of each row over the keys its attention is shared among: these, or these and others.
+        mass: `[num_heads, n, m // chunk_size]`, written. `m` is whole chunks.
+        scale, diagonal, window: as in `attend`; keys a row does not see get nothing.
+
+    Scores are computed in `k`'s dtype, which moves a share by a percent or so in 16-bit formats.
+    """
+    num_heads, n, head_dim = q.shape
+    num_kv_heads, m, _ = k.shape
+    if lse.dtype == torch.float32 and "triton" in usable_packages(k.device):
+        from .triton_chunks import chunk_mass_triton, takes_chunks
+
+        if takes_chunks(m // mass.shape[-1], num_heads // num_kv_heads, head_dim, q.dtype):
+            chunk_mass_triton(q, k, lse, mass, scale=scale, diagonal=diagonal, window=window)
+            return
+    grouped = q.reshape(num_kv_heads, -1, head_dim).to(k.dtype)
+    scores = torch.bmm(grouped, k.transpose(1, 2)).to(lse.dtype).view(num_heads, n, m).mul_(scale)
+    if diagonal is not None:
+        last = (diagonal + torch.arange(n, device=q.device)).unsqueeze(1)
+        columns = torch.arange(m, device=q.device)
+        hidden = columns > last
+        if window is not None:
+            hidden |= columns <= last - window
+        scores.masked_fill_(hidden, float("-inf"))
+    scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()  # a row may see no key
+    chunks = scores.view(num_heads, n, mass.shape[-1], -1)
+    torch.matmul(chunks, chunks.new_ones(chunks.shape[-1]), out=mass)
+
+
+def chunk_scores(mass: Tensor) -> Tensor:
+    """How much each chunk is worth keeping for the tokens to come.
+
+    A chunk counts as much as the one before it, if that got more: a head that goes on with a passage from far back
+    looks one token further at each step, so what follows the place it looks at is what it will look at next.
+
+    Args:
+        mass: `[num_kv_heads, n, num_chunks]`, of recent rows.
 
     Returns:
-        `[num_kv_heads, num_chunks]` float32: the softmax over chunks, averaged over the rows and over the query
-        heads that share a KV head, so that a row with large scores does not drown the others.
+        `[num_kv_heads, num_chunks]` float32: the larger of a chunk's and its predecessor's mean over the rows.
     """
-    if means.dtype != torch.float64 and "triton" in usable_packages(means.device):
-        from .triton_chunks import chunk_scores_triton
-
-        return chunk_scores_triton(q, means, scale)
-    num_kv_heads = means.shape[0]
-    grouped = q.reshape(num_kv_heads, -1, q.shape[-1]).to(means.dtype)
-    scores = torch.bmm(grouped, means.transpose(1, 2)).float() * scale
-    return scores.softmax(dim=-1).mean(dim=1)
+    scores = mass.mean(dim=1, dtype=torch.float32)
+    return torch.maximum(scores, F.pad(scores[:, :-1], (1, 0)))
 
 
 def select_chunks(scores: Tensor, count: int) -> Tensor:

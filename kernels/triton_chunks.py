@@ -9,17 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_attention import attend_triton, ceil_div, power_of_two, tile_sizes
-
-
-def chunk_scores_triton(q: Tensor, means: Tensor, scale: float) -> Tensor:
-    """`chunks.chunk_scores`: the log-sum-exp over all means first, then each mean's share."""
-    num_kv_heads, num_chunks, _ = means.shape
-    q = q.to(means.dtype)
-    _, lse = attend_triton(q, means, means, scale=scale)
-    mass = lse.new_empty(*lse.shape, num_chunks)
-    chunk_mass_triton(q, means, lse, mass, scale=scale)
-    return mass.view(num_kv_heads, -1, num_chunks).mean(dim=1)
+from .triton_attention import ceil_div, power_of_two, tile_sizes
 
 
 def chunk_mass_triton(

@@ -283,6 +283,7 @@ class Engine:
             device=self.target.device,
             capacity=capacity,
             chunk_size=chunk_size,
+            keeps_mass=self.settings.tiers > 1,
         )
         if old:
             self._full.take(old, shared)

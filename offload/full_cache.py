@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention import FEW_ROWS, Scratch, attend, merge_partials
@@ -20,8 +21,8 @@ from ..tp.rope import Rope
 LARGEST_BLOCK = 4096
 """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
-RECENT_QUERIES = 16
-"""Queries of the last tokens that are kept for scoring chunks."""
+RECENT_ROWS = 8
+"""The last tokens, whose attention says which chunks matter."""
 
 _MERGE_AFTER = 16
 """Partial results held before they are merged; for many rows two, as each is as large as the output."""
@@ -39,9 +40,15 @@ class FullCache:
         device: torch.device,
         capacity: int,
         chunk_size: int = 1,
+        keeps_mass: bool = True,
     ) -> None:
-        """Reserves room for `capacity` tokens; memory is taken as tokens come. A block is whole chunks."""
+        """Reserves room for `capacity` tokens; memory is taken as tokens come. A block is whole chunks.
+
+        Args: `keeps_mass`: whether to note the attention that chunks get, for a retrieval cache to choose by.
+        """
         self.config = config
+        self.chunk_size = chunk_size
+        self._keeps_mass = keeps_mass
         self.block_size = block_size_for(capacity, chunk_size)
         self.bytes_read = 0
         """Bytes of keys and values attended so far."""
@@ -51,8 +58,8 @@ class FullCache:
         self._dtype, self._device = dtype, device
         self._scale = config.head_dim**-0.5
         self._scratch = Scratch()
-        self._queries: list[Tensor] = [torch.empty(0)] * config.num_layers
-        self._queries_end = 0  # position after their last row
+        self._mass: list[Tensor] = [torch.empty(config.num_kv_heads, 0, 0, device=device)] * config.num_layers
+        self._mass_end = [0] * config.num_layers  # position after their last row
         self._filled = [0] * config.num_layers
         self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
         self._layers = self._allocate(-(-capacity // self.block_size))
@@ -94,23 +101,33 @@ class FullCache:
         k, v = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return k, v
 
-    def recent_queries(self, layer: int) -> Tensor:
-        """Rotated queries of the last forward's last tokens that are still in, `[num_heads, n >= 1, head_dim]`."""
-        queries = self._queries[layer]
-        return queries[:, : max(1, queries.shape[1] - (self._queries_end - self.length))]
+    def recent_mass(self, layer: int) -> Tensor:
+        """The shares of attention that the last tokens gave to each whole chunk.
+
+        `[num_kv_heads, rows, length // chunk_size]`: up to `RECENT_ROWS` rows, fewer after a rollback that reached
+        beyond them, and at least one after the first `attend`; averaged over the query heads of a KV head.
+        """
+        kept = max(1, self._rows_left(layer, self.length))
+        return self._mass[layer][:, max(0, kept - RECENT_ROWS) : kept, : self.length // self.chunk_size]
+
+    def _rows_left(self, layer: int, length: int) -> int:
+        """How many of the rows of mass belong to the first `length` tokens."""
+        return self._mass[layer].shape[1] - max(0, self._mass_end[layer] - length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         q = self._rope.rotate(q, start)
         self._append(layer, self._rope.rotate(k, start), v)
-        self._queries[layer] = q[:, -RECENT_QUERIES:].clone() if n > RECENT_QUERIES else q
-        self._queries_end = start + n
         began = time.perf_counter()
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
         window = self.config.sliding_window(layer) or start + n
         first = max(0, start + 1 - window) // self.block_size  # blocks before it no row sees
-        for index in range(first, -(-(start + n) // self.block_size)):
+        num_blocks = -(-(start + n) // self.block_size)
+        rows = n if n <= FEW_ROWS else RECENT_ROWS  # any of a verification's rows may turn out to be the last
+        mass = self._new_mass(num_blocks, first, rows, q) if self._keeps_mass else None
+        row_lses: list[Tensor] = []
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for index in range(first, num_blocks):
             block = self._layers[layer][index]
             within = index * self.block_size > start + n - 1 - window  # every row sees all of it that is not ahead
             out, lse = attend(
@@ -121,16 +138,39 @@ class FullCache:
                 diagonal=start - index * self.block_size,
                 window=None if within else window,
                 scratch=self._scratch,
+                mass=None if mass is None else mass[index],
             )
+            row_lses.append(lse[:, n - rows :])
             outs.append(out)
             lses.append(lse)
             if len(outs) == (_MERGE_AFTER if n <= FEW_ROWS else 2):
                 out, lse = merge_partials(outs, lses)
                 outs, lses = [out], [lse]
-        out = merge_partials(outs, lses)[0].to(q.dtype)
+        out, lse = merge_partials(outs, lses)
+        if mass is not None:
+            mass[first:] *= torch.stack(row_lses).sub_(lse[:, n - rows :]).exp_().unsqueeze(-1)
+            self._keep_mass(layer, start, mass)
         self.bytes_read += (start + n - first * self.block_size) * self.token_bytes // self.config.num_layers
         self.read_s += time.perf_counter() - began
-        return out
+        return out.to(q.dtype)
+
+    def _new_mass(self, num_blocks: int, first: int, rows: int, q: Tensor) -> Tensor:
+        """Room for shares `[num_blocks, num_heads, rows, chunks of a block]`; none goes to blocks before `first`."""
+        shape = (num_blocks, q.shape[0], rows, self.block_size // self.chunk_size)
+        mass = self._scratch.get("mass", shape, torch.promote_types(q.dtype, torch.float32), q.device)
+        mass[:first].zero_()
+        return mass
+
+    def _keep_mass(self, layer: int, start: int, mass: Tensor) -> None:
+        """Puts new rows of mass, `[num_blocks, num_heads, rows, chunks of a block]`, behind those still in; `start` is
+        the position of the first token of this forward."""
+        grouped = mass.unflatten(1, (self.config.num_kv_heads, -1))
+        new = grouped.mean(dim=2).to(self._dtype).permute(1, 2, 0, 3).flatten(2)  # [num_kv_heads, rows, all chunks]
+        kept = max(0, self._rows_left(layer, start))
+        old = self._mass[layer][:, max(0, kept - RECENT_ROWS + 1) : kept, : new.shape[2]]
+        old = F.pad(old, (0, new.shape[2] - old.shape[2]))
+        self._mass[layer] = torch.cat((old, new), dim=1)
+        self._mass_end[layer] = self._filled[layer]
 
     def _append(self, layer: int, k: Tensor, v: Tensor) -> None:
         position, stop = self._filled[layer], self._filled[layer] + k.shape[1]

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from ..kernels.attention import FEW_ROWS
 from ..tp.config import ModelConfig
 from ..tp.decoder import PREFILL_ROWS
 from ..tp.errors import CapacityError
 from ..tp.ranks import ALONE, Ranks
 from ..tp.split import Split
 from ..tp.units import gib
-from .full_cache import block_size_for
+from .full_cache import RECENT_ROWS, block_size_for
 
 RUNTIME_BYTES = 400 * 2**20
 """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
@@ -56,10 +57,11 @@ def plan_memory(
     heads = 2 * target.num_heads + target.num_kv_heads
     width = target.hidden_size + 3 * target.intermediate_size + heads * target.head_dim * 3 // 2
     rows = min(PREFILL_ROWS, context)
+    mass = target.num_layers * target.num_kv_heads * (FEW_ROWS + RECENT_ROWS) * (context // chunk_size)
     return MemoryPlan(
         weights=sum(m.num_parameters for m in models) * dtype.itemsize,
         kv=-(-context // block_size) * block_size * kv_token,
-        retrieval=(min(budget, context) * kv_token + context // chunk_size * kv_token // 2) if budget else 0,
+        retrieval=(min(budget, context) * kv_token + mass * dtype.itemsize) if budget else 0,
         prefill=context * (target.hidden_size * dtype.itemsize + target.head_dim * 8) + rows * width * 4,
     )
 

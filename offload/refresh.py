@@ -9,11 +9,14 @@ from ..tp.errors import UsageError
 _FREE_SHARE = 0.03
 """A refresh that takes less of a round than this is worth making every time."""
 
-_DROP = 0.9
+_DROP = 0.8
 """Recent acceptance below this share of what followed the last refresh counts as a drop."""
 
-_RECENT = 0.8
-"""Weight of what was known after one more round."""
+_RECENT = 0.97
+"""Weight of what was known after one more tested token: a single short round says next to nothing."""
+
+_FADING = 0.8
+"""What is left of a refresh's cost after one more round."""
 
 
 @dataclass
@@ -42,13 +45,15 @@ class RefreshPolicy:
     def due(self, accepted: int, proposed: int) -> bool:
         """Whether to refresh after a round that kept `accepted` of `proposed` tokens."""
         self._rounds += 1
-        self._cost_share *= _RECENT
+        self._cost_share *= _FADING
         if proposed:
-            share = accepted / proposed
+            tested = min(accepted + 1, proposed)  # nothing after the first rejection was
+            known = _RECENT**tested
             if self._rounds == 1:
-                self._fresh = self._recent = _RECENT * self._fresh + (1 - _RECENT) * share
-            else:
-                self._recent = _RECENT * self._recent + (1 - _RECENT) * share
+                self._recent = self._fresh
+            self._recent = known * self._recent + (1 - known) * accepted / tested
+            if self._rounds == 1:
+                self._fresh = self._recent
         if self.mode == "auto":
             return self._cost_share < _FREE_SHARE or self._recent < _DROP * self._fresh
         if isinstance(self.mode, int):

@@ -1,8 +1,8 @@
 """The retrieval cache: a fixed budget of the most relevant chunks of a full cache, and everything since, in one buffer.
 
-The drafting tier runs the target's own weights on it. Chunks are chosen per layer and KV head by the last queries the
-full cache saw; keys keep the rotation of their true position. Tokens since the choice form the tail: exact once the
-full cache has seen them, the drafting tier's own until then.
+The drafting tier runs the target's own weights on it. Chunks are chosen per layer and KV head by the attention that the
+last tokens gave them in the full cache; keys keep the rotation of their true position. Tokens since the choice form the
+tail: exact once the full cache has seen them, the drafting tier's own until then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Scratch, attend
-from ..kernels.chunks import chunk_means, chunk_scores, gather_chunks, select_chunks
+from ..kernels.chunks import chunk_scores, gather_chunks, select_chunks
 from ..tp.rope import Rope
 from .full_cache import FullCache
 
@@ -31,8 +31,6 @@ class RetrievalCache:
         self._scale = source.config.head_dim**-0.5
         self._scratch = Scratch()
         num_layers = source.config.num_layers
-        self._means: list[Tensor | None] = [None] * num_layers  # [num_kv_heads, room, head_dim] each
-        self._num_means = 0
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
         self._kept = 0  # tokens in chunks, at the front of a buffer
         self._base = 0  # position of the first token of the tail
@@ -62,11 +60,10 @@ class RetrievalCache:
         """Forgets tokens from `length` on; if some of them were in chunks, the next `refresh` must come first."""
         self._filled = [min(filled, length) for filled in self._filled]
         self._exact = min(self._exact, length)
-        self._num_means = min(self._num_means, length // self.chunk_size)
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Chooses the chunks anew by the queries that `source` saw last, and takes the tail behind them from it."""
+        """Chooses the chunks anew by what `source` looked at last, and takes the tail behind them from it."""
         length = self.source.length
         num_chunks = length // self.chunk_size
         self._kept = min(self.max_chunks, num_chunks) * self.chunk_size
@@ -75,12 +72,10 @@ class RetrievalCache:
         for layer, (keys, values) in enumerate(self._buffers):
             if num_chunks:
                 first = self._first_chunk(layer, length)
-                means = self._update_means(layer, num_chunks)[:, first:]
-                scores = chunk_scores(self.source.recent_queries(layer), means, self._scale)
+                scores = chunk_scores(self.source.recent_mass(layer)[:, :, first:])
                 chosen = select_chunks(scores, self.max_chunks) + first
                 keys[:, : self._kept] = gather_chunks(self.source.keys(layer), chosen, self.chunk_size)
                 values[:, : self._kept] = gather_chunks(self.source.values(layer), chosen, self.chunk_size)
-        self._num_means = num_chunks
         self._filled = [self._base] * len(self._filled)
         self.adopt()
 
@@ -101,23 +96,6 @@ class RetrievalCache:
         than leaves the budget full. Where the budget holds the whole window, `attend` hides what is before it."""
         window = self.source.config.sliding_window(layer) or length + 1
         return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
-
-    def _update_means(self, layer: int, num_chunks: int) -> Tensor:
-        """The means `[num_kv_heads, num_chunks, head_dim]` of a layer; only those of new chunks are computed."""
-        means = self._means[layer]
-        if means is None or means.shape[1] < num_chunks:
-            c = self.source.config
-            room = max(num_chunks, self.source.capacity // self.chunk_size)
-            grown = self.source.keys(layer).new_empty(c.num_kv_heads, room, c.head_dim)
-            if means is not None:
-                grown[:, : self._num_means] = means[:, : self._num_means]
-            self._means[layer] = means = grown
-        step = self.source.block_size // self.chunk_size
-        for first in range(self._num_means, num_chunks, step):
-            last = min(first + step, num_chunks)
-            k, _ = self.source.slice(layer, first * self.chunk_size, last * self.chunk_size)
-            means[:, first:last] = chunk_means(k, self.chunk_size)
-        return means[:, :num_chunks]
 
     def _make_room(self, slots: int) -> None:
         room = self._buffers[0][0].shape[1] if self._buffers else 0

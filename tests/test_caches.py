@@ -27,7 +27,7 @@ def decoder(tmp_path_factory):
 
 
 def full_cache(decoder):
-    return FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500)
+    return FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500, chunk_size=4)
 
 
 def streaming_cache(decoder):
@@ -116,6 +116,29 @@ def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder
     assert cache.length == 195
     cache.rollback(100)
     assert cache.length == 0
+
+
+@pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7)])
+def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts):
+    model = save_llama(tmp_path, num_key_value_heads=2)
+    model.set_attn_implementation("eager")
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    full = full_cache(decoder)
+    tokens = random_tokens(sum(parts))
+    taken = 0
+    for n in parts:
+        # Each part is followed by tokens that are taken back, as a verification's rejected ones are.
+        append(decoder, full, tokens[taken : taken + n] + random_tokens(3, seed=n))
+        taken += n
+        full.rollback(taken)
+    with torch.inference_mode():
+        attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        got = full.recent_mass(layer)
+        by_head = attention[0, :, -got.shape[1] :].unflatten(-1, (-1, 4)).sum(-1)  # [4, rows, 25]
+        error = (got - by_head.unflatten(0, (2, 2)).mean(1)).abs().max()
+        assert error < 1e-5, f"layer {layer}: shares differ by {error}"
+    assert full.recent_mass(0).shape[1] == (5 if parts == (100,) else 8)
 
 
 def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):

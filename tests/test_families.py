@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from triforce.offload import Engine, Sampling
 from triforce.offload.full_cache import FullCache
 from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.tp.checkpoint import Checkpoint
 from triforce.tp.config import ModelConfig
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
@@ -121,12 +122,13 @@ def test_logits_of_the_published_combinations_equal_transformers(tmp_path, famil
         ("qwen3-bias", {"attention_bias": False}),
     ],
 )
-def test_the_features_of_these_tests_matter(tmp_path, family, without):
+def test_the_features_of_these_tests_matter(tmp_path, monkeypatch, family, without):
     save_family(tmp_path, family)
     tokens = random_tokens(100)
     with_it = ours(tmp_path, tokens)
     changes = {"layer_types": "absent"} | without if family.startswith("qwen") else without
     change_config(tmp_path, **changes)
+    monkeypatch.setattr(Checkpoint, "check_all_read", lambda self: None)  # the tensors of what is taken away
     assert (ours(tmp_path, tokens) - with_it).abs().max() > 0.1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from triforce.kernels.attention import FEW_ROWS, attend, merge_partials
-from triforce.kernels.chunks import chunk_means, chunk_scores, gather_chunks, select_chunks
+from triforce.kernels.chunks import chunk_scores, gather_chunks, select_chunks
 
 SHAPES = [(4, 4, 32), (8, 2, 64), (6, 1, 24), (2, 2, 128)]  # num_heads, num_kv_heads, head_dim
 
@@ -97,17 +97,40 @@ def test_heads_that_do_not_divide_are_refused():
         attend(q, k, v, scale=1.0)
 
 
-def test_chunk_means_leave_the_ragged_end_out():
-    k = torch.arange(22.0).reshape(1, 22, 1)
-    assert chunk_means(k, 8).flatten().tolist() == [3.5, 11.5]
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", [1, 9, FEW_ROWS, FEW_ROWS + 1, 140])
+@pytest.mark.parametrize(("diagonal", "window"), [(None, None), (60, None), (-3, None), (40, 30)])
+def test_mass_is_what_the_last_rows_give_each_chunk(shape, n, diagonal, window):
+    q, k, v = random_qkv(shape, n, 96)
+    for rows in {n, min(n, 8)}:
+        mass = torch.full((shape[0], rows, 12), float("nan"))
+        attend(q, k, v, scale=0.3, diagonal=diagonal, window=window, mass=mass)
+        # Attention to values that say which chunk they belong to.
+        of_chunk = torch.eye(12).repeat_interleave(8, 0).expand(shape[1], -1, -1)
+        want, _ = oracle(q, k, of_chunk, 0.3, diagonal, window)
+        error = (mass - want[:, n - rows :]).abs().max()
+        assert error < 1e-5, f"shares of {rows} rows differ by {error}"
 
 
-def test_chunk_scores_are_the_attention_mass_over_means():
-    q, k, _ = random_qkv((8, 2, 16), 3, 40)
-    means = chunk_means(k, 8)
-    scores = chunk_scores(q, means, 0.25)
-    mass = (q @ means.repeat_interleave(4, 0).transpose(1, 2) * 0.25).softmax(-1)  # [8, 3, 5]
-    assert torch.allclose(scores, mass.reshape(2, 12, 5).mean(1), atol=1e-6)
+@pytest.mark.parametrize("n", [2, 40])
+def test_mass_ignores_what_hidden_keys_hold(n):
+    q, k, v = random_qkv((4, 2, 32), n, 64)
+    want, got = torch.empty(4, 2, 8), torch.empty(4, 2, 8)
+    attend(q, k, v, scale=1.0, diagonal=10 - n, mass=want)
+    k[:, 10:] = float("nan")
+    attend(q, k, v, scale=1.0, diagonal=10 - n, mass=got)
+    assert torch.equal(got, want)
+
+
+def test_asking_for_mass_changes_nothing_else():
+    q, k, v = random_qkv((4, 2, 32), 9, 64)
+    plain, asked = (attend(q, k, v, scale=0.2, diagonal=55, mass=mass) for mass in (None, torch.empty(4, 9, 8)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
+
+
+def test_a_chunk_is_worth_what_it_or_the_one_before_it_got():
+    mass = torch.tensor([[[0.5, 0.1, 0.0, 0.2], [0.1, 0.1, 0.0, 0.6]]])
+    assert torch.allclose(chunk_scores(mass), torch.tensor([[0.3, 0.3, 0.1, 0.4]]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 40])

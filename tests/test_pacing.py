@@ -102,9 +102,12 @@ def test_auto_refreshes_every_round_while_it_is_free():
 
 def test_auto_refreshes_on_a_drop_when_it_costs():
     policy = RefreshPolicy("auto")
-    play(policy, [(9, 10)] * 30, 0.5)
-    assert sum(play(policy, [(9, 10)] * 6, 0.5)) <= 1
-    assert any(play(policy, [(2, 10)] * 4, 0.5))
+    play(policy, [(9, 10)] * 40, 50.0)
+    assert not any(play(policy, [(0, 2)] * 2, 50.0)), "two short rounds are no drop yet"
+    assert any(play(policy, [(2, 10)] * 17, 50.0))
+    policy = RefreshPolicy("auto")
+    play(policy, [(9, 10)] * 40, 50.0)
+    assert not any(play(policy, [(9, 10)] * 19, 50.0)), "without a drop it waits"
 
 
 def test_one_slow_refresh_is_not_for_ever():

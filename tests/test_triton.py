@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_kernels import oracle, random_qkv
 from triforce.kernels import attention, chunks
 from triforce.kernels.attention import FEW_ROWS, attend, choose_backend, merge_partials
-from triforce.kernels.chunks import chunk_means, chunk_scores, gather_chunks
+from triforce.kernels.chunks import chunk_mass, gather_chunks
 from triforce.kernels.flash import flash_cuda, flash_package
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; pip install triton adds it on Linux")
@@ -27,7 +27,6 @@ from triforce.kernels import triton_chunks  # noqa: E402
 from triforce.kernels.triton_attention import attend_triton  # noqa: E402
 from triforce.kernels.triton_chunks import (  # noqa: E402
     chunk_mass_triton,
-    chunk_scores_triton,
     gather_chunks_triton,
     takes_chunks,
 )
@@ -246,16 +245,6 @@ def test_chunks_that_do_not_fill_a_tile_are_not_taken():
 
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunk_scores_equal_the_plain_function(device, dtype):
-    q, k, _ = random_qkv((8, 2, 64), 5, 333, DTYPES[dtype][0])
-    means = chunk_means(k, 8)
-    got = chunk_scores_triton(q.to(device), means.to(device), 0.125)
-    # The plain function rounds scores to the means' dtype before the softmax.
-    assert torch.allclose(got.cpu(), chunk_scores(q.float(), means.float(), 0.125), rtol=1e-4, atol=1e-7)
-
-
-@both
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("chunk_size", "head_dim"), [(8, 80), (4, 128), (12, 32)])
 def test_gathered_chunks_equal_the_plain_function(device, dtype, chunk_size, head_dim):
     g = torch.Generator().manual_seed(3)
@@ -279,19 +268,38 @@ def test_attend_hands_its_arguments_on(device, n, monkeypatch):
         assert (lse.cpu() - want_lse).abs().max() < 2e-5
 
 
+def chunk_functions(q, k, lse, indices):
+    """Mass of chunks of eight keys, and some of these chunks, by the functions that everything calls."""
+    mass = lse.new_empty(*lse.shape, k.shape[1] // 8)
+    chunk_mass(q, k, lse, mass, scale=0.2, diagonal=60)
+    return mass, gather_chunks(k.unsqueeze(0), indices, 8)
+
+
 @interpreted
 def test_chunk_functions_take_triton_where_it_is_usable(monkeypatch):
-    q, k, _ = random_qkv((4, 2, 32), 3, 64)
-    blocks, indices = k.unsqueeze(0), torch.tensor([[0, 5, 7], [1, 2, 3]])
-    means = chunk_means(k, 8)
-    want = chunk_scores(q, means, 0.2), gather_chunks(blocks, indices, 8)
+    q, k, v = random_qkv((4, 2, 32), 3, 64)
+    lse = attend(q, k, v, scale=0.2, diagonal=60)[1]
+    indices = torch.tensor([[0, 5, 7], [1, 2, 3]])
+    want = chunk_functions(q, k, lse, indices)
     called = []
-    for name in ("chunk_scores_triton", "gather_chunks_triton"):
+    for name in ("chunk_mass_triton", "gather_chunks_triton"):
         kernel = getattr(triton_chunks, name)
-        monkeypatch.setattr(triton_chunks, name, lambda *a, kernel=kernel: called.append(kernel) or kernel(*a))
+        monkeypatch.setattr(
+            triton_chunks, name, lambda *a, kernel=kernel, **named: called.append(kernel) or kernel(*a, **named)
+        )
     monkeypatch.setattr(chunks, "usable_packages", lambda device: {"triton"})
-    got = chunk_scores(q, means, 0.2), gather_chunks(blocks, indices, 8)
+    got = chunk_functions(q, k, lse, indices)
     assert len(called) == 2
+    torch.testing.assert_close(got, want)
+
+
+@interpreted
+def test_attend_gives_mass_beside_a_kernel_that_does_not(monkeypatch):
+    q, k, v = random_qkv((4, 2, 32), 3, 64)
+    want, got = torch.empty(4, 3, 8), torch.empty(4, 3, 8)
+    attend(q, k, v, scale=0.2, diagonal=60, mass=want)
+    monkeypatch.setattr(attention, "_backend", lambda *_: "triton")
+    attend(q, k, v, scale=0.2, diagonal=60, mass=got)
     torch.testing.assert_close(got, want)
 
 
@@ -407,14 +415,13 @@ def test_attend_on_a_gpu_equals_sdpa_in_float64(dtype, n, diagonal, window):
 
 @pytest.mark.gpu
 def test_chunk_functions_on_a_gpu_equal_those_on_a_cpu():
-    q, k, _ = random_qkv((8, 2, 64), 5, 320, torch.float32)
-    means = chunk_means(k, 8)
-    assert torch.allclose(chunk_means(k.cuda(), 8).cpu(), means, rtol=0, atol=1e-6)
-    got = chunk_scores(q.cuda(), means.cuda(), 0.125)
-    assert torch.allclose(got.cpu(), chunk_scores(q, means, 0.125), rtol=1e-4, atol=1e-7)
+    q, k, v = random_qkv((8, 2, 64), 5, 320, torch.float32)
+    lse = attend(q, k, v, scale=0.2, diagonal=60)[1]
     indices = torch.tensor([[0, 3, 39], [1, 2, 20]])
-    blocks = k.view(2, 4, 80, 64).transpose(0, 1)
-    assert torch.equal(gather_chunks(blocks.cuda(), indices.cuda(), 8).cpu(), gather_chunks(blocks, indices, 8))
+    mass, gathered = chunk_functions(q.cuda(), k.cuda(), lse.cuda(), indices.cuda())
+    want_mass, want_gathered = chunk_functions(q, k, lse, indices)
+    assert torch.allclose(mass.cpu(), want_mass, rtol=1e-4, atol=1e-7)
+    assert torch.equal(gathered.cpu(), want_gathered)
 
 
 @pytest.mark.gpu
