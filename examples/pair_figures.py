@@ -226,7 +226,7 @@ class Reader:
         if self.full is None or self.full.capacity < capacity:
             self.full, self.known = None, []
             decoder = self.decoder
-            self.full = FullCache(
+            self.full = FullCache.on_device(
                 decoder.config,
                 decoder.rope,
                 dtype=decoder.dtype,

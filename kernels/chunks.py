@@ -94,6 +94,22 @@ def select_chunks(scores: Tensor, count: int) -> Tensor:
     return forced.topk(count, dim=-1).indices.sort(dim=-1).values
 
 
+def copy_chunks(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
+    """Copies those chunks that lie in `block` to their places in `k` and `v`, and leaves the other places as they are.
+
+    Args:
+        block: `[2, num_kv_heads, m, head_dim]`, keys and values; `m` is whole chunks.
+        first: the chunk that the block begins with.
+        chunks: `[num_kv_heads, count]` chunk indices.
+        k, v: `[num_kv_heads, count * chunk_size, head_dim]`, written in part.
+    """
+    inside = (chunks >= first) & (chunks < first + block.shape[2] // chunk_size)
+    heads, places = inside.nonzero(as_tuple=True)
+    picked = chunks[heads, places] - first
+    for part, out in zip(block.unflatten(2, (-1, chunk_size)), (k, v), strict=True):
+        out.unflatten(1, (-1, chunk_size))[heads, places] = part[heads, picked]
+
+
 def gather_chunks(blocks: Tensor, indices: Tensor, chunk_size: int) -> Tensor:
     """Copies chunks out of a blocked cache.
 

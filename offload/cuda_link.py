@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,14 @@ class CudaLink:
         self._copies: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._traffic = Traffic()
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Raises:
+        CapacityError: the system does not page-lock so much.
+        """
+        memory = torch.empty(*shape, dtype=dtype)
+        pin(memory)
+        return memory
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
         if self._scattered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from ..tp.place import Place
 from ..tp.ranks import ALONE, Ranks
 from ..tp.registry import find_pair, published_settings
 from ..tp.split import check_split
-from .full_cache import FullCache, block_size_for
+from .full_cache import FullCache
 from .generation import Generation, Result
+from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
 from .pacing import PassCost
 from .refresh import RefreshPolicy
@@ -78,8 +79,7 @@ class Engine:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
-        self._full: FullCache | None = None
-        self._context: list[int] = []
+        self._kept = KeptCache(target, settings)
         self._running: Generation | None = None
 
     @classmethod
@@ -92,6 +92,7 @@ class Engine:
         dtype: str = "auto",
         gpus: int = 1,
         resident: float | None = None,
+        link_gbps: float | None = None,
         context: int | None = None,
         tiers: int = 3,
         budget: int | None = None,
@@ -108,7 +109,9 @@ class Engine:
             device: `auto` (CUDA where there is one), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
-            resident: GiB of the KV cache kept on the compute device; so far all of it is, so only `None` is taken.
+            resident: GiB of the KV cache kept on each device, the rest streams from host memory; `None`: on a GPU as
+                much as fits, on a CPU all.
+            link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
             context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
             tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`; what is left open is as
                 published for the preset, or planned.
@@ -117,9 +120,7 @@ class Engine:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = _checked_place(gpus)
-        if resident is not None:
-            raise UsageError(f"resident is {resident}; this version keeps the whole KV cache on the compute device")
-        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh)
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, link_gbps)
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
@@ -203,14 +204,18 @@ class Engine:
         prompt, sampling = job.prompt, job.sampling
         capacity = len(prompt) + job.max_new_tokens
         if self.target.rope.begin(len(prompt)):
-            self._context = []  # what the cache holds was rotated otherwise
+            self._kept.context = []  # what the cache holds was rotated otherwise
         budget = self.settings.budget_for(capacity)
-        full = self._full_cache(prompt, capacity)
+        full = self._kept.take(prompt, capacity)
         retrieval = streaming = None
         tiers = [self._tier("verify", self.target, full, capacity)]
         if budget:
             retrieval = RetrievalCache(
-                full, self.target.rope, budget=budget, chunk_size=self.settings.planned_chunk_size
+                full,
+                self.target.rope,
+                budget=budget,
+                chunk_size=self.settings.planned_chunk_size,
+                join=self.target.mean_over_copies,
             )
             tiers.append(self._tier("retrieval", self.target, retrieval, budget))
             if self.draft and self.settings.tiers == 3:
@@ -224,7 +229,7 @@ class Engine:
             frozenset(eos),
             measured=not job.seeded,
         )
-        self._context = prompt
+        self._kept.context = prompt
         self._running = Generation(
             context=prompt,
             max_new_tokens=job.max_new_tokens,
@@ -256,44 +261,6 @@ class Engine:
             raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
         check_context(config, len(prompt), max_new_tokens)
         return prompt
-
-    def _full_cache(self, prompt: list[int], capacity: int) -> FullCache:
-        """The full cache with room for `capacity` tokens, holding what it shares with `prompt` already."""
-        old, chunk_size = self._full, self.settings.planned_chunk_size
-        shared = self._shared_tokens(prompt)
-        fits = old is not None and old.capacity >= capacity
-        if old and fits and (shared or old.block_size == block_size_for(capacity, chunk_size)):
-            old.rollback(shared)
-            return old
-        if not fits:
-            plan = plan_memory(
-                self.target.config,
-                None,
-                dtype=self.target.dtype,
-                context=capacity,
-                budget=self.settings.budget_for(capacity),
-                chunk_size=chunk_size,
-                ranks=self.target.ranks,
-            )
-            check_memory(replace(plan, weights=0, runtime=0), capacity, self.target.device, self.target.ranks)
-        self._full = FullCache(
-            self.target.part,
-            self.target.rope,
-            dtype=self.target.dtype,
-            device=self.target.device,
-            capacity=capacity,
-            chunk_size=chunk_size,
-            keeps_mass=self.settings.tiers > 1,
-        )
-        if old:
-            self._full.take(old, shared)
-        return self._full
-
-    def _shared_tokens(self, prompt: list[int]) -> int:
-        """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
-        known = self._context[: self._full.length] if self._full else []
-        pairs = zip(known, prompt[:-1], strict=False)
-        return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))
 
     def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int) -> Tier:
         """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
@@ -329,7 +296,7 @@ class Engine:
                 "budget": budget,
                 "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
-                "resident_bytes": 0 if device.type == "cpu" else full.capacity * full.token_bytes,
+                "resident_bytes": full.blocks.resident_bytes,
             },
         }
 

@@ -76,6 +76,7 @@ class Generation(Iterator[Round]):
         self._refresh = refresh
         self._identity = identity
         self._on_prefill = on_prefill
+        self._crossed = full.blocks.traffic()
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self._rounds = self._run()
 
@@ -121,6 +122,7 @@ class Generation(Iterator[Round]):
         self._context.append(token)
         seconds = time.perf_counter() - began
         self._full.bytes_read, self._full.read_s = 0, 0.0
+        self._crossed = self._full.blocks.traffic()
         self._record([token], prefill_s=seconds, ttft_s=seconds)
         return Round(0, [token], seconds, 0, 0, False)
 
@@ -207,6 +209,7 @@ class Generation(Iterator[Round]):
             draft_accepted=retrieval.accepted,
             kv_read_bytes=self._full.bytes_read,
             kv_read_s=self._full.read_s,
+            link=self._full.blocks.traffic().since(self._crossed),
             **self._memory(),
             **measured,
         )

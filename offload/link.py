@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -56,6 +57,10 @@ class Arrival(Protocol):
 class Link(Protocol):
     """Copies in the order they are asked for, each direction on its own; a fetch comes after all earlier stores."""
 
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that the link copies from and to at its full speed."""
+        ...
+
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
         """Begins to copy `source`, in host memory, over `buffer`, on the device, after what was computed before."""
         ...
@@ -94,6 +99,9 @@ class ThreadLink:
         self._stores: list[_Copy] = []
         self._thread = threading.Thread(target=self._work, name="link", daemon=True)
         self._thread.start()
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
         return self._ask(_Copy(self, source, buffer, inwards=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -67,20 +67,30 @@ def plan_memory(
 
 
 def check_memory(plan: MemoryPlan, context: int, device: torch.device, ranks: Ranks = ALONE) -> None:
-    """Raises:
-    CapacityError: the plan does not fit in what is free where the model runs; the message gives parts and a remedy.
+    """Checks what a rank needs against what is free; a KV cache that does not fit on a GPU goes to host memory.
+
+    Raises:
+        CapacityError: it does not fit; the message gives parts and a remedy.
     """
-    available = available_bytes(device)
+    host = psutil.virtual_memory().available // ranks.local_size
     if device.type == "cpu":
-        available //= ranks.local_size
+        _check(plan, context, host, "memory", ranks)
+        return
+    free = available_bytes(device)
+    on_device = replace(plan, runtime=0)
+    if on_device.total > free:
+        _check(replace(on_device, kv=0), context, free, "GPU memory", ranks)
+        _check(replace(plan, weights=0, retrieval=0, prefill=0), context, host, "host memory", ranks)
+
+
+def _check(plan: MemoryPlan, context: int, available: int, where: str, ranks: Ranks) -> None:
     if plan.total <= available:
         return
-    fits = max(
-        0, int(context * (available - plan.weights - plan.runtime) / max(1, plan.total - plan.weights - plan.runtime))
-    )
+    fixed = plan.weights + plan.runtime
+    fits = max(0, int(context * (available - fixed) / max(1, plan.total - fixed)))
     per_rank = " on each rank" if ranks.size > 1 else ""
     raise CapacityError(
-        f"a context of {context:,} tokens needs {gib(plan.total)} of memory{per_rank} (weights {gib(plan.weights)}, "
+        f"a context of {context:,} tokens needs {gib(plan.total)} of {where}{per_rank} (weights {gib(plan.weights)}, "
         f"KV cache {gib(plan.kv)}, the rest {gib(plan.total - plan.weights - plan.kv)}), "
         f"but {gib(available)} is available; "
         + (

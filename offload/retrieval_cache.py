@@ -7,11 +7,14 @@ tail: exact once the full cache has seen them, the drafting tier's own until the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..kernels.attention import Scratch, attend
-from ..kernels.chunks import chunk_scores, gather_chunks, select_chunks
+from ..kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ..tp.rope import Rope
 from .full_cache import FullCache
 
@@ -19,12 +22,36 @@ _FIRST_TAIL = 64
 """Tokens of room behind the chunks; doubled whenever it runs out."""
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """Chunks that the next pass of the full cache brings."""
+
+    chunks: list[Tensor]
+    """`[num_kv_heads, count]` by layer."""
+    base: int
+    """Position behind the last chunk that there was to choose from."""
+
+
 class RetrievalCache:
     """A budget of chunks of `source` and the tail behind them. `refresh` must come before the first `attend`."""
 
-    def __init__(self, source: FullCache, rope: Rope, *, budget: int, chunk_size: int) -> None:
-        """Args: `budget` in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one)."""
+    def __init__(
+        self,
+        source: FullCache,
+        rope: Rope,
+        *,
+        budget: int,
+        chunk_size: int,
+        join: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> None:
+        """Args:
+        budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
+        join: makes one of the scores that ranks with the same KV head give its chunks, all layers at a time.
+        """
         self.source = source
+        source.on_piece = None
+        self._join = join
+        self._coming: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
         self._rope = rope
@@ -41,11 +68,13 @@ class RetrievalCache:
     def length(self) -> int:
         return self._filled[-1]
 
+    def prepare(self, n: int) -> None:
+        self._make_room(self._kept + self.length - self._base + n)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         q = self._rope.rotate(q, start)
         slot = self._kept + start - self._base
-        self._make_room(slot + n)
         keys, values = self._buffers[layer]
         keys[:, slot : slot + n] = self._rope.rotate(k, start)
         values[:, slot : slot + n] = v
@@ -63,19 +92,27 @@ class RetrievalCache:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Chooses the chunks anew by what `source` looked at last, and takes the tail behind them from it."""
+        """Chooses the chunks anew by what `source` looked at last, and takes the tail behind them from it.
+
+        Where chunks are at hand they are there at once, and so they are the first time. Else the next pass of `source`
+        brings them: a block that passes leaves its chosen chunks here, so nothing crosses the link for them.
+        """
         length = self.source.length
-        num_chunks = length // self.chunk_size
-        self._kept = min(self.max_chunks, num_chunks) * self.chunk_size
-        self._base = self._exact = num_chunks * self.chunk_size
+        base = length // self.chunk_size * self.chunk_size
+        chosen = self._choose(length)
+        if self._buffers and not self.source.blocks.at_hand:
+            self.adopt()
+            self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
+            self._coming = _Selection(chosen, base)
+            self.source.on_piece = self._collect
+            return
+        self._kept = chosen[0].shape[1] * self.chunk_size
+        self._base = self._exact = base
         self._make_room(self._kept + _FIRST_TAIL)
         for layer, (keys, values) in enumerate(self._buffers):
-            if num_chunks:
-                first = self._first_chunk(layer, length)
-                scores = chunk_scores(self.source.recent_mass(layer)[:, :, first:])
-                chosen = select_chunks(scores, self.max_chunks) + first
-                keys[:, : self._kept] = gather_chunks(self.source.keys(layer), chosen, self.chunk_size)
-                values[:, : self._kept] = gather_chunks(self.source.values(layer), chosen, self.chunk_size)
+            if self._kept:
+                k, v = self.source.blocks.gather(layer, chosen[layer], self.chunk_size)
+                keys[:, : self._kept], values[:, : self._kept] = k, v
         self._filled = [self._base] * len(self._filled)
         self.adopt()
 
@@ -83,13 +120,37 @@ class RetrievalCache:
     def adopt(self) -> None:
         """Puts the full cache's keys and values in place of the tail's own, up to the last token it has seen."""
         length = self.source.length
+        if self._coming:  # the pass that ended has brought it
+            self._kept = self._coming.chunks[0].shape[1] * self.chunk_size
+            self._base = self._exact = self._coming.base
+            self._coming = self.source.on_piece = None
         start, stop = self._kept + self._exact - self._base, self._kept + length - self._base
         self._make_room(stop)
         for layer, (keys, values) in enumerate(self._buffers):
             if stop > start:
-                keys[:, start:stop], values[:, start:stop] = self.source.slice(layer, self._exact, length)
+                keys[:, start:stop], values[:, start:stop] = self.source.blocks.slice(layer, self._exact, length)
         self._exact = length
         self._filled = [max(filled, length) for filled in self._filled]
+
+    def _choose(self, length: int) -> list[Tensor]:
+        """The chunks `[num_kv_heads, count]` to keep in each layer; none where there is no whole one."""
+        num_chunks = length // self.chunk_size
+        if not num_chunks:
+            return [torch.zeros(self.source.config.num_kv_heads, 0, dtype=torch.int64)] * len(self._filled)
+        scores = self._join([chunk_scores(self.source.recent_mass(layer)) for layer in range(len(self._filled))])
+        starts = [self._first_chunk(layer, length) for layer in range(len(scores))]
+        return [
+            select_chunks(of_layer[:, start:], self.max_chunks) + start
+            for of_layer, start in zip(scores, starts, strict=True)
+        ]
+
+    def _collect(self, layer: int, position: int, block: Tensor) -> None:
+        """Takes what is chosen of a block that passes. The room for it is free: nothing drafts during a pass."""
+        assert self._coming is not None
+        keys, values = self._buffers[layer]
+        chunks = self._coming.chunks[layer]
+        kept = slice(0, chunks.shape[1] * self.chunk_size)
+        copy_chunks(block, position // self.chunk_size, chunks, keys[:, kept], values[:, kept], self.chunk_size)
 
     def _first_chunk(self, layer: int, length: int) -> int:
         """The first chunk to choose from: with a sliding window the first that the token at `length` sees, but no later
@@ -106,7 +167,8 @@ class RetrievalCache:
         shape = (c.num_kv_heads, wanted, c.head_dim)
         grown = []
         for layer in range(c.num_layers):
-            pair = self.source.keys(layer).new_zeros(shape), self.source.keys(layer).new_zeros(shape)
+            keys = torch.zeros(shape, dtype=self.source.blocks.dtype, device=self.source.blocks.device)
+            pair = keys, torch.zeros_like(keys)
             if self._buffers:
                 for new, old in zip(pair, self._buffers[layer], strict=True):
                     new[:, :room] = old

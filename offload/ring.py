@@ -20,7 +20,7 @@ class Ring:
 
     def __init__(self, link: Link, buffers: Sequence[Tensor]) -> None:
         """Args: `buffers` have a block's shape; with two or more, one is filled while another is in use."""
-        self._link, self._buffers = link, list(buffers)
+        self._link, self.buffers = link, list(buffers)
         self._coming: Iterator[Tensor] = iter(())
         self._under_way: deque[tuple[Tensor, Arrival]] = deque()
 
@@ -31,7 +31,7 @@ class Ring:
         """
         self._coming = blocks
         self._under_way.clear()
-        for buffer, block in zip(self._buffers, islice(blocks, len(self._buffers)), strict=False):
+        for buffer, block in zip(self.buffers, islice(blocks, len(self.buffers)), strict=False):
             self._under_way.append((buffer, self._link.fetch(block, buffer)))
 
     def take(self, count: int) -> Iterator[Tensor]:

@@ -27,6 +27,10 @@ class Settings:
     draft_length: int | None = None
     block_length: int | None = None
     refresh: str | int = "auto"
+    resident: float | None = None
+    """GiB of the KV cache kept on each device."""
+    link_gbps: float | None = None
+    """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
 
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):
@@ -46,6 +50,9 @@ class Settings:
                 f"budget is {self.budget} tokens, less than one chunk of {self.planned_chunk_size}; "
                 "raise it or lower chunk-size"
             )
+        for name, value in (("resident", self.resident), ("link-gbps", self.link_gbps)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise UsageError(f"{name} is {value}; it must be 0 or more")
         RefreshPolicy(self.refresh)
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .link import Traffic
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -34,6 +36,8 @@ class Statistics:
     """Keys and values that the full cache's attention read while decoding."""
     kv_read_s: float = 0.0
     """Seconds it took for that."""
+    link: Traffic = field(default_factory=Traffic)
+    """What crossed the link while decoding."""
     kv_bytes: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
@@ -95,8 +99,13 @@ class Statistics:
                 "refresh": self.refresh_s,
                 "other": self.other_s,
             },
-            # The cache lives where the model runs: nothing crosses a link.
-            "link": {"bytes_streamed": 0, "busy_s": 0.0, "waited_s": 0.0, "gb_per_s": None},
+            "link": {
+                "bytes_streamed": self.link.bytes_in,
+                "bytes_written_back": self.link.bytes_out,
+                "busy_s": self.link.busy_s,
+                "waited_s": self.link.waited_s,
+                "gb_per_s": self.link.bytes_in / self.link.busy_s / 1e9 if self.link.busy_s else None,
+            },
             "kv_read": {
                 "bytes": self.kv_read_bytes,
                 "s": self.kv_read_s,

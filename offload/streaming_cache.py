@@ -48,6 +48,9 @@ class StreamingCache:
     def length(self) -> int:
         return self._filled[-1]
 
+    def prepare(self, n: int) -> None:
+        pass
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = []
         taken, n = 0, q.shape[1]

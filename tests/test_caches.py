@@ -27,7 +27,9 @@ def decoder(tmp_path_factory):
 
 
 def full_cache(decoder):
-    return FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500, chunk_size=4)
+    return FullCache.on_device(
+        decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500, chunk_size=4
+    )
 
 
 def streaming_cache(decoder):
@@ -152,7 +154,7 @@ def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):
     cache.adopt()
     for layer in range(2):
         keys, values = cache._buffers[layer]
-        want_keys, want_values = full.slice(layer, 60, 70)
+        want_keys, want_values = full.blocks.slice(layer, 60, 70)
         assert torch.equal(keys[:, 16:26], want_keys)
         assert torch.equal(values[:, 16:26], want_values)
 
@@ -220,11 +222,13 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
         assert run._full.length == len(tokens) - 1
         if event.index % 7 or run._retrieval is None or run._streaming is None:
             continue
-        fresh = FullCache(engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500)
+        fresh = FullCache.on_device(
+            engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
+        )
         append(engine.target, fresh, tokens[:-1])
         for layer in range(3):
             for got, want in zip(
-                run._full.slice(layer, 0, fresh.length), fresh.slice(layer, 0, fresh.length), strict=True
+                run._full.blocks.slice(layer, 0, fresh.length), fresh.blocks.slice(layer, 0, fresh.length), strict=True
             ):
                 assert torch.allclose(got, want, atol=1e-4)
         assert run._retrieval.length == fresh.length

@@ -111,7 +111,7 @@ def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
     tokens = torch.tensor(random_tokens(20))
 
     def logits():
-        cache = FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=32)
+        cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=32)
         return decoder.forward(tokens, cache)
 
     before = logits()

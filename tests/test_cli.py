@@ -92,7 +92,6 @@ def test_two_prompts_are_refused(refuse, tmp_path):
         ("--refresh", "sometimes", ("'sometimes'", "auto, round, never")),
         ("--refresh", "0", ("refresh is 0", "number of rounds from 1")),
         ("--resident", "-1", ("'-1'", "auto or a number of GiB")),
-        ("--resident", "8", ("8.0", "whole KV cache")),
     ],
 )
 def test_impossible_value_names_option_value_and_what_is_possible(refuse, option, value, words):

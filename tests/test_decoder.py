@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 def load(directory):
     decoder = Decoder.load(directory, dtype=torch.float32, device=CPU)
-    cache = FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=600)
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=600)
     return decoder, cache
 
 

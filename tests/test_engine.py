@@ -83,15 +83,15 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     greedy = Sampling(temperature=0.0)
     short, long = random_tokens(90), random_tokens(1500)
     engine.generate(short, greedy, 10)
-    small = engine._full
+    small = engine._kept._cache
     grown = engine.generate(long, greedy, 10)
-    assert engine._full is not None and engine._full is not small
+    assert engine._kept._cache is not None and engine._kept._cache is not small
     assert grown.stats["reused_tokens"] == 90
-    assert engine._full.block_size == block_size_for(1510, 8)
+    assert engine._kept._cache.blocks.block_size == block_size_for(1510, 8)
     fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)
     assert grown.token_ids == fresh.token_ids
     engine.generate(random_tokens(50, seed=5), greedy, 10)
-    assert engine._full.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
+    assert engine._kept._cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
 
 
 @pytest.mark.parametrize(

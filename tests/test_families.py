@@ -61,7 +61,7 @@ def ours(directory: Path, tokens: list[int], parts: int | None = None) -> torch.
     """All logits of our decoder."""
     decoder = Decoder.load(directory, dtype=torch.float32, device=CPU)
     decoder.rope.begin(len(tokens))
-    cache = FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=len(tokens))
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=len(tokens))
     pieces = torch.tensor(tokens).split(parts or len(tokens))
     return torch.cat([decoder.forward(piece, cache, num_logits=len(piece)) for piece in pieces])
 
@@ -181,7 +181,9 @@ def test_a_retrieval_cache_that_holds_the_window_equals_the_full_cache(tmp_path)
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
     probe = torch.tensor([1, 2, 3])
     for budget, equal in ((64, True), (24, False)):
-        full = FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=400, chunk_size=4)
+        full = FullCache.on_device(
+            decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=400, chunk_size=4
+        )
         decoder.forward(torch.tensor(random_tokens(303)), full)
         cache = RetrievalCache(full, decoder.rope, budget=budget, chunk_size=4)
         cache.refresh()
@@ -193,11 +195,11 @@ def test_a_retrieval_cache_that_holds_the_window_equals_the_full_cache(tmp_path)
 def test_a_window_is_read_where_it_reaches_only(tmp_path):
     save_family(tmp_path, "mistral-window")
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
-    cache = FullCache(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=640)
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=640)
     decoder.forward(torch.tensor(random_tokens(600)), cache)
     cache.bytes_read = 0
     decoder.forward(torch.tensor([1]), cache)
-    assert cache.bytes_read < (50 + 2 * cache.block_size) * cache.token_bytes < 600 * cache.token_bytes
+    assert cache.bytes_read < (50 + 2 * cache.blocks.block_size) * cache.token_bytes < 600 * cache.token_bytes
 
 
 LEGACY = {

@@ -34,6 +34,10 @@ class Cache(Protocol):
         """Tokens in the cache; the next token stands at this position."""
         ...
 
+    def prepare(self, n: int) -> None:
+        """Says that `n` tokens come next, before the first layer attends to them."""
+        ...
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends `n` tokens to a layer and attends to them and all before, causally.
 
@@ -82,6 +86,7 @@ class Decoder:
         self.config = config
         self.part = split.config(config)
         """The heads and the MLP width that this rank holds."""
+        self._kv_heads = split.kv_heads
         self.ranks = ranks
         self.device = device
         self.rope = Rope(config.head_dim, config.rope, device)
@@ -131,6 +136,7 @@ class Decoder:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
         """
         start = cache.length
+        cache.prepare(token_ids.shape[0])
         hidden = self._embedding[token_ids]  # [n, hidden]
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
@@ -139,6 +145,16 @@ class Decoder:
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
         return self._logits(self._rms_norm(hidden[-num_logits:], self._norm))
+
+    def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
+        """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
+        whole = self.config.num_kv_heads
+        if self.ranks.size <= whole:
+            return values
+        joined = values[0].new_zeros(len(values), whole, values[0].shape[1])
+        joined[:, self._kv_heads] = torch.stack(values)
+        self.ranks.sum(joined, "all_reduce_scores").mul_(whole / self.ranks.size)
+        return list(joined[:, self._kv_heads])
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         config = self.part

@@ -53,10 +53,10 @@ class Ranks:
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
         return cls(place.rank, place.size, place.local_size)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in place."""
+    def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
+        """The sum of every rank's `x`, in place; counted as `kind`."""
         if self.size > 1:
-            self._call("all_reduce", lambda: dist.all_reduce(x))
+            self._call(kind, lambda: dist.all_reduce(x))
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:

@@ -209,7 +209,8 @@ def generate(
         str,
         typer.Option(
             metavar="auto|GIB",
-            help="GiB of the cache kept on each GPU; not in this version, which keeps all of it there.",
+            help="GiB of the cache kept on each GPU, the rest streams from host memory; auto is what fits. "
+            "On a CPU all of it is kept; a number makes the rest flow through a thread, for trying.",
             autocompletion=complete_auto,
             rich_help_panel=_SPECULATION,
         ),

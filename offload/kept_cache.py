@@ -1,0 +1,108 @@
+"""The full cache that an engine keeps between runs, so that a follow-up question finds its book there already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..tp.decoder import Decoder
+from .full_cache import FullCache
+from .link import Link, ThreadLink
+from .memory import MemoryPlan, check_memory, plan_memory
+from .placement import Placement, make_blocks, plan_placement, resident_bytes
+from .settings import Settings
+
+
+class KeptCache:
+    """At most one full cache and the tokens whose keys and values are in it."""
+
+    def __init__(self, decoder: Decoder, settings: Settings) -> None:
+        self._decoder, self._settings = decoder, settings
+        self._cache: FullCache | None = None
+        self._link: Link | None = None
+        self.context: list[int] = []
+        """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
+
+    def take(self, prompt: list[int], capacity: int) -> FullCache:
+        """A full cache with room for `capacity` tokens that holds what it shares with `prompt` already.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        old, shared = self._cache, self._shared_tokens(prompt)
+        placement = self._placement(capacity, old)
+        if old and old.capacity >= capacity and (shared or old.blocks.block_size == placement.block_size):
+            old.rollback(shared)
+            return old
+        if old is None or old.capacity < capacity:
+            check_memory(self._plan(capacity), capacity, self._decoder.device, self._decoder.ranks)
+        decoder, chunk_size = self._decoder, self._settings.planned_chunk_size
+        blocks = make_blocks(
+            decoder.part,
+            placement,
+            self._link_for(placement),
+            dtype=decoder.dtype,
+            device=decoder.device,
+            capacity=capacity,
+            chunk_size=chunk_size,
+        )
+        self._cache = FullCache(
+            decoder.part, decoder.rope, blocks, chunk_size=chunk_size, keeps_mass=self._settings.tiers > 1
+        )
+        if old:
+            self._cache.take(old, shared)
+        return self._cache
+
+    def _shared_tokens(self, prompt: list[int]) -> int:
+        """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
+        known = self.context[: self._cache.length] if self._cache else []
+        pairs = zip(known, prompt[:-1], strict=False)
+        return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))
+
+    def _placement(self, capacity: int, old: FullCache | None) -> Placement:
+        decoder, settings = self._decoder, self._settings
+
+        def place(resident: float | None) -> Placement:
+            return plan_placement(
+                decoder.part,
+                dtype=decoder.dtype,
+                capacity=capacity,
+                chunk_size=settings.planned_chunk_size,
+                resident_bytes=resident,
+            )
+
+        if settings.resident is not None:
+            return place(settings.resident * 2**30)
+        if decoder.device.type == "cpu":
+            return place(None)
+        free, total = torch.cuda.mem_get_info(decoder.device)
+        free += old.blocks.device_bytes if old else 0
+        part = decoder.part
+        token_bytes = part.kv_bytes_per_token(decoder.dtype)
+        return place(resident_bytes(free, total, self._plan(capacity), place(0.0), token_bytes, part.num_layers))
+
+    def _plan(self, capacity: int) -> MemoryPlan:
+        """What a run over `capacity` tokens takes beside the weights, which are loaded."""
+        settings = self._settings
+        plan = plan_memory(
+            self._decoder.config,
+            None,
+            dtype=self._decoder.dtype,
+            context=capacity,
+            budget=settings.budget_for(capacity),
+            chunk_size=settings.planned_chunk_size,
+            ranks=self._decoder.ranks,
+        )
+        return replace(plan, weights=0, runtime=0)
+
+    def _link_for(self, placement: Placement) -> Link | None:
+        if placement.streams and self._link is None:
+            if self._decoder.device.type == "cuda":
+                from .cuda_link import CudaLink
+
+                self._link = CudaLink(self._decoder.device)
+            else:
+                speed = self._settings.link_gbps
+                self._link = ThreadLink(speed * 1e9 if speed else None)
+        return self._link
