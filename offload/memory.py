@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import torch
@@ -110,8 +111,12 @@ def available_bytes(device: torch.device) -> int:
 
 def host_peak_bytes() -> int:
     """The largest resident set of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:  # Linux; what getrusage says there includes the process that started this one
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_peak_bytes(device: torch.device) -> int:

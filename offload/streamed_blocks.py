@@ -86,16 +86,31 @@ class StreamedBlocks:
     def take(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
             return False
-        if (other.block_size, other.num_resident) != (self.block_size, self.num_resident):
-            return False
         other.rollback(length)
         other._link.settle()
-        away = max(0, other._base // self.block_size - self.num_resident)
-        for layer, host in enumerate(self._host):
-            host[:away] = other._host[layer][:away]
-            other._host[layer] = host[:0]
-        self._resident, self._open, self._base = other._resident, other._open, other._base
+        whole = length // self.block_size
+        resident = min(whole, self.num_resident)
+        for layer, stretch in enumerate(self._open):
+            k, v = other._on_host(layer, length)
+            blocks = k.new_zeros(whole + 1, *self._block)
+            write_tokens(blocks, 0, k, v, clean=whole + 1)
+            self._resident[layer][:resident] = blocks[:resident]
+            self._host[layer][: whole - resident] = blocks[resident:whole]
+            stretch[:, :, : self.block_size] = blocks[whole]
+            other._resident[layer] = other._host[layer] = blocks[:0]
+        self._base = whole * self.block_size
         return True
+
+    def _on_host(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's first `length` tokens, which reach into its open stretch, in host memory."""
+        whole = self._base // self.block_size
+        resident = min(whole, self.num_resident)
+        blocks = torch.cat((self._resident[layer][:resident].cpu(), self._host[layer][: whole - resident]))
+        rest = self._open[layer][:, :, : length - self._base].cpu()
+        if not whole:
+            return rest[0], rest[1]
+        k, v = read_tokens(blocks, 0, self._base)
+        return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
 
     def traffic(self) -> Traffic:
         return self._link.traffic()
