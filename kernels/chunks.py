@@ -64,13 +64,12 @@ def chunk_scores(mass: Tensor) -> Tensor:
     looks one token further at each step, so what follows the place it looks at is what it will look at next.
 
     Args:
-        mass: `[num_kv_heads, n, num_chunks]`, of recent rows.
+        mass: `[num_kv_heads, num_chunks]`, the mean of recent rows.
 
     Returns:
-        `[num_kv_heads, num_chunks]` float32: the larger of a chunk's and its predecessor's mean over the rows.
+        `[num_kv_heads, num_chunks]`: the larger of a chunk's and its predecessor's.
     """
-    scores = mass.mean(dim=1, dtype=torch.float32)
-    return torch.maximum(scores, F.pad(scores[:, :-1], (1, 0)))
+    return torch.maximum(mass, F.pad(mass[:, :-1], (1, 0)))
 
 
 def select_chunks(scores: Tensor, count: int) -> Tensor:

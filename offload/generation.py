@@ -11,7 +11,7 @@ import torch
 
 from ..tp.errors import TriforceError
 from .full_cache import FullCache
-from .memory import device_peak_bytes, host_peak_bytes
+from .memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from .refresh import RefreshPolicy
 from .retrieval_cache import RetrievalCache
 from .sampling import distribution, draw
@@ -82,7 +82,8 @@ class Generation(Iterator[Round]):
 
     @torch.inference_mode()
     def __next__(self) -> Round:
-        return next(self._rounds)
+        with shortage_explained(self._top.decoder.device):
+            return next(self._rounds)
 
     def close(self) -> None:
         """Ends the run where it is; iteration stops, statistics stay."""
@@ -205,8 +206,10 @@ class Generation(Iterator[Round]):
             draft_s=draft.seconds,
             retrieval_proposed=verify.proposed,
             retrieval_accepted=verify.accepted,
+            retrieval_tested=verify.tested,
             draft_proposed=retrieval.proposed,
             draft_accepted=retrieval.accepted,
+            draft_tested=retrieval.tested,
             kv_read_bytes=self._full.bytes_read,
             kv_read_s=self._full.read_s,
             link=self._full.blocks.traffic().since(self._crossed),

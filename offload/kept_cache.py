@@ -9,7 +9,7 @@ import torch
 from ..tp.decoder import Decoder
 from .full_cache import FullCache
 from .link import Link, ThreadLink
-from .memory import MemoryPlan, check_memory, plan_memory
+from .memory import MemoryPlan, check_memory, plan_memory, shortage_explained
 from .placement import Placement, make_blocks, plan_placement, resident_bytes
 from .settings import Settings
 
@@ -38,15 +38,16 @@ class KeptCache:
         if old is None or old.capacity < capacity:
             check_memory(self._plan(capacity), capacity, self._decoder.device, self._decoder.ranks)
         decoder, chunk_size = self._decoder, self._settings.planned_chunk_size
-        blocks = make_blocks(
-            decoder.part,
-            placement,
-            self._link_for(placement),
-            dtype=decoder.dtype,
-            device=decoder.device,
-            capacity=capacity,
-            chunk_size=chunk_size,
-        )
+        with shortage_explained(decoder.device):
+            blocks = make_blocks(
+                decoder.part,
+                placement,
+                self._link_for(placement),
+                dtype=decoder.dtype,
+                device=decoder.device,
+                capacity=capacity,
+                chunk_size=chunk_size,
+            )
         self._cache = FullCache(
             decoder.part, decoder.rope, blocks, chunk_size=chunk_size, keeps_mass=self._settings.tiers > 1
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,6 +102,31 @@ def _check(plan: MemoryPlan, context: int, available: int, where: str, ranks: Ra
             else "free memory or choose a smaller model"
         )
     )
+
+
+@contextmanager
+def shortage_explained(device: torch.device) -> Iterator[None]:
+    """Turns PyTorch's failure to allocate, within, into an error that says what is taken and what helps.
+
+    Raises:
+        CapacityError: memory ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            raise CapacityError(
+                f"GPU memory ran out: {gib(total - free)} of {gib(total)} are taken, "
+                f"{gib(device_peak_bytes(device))} at most by this run; keep less of the KV cache there (--resident), "
+                "lower --budget, shorten the prompt (--truncate), or free memory"
+            ) from error
+        raise CapacityError(
+            f"memory ran out: this process takes {gib(host_peak_bytes())} and {gib(available_bytes(device))} are "
+            "available in all; shorten the prompt (--truncate), lower --budget, or free memory"
+        ) from error
 
 
 def available_bytes(device: torch.device) -> int:

@@ -46,7 +46,7 @@ class RetrievalCache:
     ) -> None:
         """Args:
         budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
-        join: makes one of the scores that ranks with the same KV head give its chunks, all layers at a time.
+        join: makes one of the masses that ranks with the same KV head give its chunks, all layers at a time.
         """
         self.source = source
         source.on_piece = None
@@ -137,8 +137,10 @@ class RetrievalCache:
         num_chunks = length // self.chunk_size
         if not num_chunks:
             return [torch.zeros(self.source.config.num_kv_heads, 0, dtype=torch.int64)] * len(self._filled)
-        scores = self._join([chunk_scores(self.source.recent_mass(layer)) for layer in range(len(self._filled))])
-        starts = [self._first_chunk(layer, length) for layer in range(len(scores))]
+        layers = range(len(self._filled))
+        masses = self._join([self.source.recent_mass(layer).mean(dim=1, dtype=torch.float32) for layer in layers])
+        scores = [chunk_scores(mass) for mass in masses]
+        starts = [self._first_chunk(layer, length) for layer in layers]
         return [
             select_chunks(of_layer[:, start:], self.max_chunks) + start
             for of_layer, start in zip(scores, starts, strict=True)

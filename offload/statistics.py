@@ -30,8 +30,11 @@ class Statistics:
     refresh_s: float = 0.0
     draft_proposed: int = 0
     draft_accepted: int = 0
+    draft_tested: int = 0
+    """Those accepted, and those at which a pass stopped accepting."""
     retrieval_proposed: int = 0
     retrieval_accepted: int = 0
+    retrieval_tested: int = 0
     kv_read_bytes: int = 0
     """Keys and values that the full cache's attention read while decoding."""
     kv_read_s: float = 0.0
@@ -90,6 +93,8 @@ class Statistics:
             "acceptance": {
                 "draft": ratio(self.draft_accepted, self.draft_proposed),
                 "retrieval": ratio(self.retrieval_accepted, self.retrieval_proposed),
+                "draft_per_token": ratio(self.draft_accepted, self.draft_tested),
+                "retrieval_per_token": ratio(self.retrieval_accepted, self.retrieval_tested),
                 "tokens_per_round": self.tokens_per_round,
             },
             "time_s": {

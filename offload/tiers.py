@@ -34,6 +34,8 @@ class Counts:
     """Tokens its drafter offered."""
     accepted: int = 0
     """Those of them that stood."""
+    tested: int = 0
+    """Those that stood, and the first of a pass that did not: nothing after it was tested."""
 
 
 @dataclass
@@ -96,6 +98,7 @@ class Tier:
         self.counts.passes += 1
         self.counts.proposed += len(drafted)
         self.counts.accepted += accepted
+        self.counts.tested += min(accepted + 1, len(drafted))
         if draws.measured:
             self.cost.observe(len(pending), seconds)
         if drafted:

@@ -129,7 +129,7 @@ def test_asking_for_mass_changes_nothing_else():
 
 
 def test_a_chunk_is_worth_what_it_or_the_one_before_it_got():
-    mass = torch.tensor([[[0.5, 0.1, 0.0, 0.2], [0.1, 0.1, 0.0, 0.6]]])
+    mass = torch.tensor([[0.3, 0.1, 0.0, 0.4]])
     assert torch.allclose(chunk_scores(mass), torch.tensor([[0.3, 0.3, 0.1, 0.4]]))
 
 

@@ -11,7 +11,7 @@ import torch
 from tiny import save_llama
 from triforce.offload import Engine
 from triforce.offload.full_cache import LARGEST_BLOCK, block_size_for
-from triforce.offload.memory import MemoryPlan, check_memory, gib, plan_memory
+from triforce.offload.memory import MemoryPlan, check_memory, gib, plan_memory, shortage_explained
 from triforce.tp.config import ModelConfig
 from triforce.tp.errors import CapacityError
 
@@ -27,6 +27,13 @@ tokens = [i % 90 for i in range(int(sys.argv[2]))]
 engine.generate(tokens, Sampling(temperature=0.0), 20)
 print(json.dumps([before, host_peak_bytes()]))
 """
+
+
+def test_memory_that_runs_out_is_explained():
+    with pytest.raises(CapacityError, match="--truncate"), shortage_explained(CPU):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="shapes"), shortage_explained(CPU):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize("context", [8000, 8300])

@@ -217,13 +217,13 @@ def failing(self, layer, *qkv):
     return attend(self, layer, *qkv)
 module.FullCache.attend = failing
 """,
-    "memory": """
-import resource, triforce.offload.full_cache as module
-allocate = module.FullCache._allocate
-def starving(self, num_blocks):
+    "memory ran out": """
+import resource, triforce.offload.device_blocks as module
+begin = module.DeviceBlocks.__init__
+def starving(self, *shapes, **rest):
     resource.setrlimit(resource.RLIMIT_AS, (1, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    return allocate(self, num_blocks)
-module.FullCache._allocate = starving
+    begin(self, *shapes, **rest)
+module.DeviceBlocks.__init__ = starving
 """,
 }
 

@@ -153,7 +153,7 @@ class Decoder:
             return values
         joined = values[0].new_zeros(len(values), whole, values[0].shape[1])
         joined[:, self._kv_heads] = torch.stack(values)
-        self.ranks.sum(joined, "all_reduce_scores").mul_(whole / self.ranks.size)
+        self.ranks.sum(joined, "all_reduce_chunks").mul_(whole / self.ranks.size)
         return list(joined[:, self._kv_heads])
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
