@@ -102,6 +102,11 @@ def copy_chunks(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor,
         chunks: `[num_kv_heads, count]` chunk indices.
         k, v: `[num_kv_heads, count * chunk_size, head_dim]`, written in part.
     """
+    if "triton" in usable_packages(block.device):
+        from .triton_chunks import copy_chunks_triton
+
+        copy_chunks_triton(block, first, chunks, k, v, chunk_size)
+        return
     inside = (chunks >= first) & (chunks < first + block.shape[2] // chunk_size)
     heads, places = inside.nonzero(as_tuple=True)
     picked = chunks[heads, places] - first

@@ -91,6 +91,30 @@ def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Te
     return out
 
 
+def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
+    """`chunks.copy_chunks`, one program a chunk and part, so that the host need not know which lie in the block."""
+    num_kv_heads, count = chunks.shape
+    _, _, m, head_dim = block.shape
+    assert k.stride() == v.stride() and k.stride(-1) == block.stride(-1) == 1
+    with torch.cuda.device_of(block):
+        _copy_kernel[count, num_kv_heads, 2](
+            block,
+            chunks.contiguous(),
+            k,
+            v,
+            count,
+            first,
+            m // chunk_size,
+            *block.stride()[:3],
+            *k.stride()[:2],
+            CHUNK=chunk_size,
+            HEAD_DIM=head_dim,
+            TILE_CHUNK=power_of_two(chunk_size),
+            TILE_DIM=power_of_two(head_dim),
+            num_warps=2,  # pyright: ignore[reportCallIssue]
+        )
+
+
 @triton.jit(do_not_specialize=["diagonal", "window", "n", "m"])
 def _mass_kernel(
     q,
@@ -167,3 +191,38 @@ def _gather_kernel(
     tile = tl.load(first + rows[:, None] + dims[None, :], mask=inside)
     place_out = out + (kv_head * count + place) * (CHUNK * HEAD_DIM)
     tl.store(place_out + tokens[:, None] * HEAD_DIM + dims[None, :], tile, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "first", "chunks_per_block"])
+def _copy_kernel(
+    block,  # [2, num_kv_heads, chunks_per_block * CHUNK, HEAD_DIM]
+    indices,  # [num_kv_heads, count]
+    k,  # [num_kv_heads, count * CHUNK, HEAD_DIM]
+    v,
+    count,
+    first,
+    chunks_per_block,
+    part_stride,
+    head_stride,
+    token_stride,
+    out_head_stride,
+    out_token_stride,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_CHUNK: tl.constexpr,
+    TILE_DIM: tl.constexpr,
+):
+    place, kv_head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    chunk = tl.load(indices + kv_head * count + place).to(tl.int64) - first
+    here = (chunk >= 0) & (chunk < chunks_per_block)
+    tokens, dims = tl.arange(0, TILE_CHUNK), tl.arange(0, TILE_DIM)
+    inside = (tokens < CHUNK)[:, None] & (dims < HEAD_DIM)[None, :] & here
+    source = block + part * part_stride + kv_head * head_stride
+    rows = (chunk * CHUNK + tokens) * token_stride
+    tile = tl.load(source + rows[:, None] + dims[None, :], mask=inside)
+    place_rows = (place * CHUNK + tokens) * out_token_stride
+    target = kv_head * out_head_stride + place_rows[:, None] + dims[None, :]
+    if part == 0:
+        tl.store(k + target, tile, mask=inside)
+    else:
+        tl.store(v + target, tile, mask=inside)

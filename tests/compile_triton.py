@@ -56,6 +56,8 @@ def main(capability):
     pointers = {"blocks": "*bf16", "indices": "*i64", "out": "*bf16"}
     constants = {"CHUNK": 12, "HEAD_DIM": 80, "TILE_CHUNK": 16, "TILE_DIM": 128}
     compile_kernel(triton_chunks._gather_kernel, capability, pointers, constants, 2)
+    pointers = {"block": "*bf16", "indices": "*i64", "k": "*bf16", "v": "*bf16"}
+    compile_kernel(triton_chunks._copy_kernel, capability, pointers, constants, 2)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_kernels import oracle, random_qkv
 from triforce.kernels import attention, chunks
 from triforce.kernels.attention import FEW_ROWS, attend, choose_backend, merge_partials
-from triforce.kernels.chunks import chunk_mass, gather_chunks
+from triforce.kernels.chunks import chunk_mass, copy_chunks, gather_chunks
 from triforce.kernels.flash import flash_cuda, flash_package
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; pip install triton adds it on Linux")
@@ -27,6 +27,7 @@ from triforce.kernels import triton_chunks  # noqa: E402
 from triforce.kernels.triton_attention import attend_triton  # noqa: E402
 from triforce.kernels.triton_chunks import (  # noqa: E402
     chunk_mass_triton,
+    copy_chunks_triton,
     gather_chunks_triton,
     takes_chunks,
 )
@@ -253,6 +254,27 @@ def test_gathered_chunks_equal_the_plain_function(device, dtype, chunk_size, hea
     for part in (0, 1):  # keys and values, strided as in the full cache
         got = gather_chunks_triton(layer.to(device)[:, part], indices.to(device), chunk_size)
         assert torch.equal(got.cpu(), gather_chunks(layer[:, part], indices, chunk_size))
+
+
+@both
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("chunk_size", "head_dim", "first"), [(8, 80, 0), (4, 128, 6), (12, 32, 10)])
+def test_copied_chunks_are_those_of_the_block_in_their_places(device, dtype, chunk_size, head_dim, first):
+    g = torch.Generator().manual_seed(3)
+    block = torch.randn(2, 4, 5 * chunk_size, head_dim, generator=g).to(DTYPES[dtype][0])
+    indices = torch.rand(4, 15, generator=g).argsort(dim=1)[:, :7].sort(dim=1).values
+    room = torch.zeros(2, 4, 9 * chunk_size, head_dim, dtype=block.dtype)  # longer than the chunks, as a cache's is
+    got = room.to(device)
+    k, v = got[:, :, : 7 * chunk_size]
+    copy_chunks_triton(block.to(device), first, indices.to(device), k, v, chunk_size)
+    copy_chunks(block, first, indices, *room[:, :, : 7 * chunk_size], chunk_size)
+    assert torch.equal(got.cpu(), room)
+    for head, places in enumerate(indices.tolist()):
+        for place, chunk in enumerate(places):
+            want = torch.zeros(2, chunk_size, head_dim, dtype=block.dtype)
+            if first <= chunk < first + 5:
+                want = block[:, head].unflatten(1, (5, chunk_size))[:, chunk - first]
+            assert torch.equal(room[:, head, place * chunk_size : (place + 1) * chunk_size], want)
 
 
 @both
