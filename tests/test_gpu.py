@@ -1,0 +1,104 @@
+"""What only a GPU can show: copies beside computation, and the same tokens there as on a CPU. Kernels: `test_triton`."""
+
+import pytest
+import torch
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.full_cache import FullCache
+from triforce.offload.ring import Ring
+from triforce.offload.streamed_blocks import StreamedBlocks
+from triforce.tp.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = (2, 4, 256, 64)
+
+
+@pytest.fixture
+def link():
+    from triforce.offload.cuda_link import CudaLink
+
+    link = CudaLink(torch.device("cuda"))
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    model = save_llama(root / "target", seed=1, num_key_value_heads=2, head_dim=32)
+    prompt = random_tokens(900, seed=3)
+    return root, prompt, greedy_oracle(model, prompt, 60)
+
+
+def test_blocks_come_in_order_and_are_whole(link):
+    host = link.host_memory((40, *BLOCK), torch.float32)
+    host.copy_(torch.arange(40.0).view(-1, 1, 1, 1, 1).expand(40, *BLOCK))
+    ring = Ring(link, [torch.empty(BLOCK, device="cuda") for _ in range(3)])
+    ring.begin(iter(host))
+    sums = [block.mean() for block in ring.take(40)]  # nothing waits on the host until the end
+    assert torch.stack(sums).tolist() == list(map(float, range(40)))
+    torch.cuda.synchronize()
+    traffic = link.traffic()
+    assert traffic.bytes_in == host.numel() * 4
+    assert traffic.busy_s > 0
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_fetch_sees_what_was_stored_before(link, contiguous):
+    host = link.host_memory(BLOCK, torch.float32)
+    host.zero_()
+    target = host if contiguous else host[:, :, :100]
+    stored = torch.rand(target.shape, device="cuda")
+    link.store(stored, target)
+    buffer = torch.empty(BLOCK, device="cuda")
+    link.fetch(host, buffer).wait()
+    assert torch.equal(buffer[:, :, : target.shape[2]], stored)
+    link.settle()
+    assert torch.equal(target, stored.cpu())
+
+
+def test_host_memory_is_page_locked(link):
+    assert link.host_memory((3, 5, 7), torch.bfloat16).is_pinned()
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_greedy_tokens_equal_transformers_on_a_cpu(models, tiers, resident):
+    root, prompt, want = models
+    engine = Engine.load(
+        root / "target", root / "draft", device="cuda", dtype="float32", tiers=tiers, resident=resident, budget=64
+    )
+    result = engine.generate(prompt, Sampling(temperature=0.0), 60)
+    assert result.token_ids == want
+    assert (result.stats["link"]["bytes_streamed"] > 0) == (resident is not None)
+    assert result.stats["memory"]["device_peak_bytes"] > 0
+
+
+def test_streamed_logits_equal_those_at_hand(models, link):
+    root, prompt, _ = models
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=torch.device("cuda"))
+    given = {"dtype": torch.float32, "device": decoder.device, "capacity": 1400}
+    blocks = StreamedBlocks(decoder.part, link, **given, block_size=64, chunk_size=4, num_resident=2)
+    streamed = FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
+    at_hand = FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=4)
+    tokens = torch.tensor(prompt + prompt[:400], device="cuda")
+    for start, stop in ((0, 800), (800, 805), (805, 869), (869, 1200)):
+        got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, at_hand))
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+
+
+def test_memory_that_runs_out_is_explained(models):
+    root, prompt, _ = models
+    engine = Engine.load(root / "target", device="cuda", dtype="float32")
+    run = engine.stream(prompt, Sampling(temperature=0.0), 60)
+    next(run)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / total)
+    try:
+        torch.cuda.empty_cache()
+        with pytest.raises(Exception, match="GPU memory ran out"):
+            list(run)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
