@@ -1,4 +1,4 @@
-"""What only a GPU can show: copies beside computation, and the same tokens there as on a CPU. Kernels: `test_triton`."""
+"""What only a GPU can show: copies beside computation, and a CPU's tokens. Its kernels are in `test_triton`."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def test_memory_that_runs_out_is_explained():
     with pytest.raises(CapacityError, match="--truncate"), shortage_explained(CPU):
         torch.empty(2**60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="shapes"), shortage_explained(CPU):
-        torch.zeros(2, 3) @ torch.zeros(2, 3)
+        torch.matmul(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("context", [8000, 8300])

@@ -1,6 +1,7 @@
 """Keys and values that stream from host memory give the tokens of those that do not, at the speed of the link, once."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,14 @@ def load(models, **settings):
     return Engine.load(models[0], models[1], device="cpu", dtype="float32", **settings)
 
 
+def blocks_of(engine) -> Any:
+    """The blocks of an engine's cache, with what only tests may see."""
+    return engine._kept._cache.blocks
+
+
 def block_bytes(engine):
     """Bytes of one block of one layer."""
-    blocks = engine._kept._cache.blocks
+    blocks = blocks_of(engine)
     return blocks.block_size * engine.target.part.kv_bytes_per_token(torch.float32) // engine.target.config.num_layers
 
 
@@ -42,13 +48,13 @@ def block_bytes(engine):
 def test_streamed_tokens_equal_transformers(models, tiers, resident_blocks):
     probe = load(models, resident=0)
     probe.generate(PROMPT, Sampling(temperature=0.0), 1)
-    blocks = probe._kept._cache.blocks
+    blocks = blocks_of(probe)
     resident = resident_blocks * block_bytes(probe) * 3 / GIB
     engine = load(models, resident=resident, tiers=tiers, budget=64, refresh="round")
     result = engine.generate(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     assert result.token_ids == models[2]
-    assert isinstance(engine._kept._cache.blocks, StreamedBlocks)
-    assert engine._kept._cache.blocks.num_resident == resident_blocks < blocks.capacity // blocks.block_size
+    assert isinstance(blocks_of(engine), StreamedBlocks)
+    assert blocks_of(engine).num_resident == resident_blocks < blocks.capacity // blocks.block_size
     assert result.stats["link"]["bytes_streamed"] > 0
 
 
@@ -65,7 +71,7 @@ def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, ref
     engine = load(models, resident=0, budget=64, refresh=refresh)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
-    blocks = engine._kept._cache.blocks
+    blocks = blocks_of(engine)
     whole_blocks = len(PROMPT) // blocks.block_size
     num_rounds = 0
     for _ in run:
@@ -79,7 +85,7 @@ def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, ref
 def test_prompt_leaves_the_device_once(models):
     engine = load(models, resident=0, tiers=1)
     engine.generate(PROMPT, Sampling(temperature=0.0), 1)
-    blocks = engine._kept._cache.blocks
+    blocks = blocks_of(engine)
     blocks._link.settle()
     traffic = blocks.traffic()
     whole_blocks = len(PROMPT) // blocks.block_size
@@ -141,7 +147,7 @@ def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     save_llama(tmp_path, num_hidden_layers=4, intermediate_size=16, max_position_embeddings=40000, **shape)
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     link = ThreadLink(1e9)
-    cache = cache_of(decoder, link, block_size=2048, num_resident=0, capacity=8 * 2048)
+    cache: Any = cache_of(decoder, link, block_size=2048, num_resident=0, capacity=8 * 2048)
     cache.blocks._base = 7 * 2048  # the past is as long as that; what it holds does not matter to the link
     for host in cache.blocks._host:
         host.zero_()
@@ -149,7 +155,7 @@ def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     ring = cache.blocks._ring
     ring_bytes = sum(buffer.numel() * buffer.element_size() for buffer in ring.buffers)
     rows = torch.tensor([1, 2, 3, 4, 5])
-    seconds = []
+    seconds, streamed = [], 0
     for _ in range(3):
         before = link.traffic()
         began = time.perf_counter()
@@ -169,7 +175,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
     engine = load(models, resident=0)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
-    blocks = engine._kept._cache.blocks
+    blocks = blocks_of(engine)
     blocks._link.settle()
     blocks._host[1] = blocks._host[1][..., :-1]  # what cannot be copied to a block
     with pytest.raises(LinkError, match="KV cache"):

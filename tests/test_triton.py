@@ -267,7 +267,8 @@ def test_copied_chunks_are_those_of_the_block_in_their_places(device, dtype, chu
     got = room.to(device)
     k, v = got[:, :, : 7 * chunk_size]
     copy_chunks_triton(block.to(device), first, indices.to(device), k, v, chunk_size)
-    copy_chunks(block, first, indices, *room[:, :, : 7 * chunk_size], chunk_size)
+    k, v = room[:, :, : 7 * chunk_size]
+    copy_chunks(block, first, indices, k, v, chunk_size)
     assert torch.equal(got.cpu(), room)
     for head, places in enumerate(indices.tolist()):
         for place, chunk in enumerate(places):
