@@ -201,6 +201,24 @@ def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):
     assert "TBT" in err
 
 
+def test_run_under_nohup_outlives_its_terminal(pair):
+    """A shell that ends hangs up on the launcher; the ranks have sessions of their own."""
+    arguments = ("--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2, "--max-new-tokens", 300)
+    process = subprocess.Popen(
+        [*TRIFORCE, "generate", *map(str, arguments), "--ignore-eos", "--tiers", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"300 tokens" in err
+
+
 def test_launcher_that_is_killed_takes_its_ranks_along():
     running = Running()
     running.process.kill()

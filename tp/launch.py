@@ -60,6 +60,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(_heard()),
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
@@ -72,6 +73,12 @@ def launch(command: Sequence[str], ranks: int) -> int:
     finally:
         logging.disable(logging.NOTSET)
     return 0
+
+
+def _heard() -> list[str]:
+    """The signals that end a run: not those that this process was started to ignore (`nohup`)."""
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in ends if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
