@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import PeerError, TriforceError
+from .errors import PeerError, TriforceError, UsageError
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
 """Seconds from being told to end to ending by force: rank 0 has statistics to write, the others serve it until then."""
@@ -42,7 +42,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
         0; rank 0's own exit code, where it failed by itself and has said why; 128 and the signal that ended all.
 
     Raises:
-        TriforceError: another rank failed; the first failure, in its words.
+        TriforceError: another rank failed; the first failure, in its words (`UsageError` if that is what it was).
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -97,7 +97,8 @@ def _recorded(failure: object) -> str:
     """What a rank recorded of its error, without the class that everything here has."""
     data = getattr(failure, "error_file_data", {})
     message = data.get("message", "") if isinstance(data, dict) else ""
-    return str(message.get("message", "") if isinstance(message, dict) else message)
+    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    return text.removeprefix(f"{_Plain.__name__}: ")
 
 
 def _outcome(failures: list[Failure]) -> int:
@@ -108,7 +109,8 @@ def _outcome(failures: list[Failure]) -> int:
     if own and first.rank == 0 and first.exit_code > 0:
         return first.exit_code
     if first.exit_code > 0:
-        raise TriforceError(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
+        kind = UsageError if first.exit_code == UsageError.exit_code else TriforceError
+        raise kind(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
     name = signal.Signals(-first.exit_code).name
     out_of_memory = "; the system does so when memory runs out" if name == "SIGKILL" else ""
     raise TriforceError(f"rank {first.rank} was killed by {name}{out_of_memory}; all other ranks were ended")
