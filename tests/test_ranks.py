@@ -117,6 +117,34 @@ def test_heads_that_do_not_divide_are_refused_with_the_counts_that_work(pair):
     check_refusal(outcome, 2, "4 heads", "3 ranks", "1, 2, 4")
 
 
+def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 16)
+    check_refusal(run_command(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
+
+
+def test_interrupt_that_an_import_swallows_still_ends_the_launcher(tmp_path):
+    """Modules written in C may drop what a signal handler raises while they are imported."""
+    swallowing = """
+import importlib.abc, os, signal, sys
+class Interrupted(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch" and "RANK" not in os.environ:
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Interrupted())
+"""
+    (tmp_path / "sitecustomize.py").write_text(swallowing)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--device", "cpu", "--gpus", 2, "--prompt", "A", "--max-new-tokens", 5)
+    outcome = run_command(*arguments, PYTHONPATH=path)
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+
+
 def test_engine_refuses_ranks_that_nobody_started(pair):
     with pytest.raises(Exception, match="torchrun --nproc-per-node 2"):
         Engine.load(pair[0], gpus=2, device="cpu")

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import PeerError, TriforceError, UsageError
@@ -35,8 +35,10 @@ class Failure:
     message: str
 
 
-def launch(command: Sequence[str], ranks: int) -> int:
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
     """Runs `command` as so many ranks that share stdin, stdout and stderr, and waits for them.
+
+    Args: `ready` is called when all is imported and nothing is started.
 
     Returns:
         0; rank 0's own exit code, where it failed by itself and has said why; 128 and the signal that ended all.
@@ -48,6 +50,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    ready()
     os.environ.update(_environment(os.environ, ranks))
     logging.disable(logging.CRITICAL)  # the launcher's own words, about processes; ours are about ranks
     config = LaunchConfig(
