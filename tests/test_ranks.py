@@ -14,6 +14,7 @@ from command import TRIFORCE, check_refusal, run_command
 from spmd import ENVIRONMENT, run_jobs, torchrun
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.tp import launch
 
 PROMPT = random_tokens(150, seed=3)
 NEW_TOKENS = 40
@@ -170,6 +171,31 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
         command = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu")
         outcome = run_command(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     check_refusal(outcome, 1, f"127.0.0.1:{port}", "taken", "--master-port")
+
+
+def test_rank_that_ends_early_does_not_take_the_group_apart(pair, tmp_path):
+    """Where the interpreter exits in order, Gloo's threads now and then abort it; here its exit always aborts."""
+    abort = "import atexit, os\nif os.environ.get('RANK') == '0':\n    atexit.register(os.abort)\n"
+    (tmp_path / "sitecustomize.py").write_text(abort)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*TRIFORCE, *map(str, arguments)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+    assert done.returncode == 1
+    assert done.stderr.count(b"error:") == 1, done.stderr
+    assert b"standard output cannot be written" in done.stderr
+
+
+def test_cores_are_shared_where_the_system_tells_no_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert launch._environment({}, 4)["OMP_NUM_THREADS"] == "3"
 
 
 LONG_RUN = ("generate", "--device", "cpu", "--gpus", "2", "--prompt", "It was", "--max-new-tokens", "60000")

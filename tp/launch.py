@@ -87,13 +87,18 @@ def _heard() -> list[str]:
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
     """What ranks on one machine need to know and the user has not said."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # all cores for each would fight
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # all cores for each would fight
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         wanted["GLOO_SOCKET_IFNAME"] = loopback  # a host's own name need not resolve
     return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _cores() -> int:
+    """Cores that this process may use; where the system does not say (macOS), those there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _recorded(failure: object) -> str:
@@ -129,6 +134,13 @@ def record(error: BaseException) -> bool:
         error = _Plain(error)
     ErrorHandler().record_exception(error)
     return True
+
+
+def still_joined() -> bool:
+    """Whether this process is in a group of ranks that it has not left; PyTorch is not imported to find out."""
+    distributed = sys.modules.get("torch.distributed")
+    is_initialized = getattr(distributed, "is_initialized", None)  # not there yet while it is imported
+    return is_initialized is not None and is_initialized()
 
 
 class _Plain(Exception):
