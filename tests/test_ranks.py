@@ -14,6 +14,7 @@ from command import TRIFORCE, check_refusal, run_command
 from spmd import ENVIRONMENT, run_jobs, torchrun
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.tp import launch
 
 PROMPT = random_tokens(150, seed=3)
 NEW_TOKENS = 40
@@ -117,6 +118,34 @@ def test_heads_that_do_not_divide_are_refused_with_the_counts_that_work(pair):
     check_refusal(outcome, 2, "4 heads", "3 ranks", "1, 2, 4")
 
 
+def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 16)
+    check_refusal(run_command(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
+
+
+def test_interrupt_that_an_import_swallows_still_ends_the_launcher(tmp_path):
+    """Modules written in C may drop what a signal handler raises while they are imported."""
+    swallowing = """
+import importlib.abc, os, signal, sys
+class Interrupted(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch" and "RANK" not in os.environ:
+            sys.meta_path.remove(self)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Interrupted())
+"""
+    (tmp_path / "sitecustomize.py").write_text(swallowing)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--device", "cpu", "--gpus", 2, "--prompt", "A", "--max-new-tokens", 5)
+    outcome = run_command(*arguments, PYTHONPATH=path)
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+
+
 def test_engine_refuses_ranks_that_nobody_started(pair):
     with pytest.raises(Exception, match="torchrun --nproc-per-node 2"):
         Engine.load(pair[0], gpus=2, device="cpu")
@@ -142,6 +171,31 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
         command = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu")
         outcome = run_command(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     check_refusal(outcome, 1, f"127.0.0.1:{port}", "taken", "--master-port")
+
+
+def test_rank_that_ends_early_does_not_take_the_group_apart(pair, tmp_path):
+    """Where the interpreter exits in order, Gloo's threads now and then abort it; here its exit always aborts."""
+    abort = "import atexit, os\nif os.environ.get('RANK') == '0':\n    atexit.register(os.abort)\n"
+    (tmp_path / "sitecustomize.py").write_text(abort)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*TRIFORCE, *map(str, arguments)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+    assert done.returncode == 1
+    assert done.stderr.count(b"error:") == 1, done.stderr
+    assert b"standard output cannot be written" in done.stderr
+
+
+def test_cores_are_shared_where_the_system_tells_no_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert launch._environment({}, 4)["OMP_NUM_THREADS"] == "3"
 
 
 LONG_RUN = ("generate", "--device", "cpu", "--gpus", "2", "--prompt", "It was", "--max-new-tokens", "60000")
@@ -201,6 +255,24 @@ def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):
     assert "TBT" in err
 
 
+def test_run_under_nohup_outlives_its_terminal(pair):
+    """A shell that ends hangs up on the launcher; the ranks have sessions of their own."""
+    arguments = ("--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2, "--max-new-tokens", 300)
+    process = subprocess.Popen(
+        [*TRIFORCE, "generate", *map(str, arguments), "--ignore-eos", "--tiers", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"300 tokens" in err
+
+
 def test_launcher_that_is_killed_takes_its_ranks_along():
     running = Running()
     running.process.kill()
@@ -239,6 +311,15 @@ def test_rank_that_fails_ends_the_run_with_its_error(fault, tmp_path):
     assert "error: rank 1:" in outcome.err
     assert fault in outcome.err
     assert time.monotonic() - began < 60
+
+
+def test_request_refused_by_another_rank_first_is_still_a_usage_error(tmp_path):
+    """All ranks check the request, and rank 0 may be busy with the prompt when another has refused it."""
+    delay = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(15)\n"
+    (tmp_path / "sitecustomize.py").write_text(delay)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    outcome = run_command(*LONG_RUN, "--refresh", "bogus", PYTHONPATH=path)
+    check_refusal(outcome, 2, "rank 1: refresh is 'bogus'")
 
 
 def test_no_rank_outlives_a_group_that_a_lone_member_waits_for():

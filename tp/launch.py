@@ -14,10 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import PeerError, TriforceError
+from .errors import PeerError, TriforceError, UsageError
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
 """Seconds from being told to end to ending by force: rank 0 has statistics to write, the others serve it until then."""
@@ -35,19 +35,22 @@ class Failure:
     message: str
 
 
-def launch(command: Sequence[str], ranks: int) -> int:
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
     """Runs `command` as so many ranks that share stdin, stdout and stderr, and waits for them.
+
+    Args: `ready` is called when all is imported and nothing is started.
 
     Returns:
         0; rank 0's own exit code, where it failed by itself and has said why; 128 and the signal that ended all.
 
     Raises:
-        TriforceError: another rank failed; the first failure, in its words.
+        TriforceError: another rank failed; the first failure, in its words (`UsageError` if that is what it was).
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    ready()
     os.environ.update(_environment(os.environ, ranks))
     logging.disable(logging.CRITICAL)  # the launcher's own words, about processes; ours are about ranks
     config = LaunchConfig(
@@ -60,6 +63,7 @@ def launch(command: Sequence[str], ranks: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle=",".join(_heard()),
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
@@ -74,10 +78,16 @@ def launch(command: Sequence[str], ranks: int) -> int:
     return 0
 
 
+def _heard() -> list[str]:
+    """The signals that end a run: not those that this process was started to ignore (`nohup`)."""
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in ends if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
     """What ranks on one machine need to know and the user has not said."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks)),  # all cores for each would fight
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # all cores for each would fight
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -86,11 +96,17 @@ def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in given}
 
 
+def _cores() -> int:
+    """Cores that this process may use; where the system does not say (macOS), those there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _recorded(failure: object) -> str:
     """What a rank recorded of its error, without the class that everything here has."""
     data = getattr(failure, "error_file_data", {})
     message = data.get("message", "") if isinstance(data, dict) else ""
-    return str(message.get("message", "") if isinstance(message, dict) else message)
+    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    return text.removeprefix(f"{_Plain.__name__}: ")
 
 
 def _outcome(failures: list[Failure]) -> int:
@@ -101,7 +117,8 @@ def _outcome(failures: list[Failure]) -> int:
     if own and first.rank == 0 and first.exit_code > 0:
         return first.exit_code
     if first.exit_code > 0:
-        raise TriforceError(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
+        kind = UsageError if first.exit_code == UsageError.exit_code else TriforceError
+        raise kind(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
     name = signal.Signals(-first.exit_code).name
     out_of_memory = "; the system does so when memory runs out" if name == "SIGKILL" else ""
     raise TriforceError(f"rank {first.rank} was killed by {name}{out_of_memory}; all other ranks were ended")
@@ -117,6 +134,13 @@ def record(error: BaseException) -> bool:
         error = _Plain(error)
     ErrorHandler().record_exception(error)
     return True
+
+
+def still_joined() -> bool:
+    """Whether this process is in a group of ranks that it has not left; PyTorch is not imported to find out."""
+    distributed = sys.modules.get("torch.distributed")
+    is_initialized = getattr(distributed, "is_initialized", None)  # not there yet while it is imported
+    return is_initialized is not None and is_initialized()
 
 
 class _Plain(Exception):

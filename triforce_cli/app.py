@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..tp.errors import PeerError, TriforceError
-from ..tp.launch import record
+from ..tp.launch import record, still_joined
 from ..tp.place import Place
 from .stopping import Signals, Stop
 from .streams import abandon, tell
@@ -40,6 +40,10 @@ def main() -> None:
         abandon(sys.stdout)
         abandon(sys.stderr)
         code = stop.exit_code
+    if still_joined():
+        # The interpreter would take the group apart while other ranks are in it, and now and then abort over it.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -274,9 +274,14 @@ def generate(
     wanted_draft = draft if request.tiers == 3 else "none"
     place = Place.from_environment()
     if place is None and request.gpus > 1:
-        find_pair(model, wanted_draft, tell)  # one download for all ranks
+        target, _ = find_pair(model, wanted_draft, tell)  # one download for all ranks
+        call.signals.hold()  # importing PyTorch may swallow what a signal raises
+        from ..tp.config import ModelConfig
+        from ..tp.split import check_split
+
+        check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
         command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
-        raise typer.Exit(launch(command, request.gpus))
+        raise typer.Exit(launch(command, request.gpus, ready=call.signals.allow))
     if place and place.size > 1:
         Guard(GRACE_S if place.rank else RANK_0_GRACE_S)
     if place and place.rank:
