@@ -37,6 +37,7 @@ def report_choices(
         context=capacity,
         budget=budget,
         chunk_size=settings.planned_chunk_size,
+        ranks=target.ranks,
     )
     tiers = [f"target on all {capacity:,} tokens"]
     if budget:
@@ -46,12 +47,14 @@ def report_choices(
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
     available = available_bytes(target.device)
     dtype = str(target.dtype).removeprefix("torch.")
+    ranks = target.ranks.size
+    where = f"{ranks} ranks, each on {device_name(target.device)}" if ranks > 1 else device_name(target.device)
     million = target.config.num_parameters / 1e6
     rows = {
-        "model": f"{model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}",
+        "model": f"{model}, {million:,.1f} M parameters, {dtype} on {where}",
         "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
         "tiers": " → ".join(tiers),
-        "memory": f"KV cache {gib(plan.kv)} planned, {gib(available)} available",
+        "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
     }
     _print_rows(console, rows)
 
@@ -109,6 +112,10 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
         if read["gb_per_s"] is not None:
             rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB at {read['gb_per_s']:.1f} GB/s"
+        link = stats["link"]
+        if link["bytes_streamed"]:
+            speed = f" at {link['gb_per_s']:.1f} GB/s" if link["gb_per_s"] is not None else ""
+            rows["link"] = f"{link['bytes_streamed'] / 1e9:.2f} GB{speed}; computation waited {link['waited_s']:.2f} s"
     device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
     if stats["new_tokens"]:
         rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
