@@ -71,6 +71,10 @@ class Blocks(Protocol):
         """Says that tokens from `length` on are forgotten in every layer."""
         ...
 
+    def pretend(self, length: int) -> None:
+        """Says that the first `length` tokens are there, all zeros: for measuring what they cost."""
+        ...
+
     def take(self, other: Blocks, length: int) -> bool:
         """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
         held twice; whether that could be done. `other` must not be used afterwards."""
@@ -125,6 +129,12 @@ class DeviceBlocks:
 
     def rollback(self, length: int) -> None:
         pass
+
+    def pretend(self, length: int) -> None:
+        for layer, blocks in enumerate(self._layers):
+            whole = -(-length // self.block_size)
+            blocks[:whole].zero_()
+            self._clean[layer] = whole
 
     def take(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):

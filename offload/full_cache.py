@@ -173,6 +173,11 @@ class FullCache:
         self._mass[layer] = torch.cat((old, new), dim=1)
         self._mass_end[layer] = self._filled[layer]
 
+    def pretend(self, length: int) -> None:
+        """Says that `length` tokens are there, all zeros: for measuring what they cost. The cache was empty."""
+        self.blocks.pretend(length)
+        self._filled = [length] * len(self._filled)
+
     def take(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
         if self.blocks.take(other.blocks, length):

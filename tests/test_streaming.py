@@ -148,10 +148,7 @@ def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     link = ThreadLink(1e9)
     cache: Any = cache_of(decoder, link, block_size=2048, num_resident=0, capacity=8 * 2048)
-    cache.blocks._base = 7 * 2048  # the past is as long as that; what it holds does not matter to the link
-    for host in cache.blocks._host:
-        host.zero_()
-    cache._filled = [7 * 2048] * 4
+    cache.pretend(7 * 2048)
     ring = cache.blocks._ring
     ring_bytes = sum(buffer.numel() * buffer.element_size() for buffer in ring.buffers)
     rows = torch.tensor([1, 2, 3, 4, 5])

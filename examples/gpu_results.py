@@ -1,0 +1,205 @@
+"""Measures the offload path with a published shape: the link's ceiling, and each kind of step against its floor.
+
+    python examples/gpu_results.py --shape yarn-llama-2-7b-128k --contexts 32768 131072 --json gpu.json
+
+Weights are random and keys and values zeros: what a step costs does not depend on them. `--memory-gib` caps the GPU's
+memory, to stand for a smaller card. Without a GPU it runs on the CPU, over a thread in place of the link: of use for
+trying the script, not for its figures. Acceptance needs trained weights: `triforce generate` with the embedded pair.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from triforce.offload.full_cache import FullCache
+from triforce.offload.link import Link, ThreadLink
+from triforce.offload.memory import plan_memory
+from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
+from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.offload.streaming_cache import StreamingCache
+from triforce.tp.config import ModelConfig
+from triforce.tp.decoder import Decoder
+from triforce.tp.devices import device_name
+from triforce.tp.registry import PRESETS
+
+CHUNK = 8
+REPEATS = 5
+
+
+class RandomWeights:
+    """Stands for `tp.checkpoint.Checkpoint` where there is none."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
+        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
+
+    def check_all_read(self) -> None:
+        pass
+
+
+def main() -> None:
+    options = parse_options()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and options.memory_gib:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / total))
+    results: dict = {"device": device_name(device), "shape": options.shape, "torch": torch.__version__}
+    link = make_link(device)
+    results["link_gb_per_s"] = link_ceiling(link, device)
+    target, draft = PRESETS[options.shape].configs()
+    steps = Steps(target, draft, device, link, options, results)
+    for context in options.contexts:
+        steps.measure(context)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print_table(results)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", default="yarn-llama-2-7b-128k", choices=sorted(PRESETS), help="a preset")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[4096, 12288], help="of the retrieval cache")
+    parser.add_argument("--memory-gib", type=float, default=24.0, help="of GPU memory to use; 0 is all")
+    parser.add_argument("--resident-gib", type=float, help="of KV kept on the GPU; default: what fits")
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens whose prefill is timed; 0 for none")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def make_link(device: torch.device) -> Link:
+    if device.type == "cpu":
+        return ThreadLink()
+    from triforce.offload.cuda_link import CudaLink
+
+    return CudaLink(device)
+
+
+def median_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Median of `REPEATS` runs after one that warms up."""
+    times = []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def link_ceiling(link: Link, device: torch.device) -> dict[str, float]:
+    """Gigabytes a second of large copies, to the device and to the host."""
+    host = link.host_memory((2**28,), torch.uint8)
+    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
+
+    def store() -> None:
+        link.store(buffer, host)
+        link.settle()
+
+    seconds = {
+        "in": median_seconds(lambda: link.fetch(host, buffer).wait(), device),
+        "out": median_seconds(store, device),
+    }
+    return {way: round(host.numel() / value / 1e9, 2) for way, value in seconds.items()}
+
+
+class Steps:
+    """Times the steps of one pair of shapes."""
+
+    def __init__(
+        self,
+        target: ModelConfig,
+        draft: ModelConfig | None,
+        device: torch.device,
+        link: Link,
+        options: argparse.Namespace,
+        results: dict,
+    ) -> None:
+        self.config, self.device, self.link, self.options, self.results = target, device, link, options, results
+        weights = RandomWeights(target.dtype, device)
+        self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
+        self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
+
+    def measure(self, context: int) -> None:
+        """Every kind of step with `context` tokens in the cache; milliseconds, and what they are measured against."""
+        out = self.results.setdefault("contexts", {})[str(context)] = {}
+        if self.options.prefill:
+            cache = self.full_cache(self.options.prefill + 64)
+            prompt = torch.zeros(self.options.prefill, dtype=torch.int64, device=self.device)
+
+            def prefill() -> None:
+                cache.rollback(0)
+                self.target.forward(prompt, cache)
+
+            out["prefill_tokens_per_s"] = round(self.options.prefill / median_seconds(prefill, self.device))
+        cache = self.full_cache(context + 64)
+        cache.pretend(context)
+        for rows in (1, 13):
+            before = cache.blocks.traffic()
+            ms = 1e3 * median_seconds(lambda: self.step(cache, rows), self.device)  # noqa: B023
+            crossed = cache.blocks.traffic().since(before).bytes_in / (REPEATS + 1)
+            out[f"full_{rows}_rows_ms"] = round(ms, 3)
+            out["streamed_bytes"] = round(crossed)
+            out["floor_ms"] = round(crossed / self.results["link_gb_per_s"]["in"] / 1e6, 3)
+        out["resident_bytes"] = cache.blocks.resident_bytes
+        for budget in self.options.budgets:
+            retrieval = RetrievalCache(cache, self.target.rope, budget=budget, chunk_size=CHUNK)
+            retrieval.refresh()
+            out[f"retrieval_{budget}_ms"] = round(1e3 * median_seconds(lambda: self.step(retrieval, 5), self.device), 3)  # noqa: B023
+        if self.draft:
+            streaming = StreamingCache(self.draft)
+            self.step(streaming, 300, self.draft, keep=True)
+            draft = self.draft
+            out["draft_ms"] = round(1e3 * median_seconds(lambda: self.step(streaming, 1, draft), self.device), 3)
+
+    def step(self, cache, rows: int, decoder: Decoder | None = None, keep: bool = False) -> None:
+        length = cache.length
+        (decoder or self.target).forward(
+            torch.zeros(rows, dtype=torch.int64, device=self.device), cache, num_logits=rows
+        )
+        if not keep:
+            cache.rollback(length)
+
+    def full_cache(self, capacity: int) -> FullCache:
+        part, dtype = self.target.part, self.target.dtype
+        given = {"dtype": dtype, "capacity": capacity, "chunk_size": CHUNK}
+        resident = None if self.options.resident_gib is None else self.options.resident_gib * 2**30
+        if resident is None and self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            if self.options.memory_gib:
+                total = min(total, int(self.options.memory_gib * 2**30))
+                free = min(free, total - torch.cuda.memory_allocated(self.device))
+            plan = plan_memory(
+                self.config, None, dtype=dtype, context=capacity, budget=max(self.options.budgets), chunk_size=CHUNK
+            )
+            streamed = plan_placement(part, **given, resident_bytes=0)
+            resident = resident_bytes(free, total, plan, streamed, part.kv_bytes_per_token(dtype), part.num_layers)
+        placement = plan_placement(part, **given, resident_bytes=resident)
+        blocks = make_blocks(part, placement, self.link, device=self.device, **given)
+        return FullCache(part, self.target.rope, blocks, chunk_size=CHUNK)
+
+
+def print_table(results: dict) -> None:
+    contexts = results["contexts"]
+    table = Table("", *(f"{int(context):,}" for context in contexts), title=f"{results['shape']}, {results['device']}")
+    for name in next(iter(contexts.values())):
+        table.add_row(name, *(f"{values[name]:,}" for values in contexts.values()))
+    console = Console()
+    console.print(f"link: {results['link_gb_per_s']} GB/s")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
