@@ -469,3 +469,14 @@ def test_what_is_not_supported_is_named_with_what_is(tmp_path, changes, words):
         ModelConfig.load(tmp_path)
     assert words in str(caught.value)
     assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_end_of_sequence_that_is_not_given_is_that_of_transformers(tmp_path, family):
+    save_family(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token_id"}
+    path.write_text(json.dumps(raw))
+    (tmp_path / "generation_config.json").unlink()
+    theirs = AutoConfig.from_pretrained(tmp_path).eos_token_id
+    assert ModelConfig.load(tmp_path).eos_token_ids == (() if theirs is None else (theirs,))

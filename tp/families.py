@@ -30,9 +30,15 @@ _QWEN_DEFAULTS = {
 }
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(attention_bias=True, defaults={"max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Family(attention_bias=True, defaults={"max_position_embeddings": 2048, "eos_token_id": 2}),
     "MistralForCausalLM": Family(
-        windows="all", defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+        windows="all",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Family(
