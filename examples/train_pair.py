@@ -64,11 +64,11 @@ TARGET_PHASES = (
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
-    Phase("own-samples", 496, 16, 8.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
+    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
 )
 WARMUP_STEPS = 60
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
-OWN_ROWS = 192
+OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
 
 
