@@ -32,9 +32,10 @@ def shortfalls(setup: Setup) -> list[str]:
         found.append(f"{setup.target.name} has {limit:,} positions, not {setup.context:,}")
     layout = lay_out(setup)
     if layout.device_total > setup.gpu_bytes:
+        resident = gib(layout.resident_kv) if layout.resident_kv else "none"
         found.append(
             f"each GPU needs {gib(layout.device_total)} and has {gib(setup.gpu_bytes)}, "
-            f"with {gib(layout.resident_kv)} of the KV cache resident"
+            f"with {resident} of the KV cache resident"
         )
     needed = layout.host_total * setup.gpus
     if setup.host_bytes is not None and needed > setup.host_bytes:

@@ -1,6 +1,8 @@
 """What is modelled meets what others measured and published, from bytes, bandwidths and sourced constants alone."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +115,19 @@ def test_planned_lengths_are_the_fastest():
         for other in range(1, 9):
             settings = replace(setup.settings, **{name: other})
             assert modelled(replace(setup, settings=settings)).tbt_s >= planned.tbt_s * (1 - 1e-9)
+
+
+def test_documented_figures_are_what_the_model_gives():
+    text = (Path(__file__).parent.parent / "docs" / "plan.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if "RTX 4090 |" in line and " ms |" in line]
+    figures = [float(row.split("|")[5].strip(" ms").replace(",", "")) for row in rows]
+    three: dict[str, Any] = {"budget": 12288, "block_length": 16}
+    setups = [
+        setup_of(SEVEN, 2, tiers=1, resident=12.0),
+        setup_of(THIRTEEN, 2, tiers=1),
+        setup_of(SEVEN, 2, **three),
+        setup_of(SEVEN, 2, **three, resident=9.0),
+        setup_of(THIRTEEN, 2, **three),
+        setup_of(SEVEN, 1, budget=8192, block_length=12),
+    ]
+    assert figures == [round(modelled(setup, acceptance=0.96).tbt_s * 1e3) for setup in setups]

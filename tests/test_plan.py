@@ -92,7 +92,7 @@ def test_what_is_planned_to_fit_is_within_the_memory(preset, gpus, memory):
         (setup_of(THIRTEEN, 2, 21.0, budget=32768), {"budget", "context", "gpus", "tiers", "gpu-memory"}),
         (setup_of(THIRTEEN, 2, host=64.0), {"context", "gpus", "gpu-memory", "host-memory"}),
         (setup_of(THIRTEEN, 2, context=200_000), {"context"}),
-        (setup_of(THIRTEEN, 2, resident=20.0), {"resident", "gpus", "gpu-memory"}),
+        (setup_of(THIRTEEN, 2, resident=20.0), {"resident", "context", "gpus", "gpu-memory"}),
     ],
 )
 def test_every_remedy_is_enough_and_none_is_larger_than_needed(setup, options):
@@ -103,6 +103,7 @@ def test_every_remedy_is_enough_and_none_is_larger_than_needed(setup, options):
         assert not shortfalls(changed(setup, remedy.option, remedy.value)), remedy
         lesser = {"budget": 8, "context": 256, "gpus": -1, "gpu-memory": -1, "host-memory": -1, "tiers": 1}
         if remedy.option in lesser:
+            assert isinstance(remedy.value, int)
             nearly = changed(setup, remedy.option, remedy.value + lesser[remedy.option])
             if remedy.option != "gpus" or nearly.gpus > setup.gpus:
                 assert splits_unevenly(nearly) or shortfalls(nearly), f"{remedy} is more than is needed"

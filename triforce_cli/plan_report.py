@@ -26,14 +26,13 @@ def show(plan: Plan) -> None:
     )
     console.print(_memory_table(plan))
     console.print(f"\n{_verification(plan)}\n")
-    console.print(_speed_table(plan))
-    assumed = plan.assumed
-    chances = [f"{assumed.acceptance:g} of what the retrieval cache drafts stands"]
-    if plan.draft:
-        chances.append(f"{assumed.draft_acceptance:.2g} of what the small model drafts")
-    console.print(f"\nTimes are modelled, not measured; assumed: {', '.join(chances)}.")
+    if any(plan.estimates.values()):
+        console.print(_speed_table(plan))
+        console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
     if plan.shortfalls:
-        console.print("\ndoes not fit: " + "; ".join(plan.shortfalls))
+        if any(plan.estimates.values()):
+            console.print()
+        console.print("does not fit: " + "; ".join(plan.shortfalls))
         for remedy in plan.remedies:
             console.print(f"  would fit: {remedy.text} (--{remedy.option} {remedy.value})", soft_wrap=True)
         if not plan.remedies:
@@ -75,10 +74,16 @@ def _memory_table(plan: Plan) -> Table:
 def _verification(plan: Plan) -> str:
     layout = plan.layout
     if not layout.streamed_per_pass:
-        return "A verification moves nothing over the link: the whole KV cache is on the GPU."
+        return "A verification moves nothing over the link: the whole KV cache is resident."
     each = " over each link" if plan.setup.gpus > 1 else " over the link"
     floor = layout.streamed_per_pass / plan.machine.link_bandwidth * 1e3
     return f"A verification moves {gib(layout.streamed_per_pass)}{each}: {floor:,.0f} ms at least (the floor)."
+
+
+def _assumptions(plan: Plan) -> str:
+    assumed = plan.assumed
+    large = f"{assumed.acceptance:g} of what the retrieval cache drafts stands"
+    return large if plan.draft is None else f"{large}, {assumed.draft_acceptance:.2g} of what the small model drafts"
 
 
 def _speed_table(plan: Plan) -> Table:
