@@ -16,7 +16,7 @@ from .streamed_blocks import OPEN_SLACK, RING_BUFFERS, StreamedBlocks
 SMALLEST_COPY = 16 * 2**20
 """Bytes of a streamed block at least, where the context has so many: smaller copies do not fill a PCIe link."""
 
-_RESERVE = 0.05
+RESERVE = 0.05
 """Share of a GPU's memory that is left alone: fragmentation, libraries, CUDA graphs."""
 
 
@@ -66,7 +66,7 @@ def resident_bytes(free: int, total: int, plan: MemoryPlan, placement: Placement
     open_stretches = (placement.block_size + OPEN_SLACK) * token_bytes
     workspace = placement.num_blocks * block
     needed = ring + open_stretches + max(plan.retrieval, plan.prefill + workspace)
-    return max(0, int(free - needed - _RESERVE * total))
+    return max(0, int(free - needed - RESERVE * total))
 
 
 def make_blocks(

@@ -10,6 +10,8 @@ import typer
 from .doctor import doctor
 from .generate import EPILOG, generate
 from .models import models
+from .plan import EPILOG as PLAN_EPILOG
+from .plan import plan
 
 app = typer.Typer(
     name="triforce",
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 app.command(epilog=EPILOG)(generate)
 app.command()(models)
+app.command(epilog=PLAN_EPILOG)(plan)
 app.command()(doctor)
 
 
