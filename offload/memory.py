@@ -82,8 +82,10 @@ def check_memory(plan: MemoryPlan, context: int, device: torch.device, ranks: Ra
     free = available_bytes(device)
     on_device = replace(plan, runtime=0)
     if on_device.total > free:
-        _check(replace(on_device, kv=0), context, free, "GPU memory", ranks)
-        _check(replace(plan, weights=0, retrieval=0, prefill=0), context, host, "host memory", ranks)
+        rest = replace(on_device, kv=0)
+        _check(rest, context, free, "GPU memory", ranks)
+        streamed = plan.kv - (free - rest.total)
+        _check(replace(plan, weights=0, kv=streamed, retrieval=0, prefill=0), context, host, "host memory", ranks)
 
 
 def _check(plan: MemoryPlan, context: int, available: int, where: str, ranks: Ranks) -> None:

@@ -61,12 +61,15 @@ def resident_bytes(free: int, total: int, plan: MemoryPlan, placement: Placement
         placement: for the sizes of blocks that would stream.
         token_bytes: of one token's keys and values over all `layers`.
     """
+    usable = free - RESERVE * total
+    if plan.kv + max(plan.retrieval, plan.prefill) <= usable:
+        return plan.kv  # nothing streams: neither ring nor open stretches nor a workspace
     block = placement.block_size * token_bytes // layers
     ring = RING_BUFFERS * block
     open_stretches = (placement.block_size + OPEN_SLACK) * token_bytes
     workspace = placement.num_blocks * block
     needed = ring + open_stretches + max(plan.retrieval, plan.prefill + workspace)
-    return max(0, int(free - needed - RESERVE * total))
+    return max(0, int(usable - needed))
 
 
 def make_blocks(

@@ -6,6 +6,7 @@ cannot do for a rank is done here: `Guard` ends a rank whose launcher is gone, o
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import select
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import PeerError, TriforceError, UsageError
 
@@ -53,6 +55,9 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
     ready()
     os.environ.update(_environment(os.environ, ranks))
     logging.disable(logging.CRITICAL)  # the launcher's own words, about processes; ours are about ranks
+    # A release that has no such field hears all signals, SIGHUP under nohup among them.
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    heard: dict[str, Any] = {"signals_to_handle": ",".join(_heard())} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -63,7 +68,7 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle=",".join(_heard()),
+        **heard,
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
