@@ -104,6 +104,19 @@ def test_systems_in_float32_write_the_same_tokens_as_transformers_itself(compare
     assert all("the same tokens" in row for row in rows[1:])
 
 
+@pytest.mark.parametrize("name", ["deepspeed"])
+def test_optional_systems_in_float32_write_the_same_tokens(compare, tmp_path, name):
+    missing = BASELINES[name].missing()
+    if missing:
+        pytest.skip(f"{name} is {missing}")
+    outcome, document = compare(name, json_path=tmp_path / "runs.json")
+    assert outcome.code == 0, outcome
+    ours, other = document["systems"]
+    assert other["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+    assert "the same tokens" in rows_of(outcome)[1]
+    assert {"deepspeed": "ZeRO stage 3", "llama.cpp": "flash attention o"}[name] in other["ran"]
+
+
 def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare, tmp_path):
     failing = {
         "raises": "ZeroDivisionError: the other one's bug",

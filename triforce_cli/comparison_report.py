@@ -113,7 +113,7 @@ def _figures(row: Row, comparison: Comparison) -> list[str]:
         f"{tbt * 1e3:.1f} ms" if tbt else "-",
         f"{1 / tbt:.1f}" if tbt else "-",
         gib(row.host_peak_bytes),
-        *([gib(row.device_peak_bytes)] if on_cuda else []),
+        *([gib(row.device_peak_bytes) if row.device_peak_bytes else "-"] if on_cuda else []),
         f"{speedup:.2f}" if speedup and row is not comparison.triforce else "-",
     ]
 

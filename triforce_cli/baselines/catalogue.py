@@ -43,6 +43,13 @@ BASELINES = {
             f"{_PACKAGE}.transformers_baseline",
             needs_draft=True,
         ),
+        Entry(
+            "deepspeed",
+            "DeepSpeed, ZeRO-3 inference with offloaded parameters",
+            f"{_PACKAGE}.deepspeed",
+            imports=("deepspeed", "accelerate"),
+            install="pip install deepspeed accelerate",
+        ),
     )
 }
 """By name, in the order in which help lists them."""

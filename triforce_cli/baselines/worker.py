@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -81,15 +82,20 @@ def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
 
 
 def peak_bytes(device: str) -> tuple[int, int]:
-    """The most host memory that this process held, and GPU memory that PyTorch's tensors took."""
-    from ...offload.memory import host_peak_bytes
+    """The most host memory that this process held, and GPU memory that PyTorch's tensors took, where it is used."""
+    host = _peak_resident()
+    torch = sys.modules.get("torch")
+    return host, torch.cuda.max_memory_allocated() if torch and device == "cuda" else 0
 
-    host = host_peak_bytes()
-    if device != "cuda":
-        return host, 0
-    import torch
 
-    return host, torch.cuda.max_memory_allocated()
+def _peak_resident() -> int:
+    """As `offload.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reason(error: BaseException) -> str:
