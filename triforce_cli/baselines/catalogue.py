@@ -50,6 +50,14 @@ BASELINES = {
             imports=("deepspeed", "accelerate"),
             install="pip install deepspeed accelerate",
         ),
+        Entry(
+            "llama.cpp",
+            "llama.cpp through llama-cpp-python",
+            f"{_PACKAGE}.llama_cpp",
+            imports=("llama_cpp", "gguf"),
+            install="pip install llama-cpp-python gguf",
+            prepares=True,
+        ),
     )
 }
 """By name, in the order in which help lists them."""
