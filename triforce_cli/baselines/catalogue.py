@@ -46,9 +46,17 @@ BASELINES = {
         Entry(
             "deepspeed",
             "DeepSpeed, ZeRO-3 inference with offloaded parameters",
-            f"{_PACKAGE}.deepspeed",
+            f"{_PACKAGE}.deepspeed_baseline",
             imports=("deepspeed", "accelerate"),
             install="pip install deepspeed accelerate",
+        ),
+        Entry(
+            "llama.cpp",
+            "llama.cpp through llama-cpp-python",
+            f"{_PACKAGE}.llama_cpp_baseline",
+            imports=("llama_cpp", "gguf"),
+            install="pip install llama-cpp-python gguf",
+            prepares=True,
         ),
     )
 }

@@ -26,7 +26,7 @@ class Ours:
         self._sampling = Sampling(job.temperature, job.top_p, job.top_k, job.seed)
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
-        self.ran = f"this engine, {names[tiers]}, {job.dtype} on {job.device}, {job.threads} threads"
+        self.ran = f"this engine, {names[tiers]}, {job.place}"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         """Raises:

@@ -46,6 +46,12 @@ class Job:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def place(self) -> str:
+        """Number format, device and threads, in words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.dtype} on {self.device}, {threads}"
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 

@@ -30,10 +30,7 @@ class Transformers:
                 raise ValueError("assisted generation needs a draft")
             self._assistant = _load(job.draft, job)
             what = "generate() assisted by the draft, with the library's own lengths"
-        self.ran = (
-            f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, "
-            f"{job.dtype} on {job.device}, {job.threads} threads"
-        )
+        self.ran = f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, {job.place}"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         if self._job.seed is not None:

@@ -77,7 +77,7 @@ def measure(module: ModuleType, job: Job) -> Measurement:
 
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
     """As many tokens, but another first one, so that no cache of prefixes saves the measured run its prefill."""
-    other = next((token for token in prompt_ids if token != prompt_ids[0]), prompt_ids[0] ^ 1)
+    other = next((token for token in prompt_ids if token != prompt_ids[0]), abs(prompt_ids[0] - 1))
     return [other, *prompt_ids[1:]]
 
 

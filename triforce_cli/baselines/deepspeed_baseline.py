@@ -54,7 +54,7 @@ class DeepSpeed:
         self.ran = (
             f"DeepSpeed {deepspeed.__version__}, ZeRO stage 3 inference, parameters offloaded to host memory, "
             f"{backend}, one rank; transformers {transformers.__version__}, generate(), SDPA attention, {cache}, "
-            f"{job.dtype} on {job.device}, {job.threads} threads"
+            f"{job.place}"
         )
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
