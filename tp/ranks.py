@@ -6,6 +6,7 @@ it: Gloo between CPUs, NCCL between GPUs. Who starts the processes is `launch`'s
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Ranks:
                 dist.init_process_group(backend, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
+            atexit.register(_leave)  # Gloo's threads abort an interpreter that exits with the group still joined
         return cls(place.rank, place.size, place.local_size)
 
     def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
@@ -89,8 +91,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends the group; every rank calls it."""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.size > 1:
+            _leave()
 
     def _call(self, kind: str, collective: Callable[[], object]) -> None:
         self.collectives[kind] += 1
@@ -101,6 +103,11 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _meeting_failure(place: Place, meeting_point: str, error: Exception) -> str:
