@@ -1,0 +1,28 @@
+"""The compiled CPU kernels, where the package was installed with a compiler at hand and the processor has what they need.
+
+They are an optional part: `library` is `None` without them, and plain PyTorch computes the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernels, or `None` where there are none that this machine can run.
+
+    PyTorch must have been imported before: the kernels then share its OpenMP threads.
+    """
+    folder = Path(__file__).parent
+    built = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_cpu{suffix}").exists()), None)
+    if built is None:
+        return None
+    try:
+        kernels = ctypes.CDLL(str(built))
+    except OSError:
+        return None
+    return kernels if kernels.triforce_cpu_level() > 0 else None
