@@ -14,7 +14,7 @@ setup(
     ext_modules=[
         Extension(
             "triforce.kernels._cpu",
-            ["kernels/cpu/features.c"],
+            ["kernels/cpu/features.c", "kernels/cpu/layers.c"],
             depends=["kernels/cpu/cpu.h"],
             extra_compile_args=FLAGS,
             extra_link_args=["-fopenmp"] if FLAGS else [],

@@ -76,7 +76,7 @@ class RetrievalCache:
         q = self._rope.rotate(q, start)
         slot = self._kept + start - self._base
         keys, values = self._buffers[layer]
-        keys[:, slot : slot + n] = self._rope.rotate(k, start)
+        self._rope.rotate(k, start, out=keys[:, slot : slot + n])
         values[:, slot : slot + n] = v
         self._filled[layer] = start + n
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions

@@ -69,7 +69,7 @@ class StreamingCache:
         self._filled[layer] = start + n
         sink_keys, sink_values = self._sink_keys[layer], self._sink_values[layer]
         if start < self.sinks:
-            sink_keys[:, start : start + n] = self._rope.rotate(k, start)
+            self._rope.rotate(k, start, out=sink_keys[:, start : start + n])
             sink_values[:, start : start + n] = v
         capped = self.sinks + self.window - 1
         sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
@@ -78,7 +78,7 @@ class StreamingCache:
             return sink_part[0].to(q.dtype)
         slot = self._make_slots(layer, start, n)
         self._keys[layer][:, slot : slot + n] = k
-        self._rotated[layer][:, slot : slot + n] = self._rope.rotate(k, slot)
+        self._rope.rotate(k, slot, out=self._rotated[layer][:, slot : slot + n])
         self._values[layer][:, slot : slot + n] = v
         recent_part = attend(
             self._rope.rotate(q, slot),
@@ -100,7 +100,7 @@ class StreamingCache:
         kept = min(slot, self.window + _SLACK)
         for buffer in (self._keys[layer], self._values[layer]):
             buffer[:, :kept] = buffer[:, slot - kept : slot].clone()
-        self._rotated[layer][:, :kept] = self._rope.rotate(self._keys[layer][:, :kept], 0)
+        self._rope.rotate(self._keys[layer][:, :kept], 0, out=self._rotated[layer][:, :kept])
         self._origins[layer] = start - kept
         return kept
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.layers import gated_mlp, linear
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .ranks import ALONE, Ranks
@@ -144,7 +145,7 @@ class Decoder:
                 rows += self._attention(index, layer, rows, cache)
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
-        return self._logits(self._rms_norm(hidden[-num_logits:], self._norm))
+        return self._logits(hidden[-num_logits:])
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
@@ -159,22 +160,23 @@ class Decoder:
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
         config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = F.linear(self._rms_norm(rows, layer.input_norm), layer.qkv, layer.qkv_bias)
+        qkv = linear(rows, layer.qkv, layer.qkv_bias, norm=layer.input_norm, eps=config.rms_norm_eps)
         qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
         q, k, v = qkv.split((heads, kv_heads, kv_heads))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        out = F.linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+        out = linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
         out = self.ranks.sum(out)
         return out if layer.o_bias is None else out + layer.o_bias
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
-        gate, up = F.linear(self._rms_norm(rows, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-        return self.ranks.sum(F.linear(F.silu(gate) * up, layer.down))
+        return self.ranks.sum(gated_mlp(rows, layer.post_norm, self.config.rms_norm_eps, layer.gate_up, layer.down))
 
     def _logits(self, rows: Tensor) -> Tensor:
-        part = F.pad(F.linear(rows, self._head), (0, self._missing_logits))
+        part = linear(rows, self._head, norm=self._norm, eps=self.config.rms_norm_eps)
+        if self._missing_logits:
+            part = F.pad(part, (0, self._missing_logits))
         return self.ranks.gather_columns(part)[:, : self.config.vocab_size].float()
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.layers import rotate
 from .rope_scaling import RopeConfig
 
 
@@ -49,16 +50,15 @@ class Rope:
         # The sign of rotate_half lives in the table, so that a rotation is a roll and two products.
         self._sin = torch.cat((-sin, sin), dim=-1)
 
-    def rotate(self, x: Tensor, start: int) -> Tensor:
-        """Rotates `x` `[heads, n, head_dim]`, whose rows stand at positions `start`, `start + 1`, ..."""
-        n, head_dim = x.shape[-2:]
+    def rotate(self, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
+        """Rotates `x` `[heads, n, head_dim]`, whose rows stand at positions `start`, `start + 1`, ...; into `out`, if
+        given."""
+        n = x.shape[1]
         if start + n > self._cos.shape[0]:
             self.reserve(max(start + n, 2 * self._cos.shape[0]))
-        cos, sin = self._cos[start : start + n], self._sin[start : start + n]
-        return torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin).to(x.dtype)
+        return rotate(x, self._cos[start : start + n], self._sin[start : start + n], out)
 
     def rotate_to(self, x: Tensor, position: int) -> Tensor:
         """Rotates every row of `x` `[heads, n, head_dim]` to the one `position`."""
         self.reserve(position + 1)
-        cos, sin = self._cos[position], self._sin[position]
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
+        return rotate(x, self._cos[position], self._sin[position])
