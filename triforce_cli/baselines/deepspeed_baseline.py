@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .protocol import Job, Timed
 
@@ -48,8 +48,8 @@ class DeepSpeed:
         )
         without_defaults(model)
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        engine.module.eval()
-        self._job, self._model = job, engine.module
+        self._job, self._model = job, cast(Any, engine.module)
+        self._model.eval()
         cache = "offloaded KV cache" if cuda else "DynamicCache"
         self.ran = (
             f"DeepSpeed {deepspeed.__version__}, ZeRO stage 3 inference, parameters offloaded to host memory, "
