@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.acceptance import accept, residual
-from triforce.offload.sampling import Sampling, distribution
+from triforce.offload.sampling import Sampling, distribution, draw
 from triforce.tp.errors import UsageError
 
 
@@ -25,6 +25,23 @@ def test_distribution_equals_transformers(temperature, top_k, top_p):
         want = TopPLogitsWarper(top_p)(ids, want)
     got = distribution(logits, Sampling(temperature, top_p, top_k))
     assert torch.allclose(got, want.softmax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 6.0])  # the last reaches top-p within few of many tokens, the first not
+def test_top_p_of_a_large_vocabulary_equals_transformers(sharpness):
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(0)) * sharpness
+    logits += torch.arange(3000.0) * 1e-4  # no ties: which of them stay is nobody's promise
+    want = TopPLogitsWarper(0.9)(torch.LongTensor(), logits).softmax(-1)  # pyright: ignore[reportArgumentType]
+    assert torch.allclose(distribution(logits, Sampling(1.0, 0.9)), want, atol=1e-6)
+
+
+def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero():
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(torch.tensor([draw(weights, generator) for _ in range(20_000)]), minlength=5)
+    assert counts[[0, 2, 4]].sum() == 0
+    expected, deviation = 15_000, (20_000 * 0.75 * 0.25) ** 0.5
+    assert abs(counts[1].item() - expected) < 5 * deviation, f"drawn {counts[1]} times, not about {expected}"
 
 
 def test_greedy_puts_all_mass_on_the_first_largest_logit():
@@ -61,13 +78,13 @@ def test_rejection_keeps_target_distribution(draft, target):
 
 
 class ScriptedUniform:
-    """Stands for `torch.rand`, giving the numbers it was told."""
+    """Stands for `torch.rand`, giving the numbers it was told, and one half to a draw."""
 
     def __init__(self, numbers):
         self.numbers = numbers
 
     def __call__(self, n, **_):
-        return torch.tensor(self.numbers[:n])
+        return torch.tensor(self.numbers[:n] if n else 0.5)
 
 
 def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypatch):
