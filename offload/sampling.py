@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..tp.errors import ModelError, UsageError
 
-
 _LIKELY = 256
 """Tokens that nearly always reach top-p: finding them takes a tenth of the time that sorting 4,096 does."""
 
