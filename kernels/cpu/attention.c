@@ -34,7 +34,8 @@ static int64_t carve(Work *work, float *room, int64_t dim, int64_t rows)
         *parts[i] = room ? room + taken : 0;
         taken += whole_lines(sizes[i]);
     }
-    return taken;
+    work->rows = room ? (Row *)(room + taken) : 0;
+    return taken + whole_lines(rows * (int64_t)(sizeof(Row) / sizeof(float)));
 }
 
 static void clear(float *whole, int64_t dim, int64_t rows)
@@ -88,8 +89,10 @@ int triforce_attend(const Attention *call)
         if (shared) {
 #pragma omp for schedule(dynamic, 1)
             for (int64_t item = 0; item < heads * blocks * splits; item++) {
-                const int64_t at = item / splits, first = at % blocks * ROW_BLOCK, rows = smaller(ROW_BLOCK, all_rows - first);
-                kernels->part(call, at / blocks, first, rows, first_split + item % splits, &work, parts + item * part_size);
+                const int64_t at = item / splits, head = at / blocks, first = at % blocks * ROW_BLOCK;
+                const int64_t rows = smaller(ROW_BLOCK, all_rows - first);
+                kernels->prepare(call, head, first, rows, &work);
+                kernels->part(call, head, rows, first_split + item % splits, &work, parts + item * part_size);
             }
         }
         /* The last rows see most, so they come first. */
@@ -97,16 +100,19 @@ int triforce_attend(const Attention *call)
         for (int64_t item = 0; item < heads * blocks; item++) {
             const int64_t head = item % heads, block = blocks - 1 - item / heads;
             const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, all_rows - first);
+            kernels->prepare(call, head, first, rows, &work);
             clear(work.whole, dim, rows);
             for (int64_t split = 0; split < splits; split++) {
                 const float *part = parts + ((head * blocks + block) * splits + split) * part_size;
                 if (!shared) {
-                    kernels->part(call, head, first, rows, first_split + split, &work, work.part);
+                    if ((first_split + split) * SPLIT >= work.rows[rows - 1].stop)
+                        break;
+                    kernels->part(call, head, rows, first_split + split, &work, work.part);
                     part = work.part;
                 }
                 kernels->merge(dim, rows, part, work.whole);
             }
-            kernels->finish(call, head, first, rows, work.whole, peaks);
+            kernels->finish(call, head, first, rows, &work);
         }
     }
     free(room);

@@ -32,6 +32,13 @@ typedef struct {
     double scale;
 } Attention;
 
+/* What a row sees, and where what it gives to chunks goes (0: nowhere). */
+typedef struct {
+    int64_t start, stop; /* keys */
+    float *mass;         /* [chunks] */
+    float *peaks;        /* [tiles] */
+} Row;
+
 /* A thread's temporaries, and what the threads share. */
 typedef struct {
     float *q;      /* [ROW_BLOCK][head_dim] query rows as the scores need them */
@@ -40,16 +47,18 @@ typedef struct {
     float *sums;   /* [ROW_BLOCK][16] by lane */
     float *part;   /* [ROW_BLOCK][row_stride] */
     float *whole;  /* the same */
+    Row *rows;     /* [ROW_BLOCK] */
     float *peaks;  /* shared: [num_heads][mass_rows][tiles], what the mass of a tile is relative to */
 } Work;
 
 /* The kernels of one instruction set and input type. A block of rows are `rows` of the `group * n` rows of one KV head,
  * from `first` on, counted query head by query head within each position. A row of a partial result is
- * [output, not normalised | peak | total]. */
+ * [output, not normalised | peak | total]. `prepare` must come before the rest. */
 typedef struct {
-    void (*part)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, int64_t split, const Work *work, float *part);
+    void (*prepare)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work);
+    void (*part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *part);
     void (*merge)(int64_t head_dim, int64_t rows, const float *part, float *whole);
-    void (*finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const float *whole, const float *peaks);
+    void (*finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work); /* work->whole */
 } AttentionKernels;
 
 extern const AttentionKernels attention_avx512bf16_bfloat16, attention_avx512_bfloat16, attention_avx512_float32,

@@ -158,22 +158,39 @@ INLINE float F(exponentiate)(float *scores, float scale, int start, int stop, fl
     return shrink;
 }
 
-/* Adds the values of keys `from` to before `stop` of a tile, weighted, to 2 * `pairs` vectors of columns of each row. */
+/* A tile of keys and its values. */
+typedef struct {
+    int64_t first, from, stop;                  /* its first key; which of its keys some row sees, counted within it */
+    int64_t chunk;                              /* of its first key */
+    const element *values;                      /* of its first key */
+    const element *next_keys, *next_values;     /* those of the next tile, which are fetched from memory meanwhile */
+} F(tile);
+
+/* Adds a tile's values, weighted, to 2 * `pairs` vectors of columns of each row. The first rows over a tile `fetch` the
+ * same columns of the next. */
 INLINE void F(add_columns)(
-    const int rows, const int pairs, const element *values, int64_t row, int64_t i, int64_t from, int64_t stop, const float *scores,
-    const float *shrink, float *out, int64_t stride)
+    const int rows, const int pairs, const int fetch, const Attention *call, const F(tile) *tile, int64_t i, const float *scores,
+    const float *shrink, float *out)
 {
+    const int64_t stride = row_stride(call->head_dim), k_row = call->k_row, v_row = call->v_row;
+    const element *values = tile->values + 2 * LANES * i;
+    const element *next_keys = tile->next_keys + 2 * LANES * i, *next_values = tile->next_values + 2 * LANES * i;
     vec sums[ROWS_AT_A_TIME][STEP];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * pairs; j++)
             sums[r][j] = V(mul)(V(load)(out + r * stride + (2 * i + j) * LANES), V(all)(shrink[r]));
-    for (int64_t key = from; key < stop; key++) {
+    for (int64_t key = tile->from; key < tile->stop; key++) {
         vec columns[STEP];
+        if (fetch)
+            for (int at = 0; at < pairs * 2 * LANES; at += 64 / (int)sizeof(element)) {
+                __builtin_prefetch(next_keys + key * k_row + at);
+                __builtin_prefetch(next_values + key * v_row + at);
+            }
 #pragma GCC unroll 8
         for (int j = 0; j < pairs; j++)
-            F(load_columns)(values + key * row, i + j, columns + 2 * j, columns + 2 * j + 1);
+            F(load_columns)(values + key * v_row, j, columns + 2 * j, columns + 2 * j + 1);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
             const vec weight = V(all)(scores[r * TILE + key]);
@@ -190,103 +207,109 @@ INLINE void F(add_columns)(
 }
 
 INLINE void F(add_values)(
-    const int rows, const element *values, int64_t row, int64_t dim, int64_t from, int64_t stop, const float *scores,
-    const float *shrink, float *out, int64_t stride)
+    const int rows, const int fetch, const Attention *call, const F(tile) *tile, const float *scores, const float *shrink, float *out)
 {
-    const int64_t pairs = dim / (2 * LANES);
+    const int64_t pairs = call->head_dim / (2 * LANES);
     int64_t i = 0;
     for (; i + STEP / 2 <= pairs; i += STEP / 2)
-        F(add_columns)(rows, STEP / 2, values, row, i, from, stop, scores, shrink, out, stride);
+        F(add_columns)(rows, STEP / 2, fetch, call, tile, i, scores, shrink, out);
     for (; i < pairs; i++)
-        F(add_columns)(rows, 1, values, row, i, from, stop, scores, shrink, out, stride);
+        F(add_columns)(rows, 1, fetch, call, tile, i, scores, shrink, out);
 }
 
-/* The sums of a row's exponentials by chunk of a tile that begins at `tile`. */
-FN void F(sum_chunks)(const Attention *call, int64_t tile, const float *scores, float *sums)
+/* The sums of a row's exponentials by chunk of the `keys` keys of a tile. */
+INLINE void F(sum_chunks)(int64_t size, int64_t keys, const float *scores, float *sums)
 {
-    const int64_t size = call->chunk_size, keys = smaller(TILE, call->m - tile);
 #if LANES == 16
     if (size == 8 && keys == TILE) {
         V(sums_of_eight)(scores, sums);
         return;
     }
 #endif
-    for (int64_t chunk = 0; chunk < keys / size; chunk++) {
+    for (int64_t from = 0; from + size <= keys; from += size) {
         float sum = 0.0f;
         for (int64_t i = 0; i < size; i++)
-            sum += scores[chunk * size + i];
-        sums[chunk] = sum;
+            sum += scores[from + i];
+        *sums++ = sum;
     }
 }
 
-/* A few rows over one tile. `first` counts the KV head's rows, `r0` those of the block. */
+/* Rows `r0` and on of a block over one tile. */
 INLINE void F(take_tile)(
-    const int rows, const Attention *call, int64_t kv_head, int64_t first, int64_t r0, const element *values, int64_t tile, int64_t from,
-    int64_t stop, const Work *work, float *part)
+    const int rows, const Attention *call, const F(tile) *tile, int64_t r0, const Work *work, float *part)
 {
-    const int64_t dim = call->head_dim, words = WORDS(dim), stride = row_stride(dim), group = call->num_heads / call->num_kv_heads;
+    const int64_t dim = call->head_dim, words = WORDS(dim), stride = row_stride(dim);
+    const float scale = (float)(call->scale * 1.4426950408889634);
     float shrink[ROWS_AT_A_TIME];
     F(score)(rows, work->q + r0 * words, work->keys, words, work->scores);
     for (int r = 0; r < rows; r++) {
-        const int64_t i = (first + r0 + r) / group;
-        float *row = part + (r0 + r) * stride, *scores = work->scores + r * TILE;
-        int64_t begin, end;
-        visible(call, i, &begin, &end);
-        shrink[r] = F(exponentiate)(
-            scores, (float)(call->scale * 1.4426950408889634), (int)larger(begin - tile, 0), (int)larger(smaller(end - tile, TILE), 0),
-            row + dim, work->sums + (r0 + r) * 16);
-        const int64_t place = i - (call->n - call->mass_rows);
-        if (call->mass && place >= 0) {
-            const int64_t at = (kv_head * group + (first + r0 + r) % group) * call->mass_rows + place;
-            F(sum_chunks)(call, tile, scores, (float *)call->mass + at * (call->m / call->chunk_size) + tile / call->chunk_size);
-            work->peaks[at * num_tiles(call) + tile / TILE] = row[dim];
+        const Row *row = work->rows + r0 + r;
+        float *scores = work->scores + r * TILE, *out = part + (r0 + r) * stride;
+        const int64_t start = larger(row->start - tile->first, 0), stop = larger(smaller(row->stop - tile->first, TILE), 0);
+        shrink[r] = F(exponentiate)(scores, scale, (int)start, (int)stop, out + dim, work->sums + (r0 + r) * 16);
+        if (row->mass) {
+            F(sum_chunks)(call->chunk_size, smaller(TILE, call->m - tile->first), scores, row->mass + tile->chunk);
+            row->peaks[tile->first / TILE] = out[dim];
         }
     }
-    F(add_values)(rows, values, call->v_row, dim, from, stop, work->scores, shrink, part + r0 * stride, stride);
+    if (r0 == 0)
+        F(add_values)(rows, 1, call, tile, work->scores, shrink, part);
+    else
+        F(add_values)(rows, 0, call, tile, work->scores, shrink, part + r0 * stride);
 }
 
-FN void F(part)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, int64_t split, const Work *work, float *part)
+/* Gathers what there is to know of a block's rows. */
+FN void F(prepare_rows)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work)
 {
-    const int64_t dim = call->head_dim, stride = row_stride(dim), group = call->num_heads / call->num_kv_heads;
+    const int64_t dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
+    const int64_t chunks = call->mass ? call->m / call->chunk_size : 0, tiles = num_tiles(call);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
+        const int64_t place = i - (call->n - call->mass_rows), at = head * call->mass_rows + place;
+        Row *row = work->rows + r;
+        visible(call, i, &row->start, &row->stop);
+        row->mass = call->mass && place >= 0 ? (float *)call->mass + at * chunks : 0;
+        row->peaks = row->mass ? work->peaks + at * tiles : 0;
+        F(copy_query)((const element *)call->q + head * call->q_head + i * call->q_row, dim, work->q + r * WORDS(dim));
+    }
+}
+
+FN void F(part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *part)
+{
+    const int64_t dim = call->head_dim, stride = row_stride(dim);
     for (int64_t r = 0; r < rows; r++) {
         memset(part + r * stride, 0, stride * sizeof(float));
         part[r * stride + dim] = EMPTY;
     }
-    int64_t start, stop, ignored;
-    visible(call, first / group, &start, &ignored);
-    visible(call, (first + rows - 1) / group, &ignored, &stop);
-    start = larger(start, split * SPLIT);
-    stop = smaller(stop, (split + 1) * SPLIT);
+    const int64_t start = larger(work->rows[0].start, split * SPLIT), stop = smaller(work->rows[rows - 1].stop, (split + 1) * SPLIT);
     if (start >= stop)
         return;
     memset(work->sums, 0, rows * 16 * sizeof(float));
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
-        F(copy_query)((const element *)call->q + head * call->q_head + i * call->q_row, dim, work->q + r * WORDS(dim));
-    }
-    for (int64_t tile = start / TILE * TILE; tile < stop; tile += TILE) {
-        const int64_t block = tile / call->block_size, offset = tile % call->block_size;
-        const element *keys = (const element *)call->k + block * call->k_block + kv_head * call->k_head + offset * call->k_row;
-        const element *values = (const element *)call->v + block * call->v_block + kv_head * call->v_head + offset * call->v_row;
-        const int64_t from = larger(start - tile, 0), end = smaller(stop - tile, TILE);
-        F(turn_keys)(keys, call->k_row, end, dim, work->keys);
+    const element *k = (const element *)call->k + kv_head * call->k_head, *v = (const element *)call->v + kv_head * call->v_head;
+    for (int64_t first = start / TILE * TILE; first < stop; first += TILE) {
+        F(tile) tile = {.first = first, .from = larger(start - first, 0), .stop = smaller(stop - first, TILE)};
+        int64_t block = first / call->block_size, offset = first % call->block_size;
+        const element *keys = k + block * call->k_block + offset * call->k_row;
+        tile.values = v + block * call->v_block + offset * call->v_row;
+        if (first + TILE < stop)
+            block = (first + TILE) / call->block_size, offset = (first + TILE) % call->block_size;
+        tile.next_keys = k + block * call->k_block + offset * call->k_row;
+        tile.next_values = v + block * call->v_block + offset * call->v_row;
+        tile.chunk = first / call->chunk_size;
+        F(turn_keys)(keys, call->k_row, tile.stop, dim, work->keys);
         const int64_t blocks = (rows + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
         for (int64_t b = 0, r0 = 0, size; b < blocks; b++, r0 += size) {
             size = (rows - r0) / (blocks - b);
-            int64_t last;
-            visible(call, (first + r0 + size - 1) / group, &ignored, &last);
-            if (last <= tile)
+            if (work->rows[r0 + size - 1].stop <= first)
                 continue;
-#define TAKE(count) F(take_tile)(count, call, kv_head, first, r0, values, tile, from, end, work, part)
             switch (size) {
-            case 1: TAKE(1); break;
-            case 2: TAKE(2); break;
-            case 3: TAKE(3); break;
-            case 4: TAKE(4); break;
-            case 5: TAKE(5); break;
-            default: TAKE(6); break;
+            case 1: F(take_tile)(1, call, &tile, r0, work, part); break;
+            case 2: F(take_tile)(2, call, &tile, r0, work, part); break;
+            case 3: F(take_tile)(3, call, &tile, r0, work, part); break;
+            case 4: F(take_tile)(4, call, &tile, r0, work, part); break;
+            case 5: F(take_tile)(5, call, &tile, r0, work, part); break;
+            default: F(take_tile)(6, call, &tile, r0, work, part); break;
             }
-#undef TAKE
         }
     }
     for (int64_t r = 0; r < rows; r++)
@@ -308,33 +331,35 @@ FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
 }
 
 /* Makes what a row gave to chunks, relative to the peak of each tile's time, its share of the row's attention. */
-FN void F(finish_mass)(const Attention *call, int64_t i, int64_t at, float peak, float norm, const float *peaks)
+FN void F(finish_mass)(const Attention *call, const Row *row, float peak, float norm)
 {
-    const int64_t chunks = call->m / call->chunk_size, tiles = num_tiles(call);
-    float *mass = (float *)call->mass + at * chunks;
-    int64_t start, stop;
-    visible(call, i, &start, &stop);
-    const int64_t begin = start / TILE, end = start < stop ? (stop + TILE - 1) / TILE : begin;
-    memset(mass, 0, smaller(begin * TILE / call->chunk_size, chunks) * sizeof(float));
+    const int64_t chunks = call->m / call->chunk_size, each = TILE / call->chunk_size;
+    const int64_t begin = row->start / TILE, end = row->start < row->stop ? (row->stop + TILE - 1) / TILE : begin;
+    const int64_t unseen = smaller(begin * each, chunks), seen = smaller(end * each, chunks);
+    memset(row->mass, 0, unseen * sizeof(float));
+    memset(row->mass + seen, 0, (chunks - seen) * sizeof(float));
     for (int64_t tile = begin; tile < end; tile += LANES) {
         const int64_t some = smaller(LANES, end - tile);
         float factors[LANES];
-        for (int j = 0; j < LANES; j++)
-            factors[j] = j < some ? peaks[at * tiles + tile + j] : EMPTY;
+        for (int64_t j = 0; j < LANES; j++)
+            factors[j] = j < some ? row->peaks[tile + j] : EMPTY;
         V(store)(factors, V(mul)(V(exp2)(V(sub)(V(load)(factors), V(all)(peak))), V(all)(norm)));
         for (int64_t j = 0; j < some; j++) {
-            const int64_t here = (tile + j) * TILE / call->chunk_size, past = smaller(here + TILE / call->chunk_size, chunks);
-            for (int64_t chunk = here; chunk < past; chunk++)
-                mass[chunk] *= factors[j];
+            float *mass = row->mass + (tile + j) * each;
+            if (each == 8 && (tile + j + 1) * 8 <= chunks)
+                for (int chunk = 0; chunk < 8; chunk++)
+                    mass[chunk] *= factors[j];
+            else
+                for (int64_t chunk = 0; chunk < smaller(each, chunks - (tile + j) * each); chunk++)
+                    mass[chunk] *= factors[j];
         }
     }
-    const int64_t seen = smaller(end * TILE / call->chunk_size, chunks);
-    memset(mass + seen, 0, (chunks - seen) * sizeof(float));
 }
 
-FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const float *whole, const float *peaks)
+FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work)
 {
     const int64_t dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
+    const float *whole = work->whole;
     for (int64_t r = 0; r < rows; r++, whole += row_stride(dim)) {
         const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
         const float peak = whole[dim], total = whole[dim + 1], norm = total > 0.0f ? 1.0f / total : 0.0f;
@@ -350,13 +375,12 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
             out[at] = whole[at] * norm;
 #endif
         ((float *)call->lse)[head * call->n + i] = total > 0.0f ? (peak + log2f(total)) * 0.6931471805599453f : -INFINITY;
-        const int64_t place = i - (call->n - call->mass_rows);
-        if (call->mass && place >= 0)
-            F(finish_mass)(call, i, head * call->mass_rows + place, peak, norm, peaks);
+        if (work->rows[r].mass)
+            F(finish_mass)(call, work->rows + r, peak, norm);
     }
 }
 
-const AttentionKernels NAME = {F(part), F(merge), F(finish)};
+const AttentionKernels NAME = {F(prepare_rows), F(part), F(merge), F(finish)};
 
 #undef JOIN_
 #undef JOIN
