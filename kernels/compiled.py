@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, where the package was installed with a compiler at hand and the processor has what they need.
+"""The compiled CPU kernels, where the package was installed with a compiler and the processor has what they need.
 
 They are an optional part: `library` is `None` without them, and plain PyTorch computes the same.
 """

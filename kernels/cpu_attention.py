@@ -11,6 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
+from .chunks import chunk_mass
 from .compiled import library
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -99,6 +100,41 @@ def attend_compiled(
     )
     if _attend()(call):
         raise MemoryError(f"no memory for the temporaries of attention of {n} rows to {keys} keys")
+    return out, lse
+
+
+def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
+    """Whether `attend_blocks` can be called with them."""
+    return (
+        blocks.device.type == "cpu"
+        and compiled_attention(q.dtype, q.shape[2])
+        and blocks.shape[3] % TILE == 0
+        and takes(q, blocks, blocks)
+    )
+
+
+def attend_blocks(
+    q: Tensor,
+    blocks: Tensor,
+    m: int,
+    *,
+    scale: float,
+    diagonal: int,
+    window: int | None = None,
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` to the first `m` keys of a blocked cache, in one call.
+
+    Args:
+        blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+    """
+    k, v = blocks[:, 0], blocks[:, 1]
+    at_hand = mass if mass is not None and sums_mass(mass, m) else None
+    out, lse = attend_compiled(q, k, v, m=m, scale=scale, diagonal=diagonal, window=window, mass=at_hand)
+    if mass is not None and at_hand is None:
+        flat = k.transpose(0, 1).flatten(1, 2)[:, :m]
+        first = q.shape[1] - mass.shape[1]
+        chunk_mass(q[:, first:], flat, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window)
     return out, lse
 
 
