@@ -43,9 +43,9 @@ def attend_compiled(
     v: Tensor,
     *,
     scale: float,
-    diagonal: int | None,
-    window: int | None,
-    mass: Tensor | None,
+    diagonal: int | None = None,
+    window: int | None = None,
+    mass: Tensor | None = None,
     m: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attend`. Keys and values may also be blocks, `[num_blocks, num_kv_heads, block_size, head_dim]` with whole

@@ -221,8 +221,11 @@ INLINE void F(add_values)(
 INLINE void F(sum_chunks)(int64_t size, int64_t keys, const float *scores, float *sums)
 {
 #if LANES == 16
-    if (size == 8 && keys == TILE) {
-        V(sums_of_eight)(scores, sums);
+    if (size == 8) {
+        float all[TILE / 8];
+        V(sums_of_eight)(scores, keys == TILE ? sums : all);
+        if (keys < TILE)
+            memcpy(sums, all, keys / 8 * sizeof(float));
         return;
     }
 #endif
