@@ -5,6 +5,7 @@ computes with plain PyTorch.
 """
 
 import sys
+from glob import glob
 
 from setuptools import Extension, setup
 
@@ -14,10 +15,10 @@ setup(
     ext_modules=[
         Extension(
             "triforce.kernels._cpu",
-            ["kernels/cpu/features.c", "kernels/cpu/layers.c"],
-            depends=["kernels/cpu/cpu.h"],
+            sorted(glob("kernels/cpu/*.c")),
+            depends=sorted(glob("kernels/cpu/*.h")),
             extra_compile_args=FLAGS,
-            extra_link_args=["-fopenmp"] if FLAGS else [],
+            extra_link_args=["-fopenmp", "-lm"] if FLAGS else [],
             optional=True,
         )
     ]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
+from .cpu_attention import attend_compiled, compiled_attention, sums_mass, takes
 from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
 
@@ -26,7 +27,7 @@ FEW_ROWS = 32
 """Up to this many query rows two batched matmuls take no longer than PyTorch's flash kernel on a CPU. It is more than a
 verification has, so that its rows go through the arithmetic of a decoding step."""
 
-Backend = Literal["plain", "flash_cpu", "flash_cuda", "flash_package", "triton"]
+Backend = Literal["plain", "compiled", "flash_cpu", "flash_cuda", "flash_package", "triton"]
 
 _FLASH: dict[str, FlashKernel] = {"flash_cpu": flash_cpu, "flash_cuda": flash_cuda, "flash_package": flash_package}
 
@@ -93,9 +94,13 @@ def attend(
     if isinstance(diagonal, int) and diagonal >= m - 1 and window is None:
         diagonal = None
     flash_mask = window is None and not isinstance(diagonal, Tensor)
-    backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask)
-    at_hand = None  # mass that the plain path sums from the scores it has
-    if backend == "triton":
+    backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask, takes(q, k, v))
+    at_hand = None  # mass that is summed from the scores at hand
+    if backend == "compiled":
+        at_hand = mass if mass is not None and sums_mass(mass, m) else None
+        known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # on a CPU there is nothing to wait for
+        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=at_hand)
+    elif backend == "triton":
         from .triton_attention import attend_triton  # only where it is used: a CPU has no need of Triton
 
         out, lse = attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
@@ -114,11 +119,14 @@ def attend(
 
 
 @functools.cache
-def _backend(device: torch.device, dtype: torch.dtype, head_dim: int, few_rows: bool, flash_mask: bool) -> Backend:
+def _backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, few_rows: bool, flash_mask: bool, plain_rows: bool
+) -> Backend:
     """`choose_backend` for this machine, once for each kind of call."""
     packages = usable_packages(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask)
+    compiled = device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
+    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask, compiled)
 
 
 def choose_backend(
@@ -128,6 +136,7 @@ def choose_backend(
     head_dim: int,
     few_rows: bool,
     flash_mask: bool,
+    compiled: bool = False,
 ) -> Backend:
     """Which implementation `attend` takes.
 
@@ -136,7 +145,10 @@ def choose_backend(
         packages: which of `flash_attn` and `triton` can be used on it.
         few_rows: at most `FEW_ROWS` query rows.
         flash_mask: no window, and the diagonal is known to the host.
+        compiled: whether the compiled kernels for CPUs are there and take these tensors.
     """
+    if compiled:
+        return "compiled"
     if capability is None:
         return "flash_cpu" if flash_mask and not few_rows else "plain"
     if capability < OLDEST_GPU or head_dim > 256:

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: there if a compiler was when the package was installed, and if the processor can run them.
+"""The compiled CPU kernels, where the package was installed with a compiler and the processor has what they need.
 
 They are an optional part: `library` is `None` without them, and plain PyTorch computes the same.
 """

@@ -59,6 +59,10 @@ class Blocks(Protocol):
         token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for."""
         ...
 
+    def at_once(self, layer: int) -> Tensor | None:
+        """All blocks `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie on the device together."""
+        ...
+
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of tokens `start` to `stop`, each `[num_kv_heads, stop - start, head_dim]`, on the device."""
         ...
@@ -119,6 +123,9 @@ class DeviceBlocks:
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
             yield index * self.block_size, self._layers[layer][index]
+
+    def at_once(self, layer: int) -> Tensor | None:
+        return self._layers[layer]
 
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         return read_tokens(self._layers[layer], start, stop)

@@ -12,19 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention import FEW_ROWS, Scratch, attend, merge_partials
+from ..kernels.cpu_attention import attend_blocks, takes_blocks
 from ..tp.config import ModelConfig
 from ..tp.rope import Rope
 from .device_blocks import Blocks, DeviceBlocks
+from .recent_mass import RECENT_ROWS, RecentMass
 
 LARGEST_BLOCK = 4096
 """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
-
-RECENT_ROWS = 8
-"""The last tokens, whose attention says which chunks matter."""
 
 _MERGE_AFTER = 16
 """Partial results held before they are merged; for many rows two, as each is as large as the output."""
@@ -55,8 +53,8 @@ class FullCache:
         self._rope = rope
         self._scale = config.head_dim**-0.5
         self._scratch = Scratch()
-        self._mass = [torch.empty(config.num_kv_heads, 0, 0)] * config.num_layers
-        self._mass_end = [0] * config.num_layers  # position after their last row
+        max_chunks = -(-blocks.capacity // chunk_size)
+        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
         self._filled = [0] * config.num_layers
         rope.reserve(blocks.capacity)
 
@@ -100,12 +98,7 @@ class FullCache:
         `[num_kv_heads, rows, length // chunk_size]`: up to `RECENT_ROWS` rows, fewer after a rollback that reached
         beyond them, and at least one after the first `attend`; averaged over the query heads of a KV head.
         """
-        kept = max(1, self._rows_left(layer, self.length))
-        return self._mass[layer][:, max(0, kept - RECENT_ROWS) : kept, : self.length // self.chunk_size]
-
-    def _rows_left(self, layer: int, length: int) -> int:
-        """How many of the rows of mass belong to the first `length` tokens."""
-        return self._mass[layer].shape[1] - max(0, self._mass_end[layer] - length)
+        return self._mass.recent(layer, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
@@ -116,6 +109,30 @@ class FullCache:
         window = self.config.sliding_window(layer) or start + n
         first = max(0, start + 1 - window)  # no row sees anything before it
         rows = n if n <= FEW_ROWS else RECENT_ROWS  # any of a verification's rows may turn out to be the last
+        at_once = self.blocks.at_once(layer)
+        if at_once is not None and takes_blocks(q, at_once):
+            out, read = self._attend_at_once(layer, q, at_once, start, window, rows), start + n - first
+        else:
+            out, read = self._attend_pieces(layer, q, start, first, window, rows)
+        self.bytes_read += read * self.token_bytes // self.config.num_layers
+        self.read_s += time.perf_counter() - began
+        return out.to(q.dtype)
+
+    def _attend_at_once(self, layer: int, q: Tensor, blocks: Tensor, start: int, window: int, rows: int) -> Tensor:
+        stop = start + q.shape[1]
+        chunks = -(-stop // self.chunk_size)
+        mass = self._room_for_mass("mass", q, rows, chunks) if self._keeps_mass else None
+        visible = chunks * self.chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
+        out, _ = attend_blocks(q, blocks, visible, scale=self._scale, diagonal=start, window=window, mass=mass)
+        if mass is not None:
+            self._mass.add(layer, start, stop, mass)
+        return out
+
+    def _attend_pieces(
+        self, layer: int, q: Tensor, start: int, first: int, window: int, rows: int
+    ) -> tuple[Tensor, int]:
+        """Attends block by block, as they come; also returns how many tokens that were."""
+        n = q.shape[1]
         masses: list[_Mass] = []
         outs: list[Tensor] = []
         lses: list[Tensor] = []
@@ -124,7 +141,8 @@ class FullCache:
             if self.on_piece:
                 self.on_piece(layer, position, block)
             within = position > start + n - 1 - window  # every row sees all of it that is not ahead
-            mass = self._room_for_mass(len(masses), block, q, rows) if self._keeps_mass else None
+            chunks = block.shape[2] // self.chunk_size
+            mass = self._room_for_mass(f"mass {len(masses)}", q, rows, chunks) if self._keeps_mass else None
             out, lse = attend(
                 q,
                 block[0],
@@ -145,33 +163,24 @@ class FullCache:
                 outs, lses = [out], [lse]
         out, lse = merge_partials(outs, lses)
         if masses:
-            self._keep_mass(layer, start, masses, lse[:, n - rows :])
-        self.bytes_read += read * self.token_bytes // self.config.num_layers
-        self.read_s += time.perf_counter() - began
-        return out.to(q.dtype)
+            self._mass.add(layer, start, start + n, self._join(masses, lse[:, n - rows :]))
+        return out, read
 
-    def _room_for_mass(self, index: int, block: Tensor, q: Tensor, rows: int) -> Tensor:
-        shape = (q.shape[0], rows, block.shape[2] // self.chunk_size)
-        return self._scratch.get(f"mass {index}", shape, torch.promote_types(q.dtype, torch.float32), q.device)
+    def _room_for_mass(self, name: str, q: Tensor, rows: int, chunks: int) -> Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return self._scratch.get(name, (q.shape[0], rows, chunks), dtype, q.device)
 
-    def _keep_mass(self, layer: int, start: int, masses: list[_Mass], lse: Tensor) -> None:
-        """Puts new rows of mass behind those still in.
+    def _join(self, masses: list[_Mass], lse: Tensor) -> Tensor:
+        """The shares `[num_heads, rows, chunks]` of all blocks' chunks from those of each.
 
         Args:
-            start: the position of the first token of this forward.
             masses: of the blocks, in any order.
             lse: `[num_heads, rows]`, of each row over all blocks.
         """
         masses.sort(key=lambda mass: mass.position)
         parts = [torch.zeros(lse.shape[0], lse.shape[1], masses[0].position // self.chunk_size, device=lse.device)]
         parts += [mass.shares.mul_((mass.lse - lse).exp_().unsqueeze(-1)) for mass in masses]
-        grouped = torch.cat(parts, dim=-1).unflatten(0, (self.config.num_kv_heads, -1))
-        new = grouped.mean(dim=1).to(self.blocks.dtype)  # [num_kv_heads, rows, all chunks]
-        kept = max(0, self._rows_left(layer, start))
-        old = self._mass[layer][:, max(0, kept - RECENT_ROWS + 1) : kept, : new.shape[2]].to(new)
-        old = F.pad(old, (0, new.shape[2] - old.shape[2]))
-        self._mass[layer] = torch.cat((old, new), dim=1)
-        self._mass_end[layer] = self._filled[layer]
+        return torch.cat(parts, dim=-1)
 
     def pretend(self, length: int) -> None:
         """Says that `length` tokens are there, all zeros: for measuring what they cost. The cache was empty."""

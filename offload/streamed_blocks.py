@@ -209,6 +209,9 @@ class StreamedBlocks:
             if index >= first // size:
                 yield index * size, block
 
+    def at_once(self, layer: int) -> Tensor | None:
+        return None
+
     def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if start < self._base:
             raise ValueError(f"tokens from {start} are not on the device, only those from {self._base}")
