@@ -53,19 +53,13 @@ class Sampling:
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
 
-    Greedy gives all mass to the first of the largest logits.
-
-    Raises:
-        ModelError: a row has no finite largest logit.
+    Greedy gives all mass to the first of the largest logits. A row without a finite largest logit is one of NaN (one
+    NaN suffices), which `draw` makes something of that `read` refuses: to look at it here would wait for the device.
     """
     peak = logits.amax(dim=-1, keepdim=True)
-    if not peak.isfinite().all():
-        raise ModelError(
-            "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
-            "(try --dtype float32 or bfloat16)"
-        )
     if sampling.greedy:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), one)
     logits = (logits - peak).float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -79,6 +73,29 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return logits.softmax(dim=-1)
 
 
-def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """Draws a token from one row of `[vocab]` weights, which need not sum to one."""
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+
+    Returns:
+        `[n]` int64 on the device, which nothing waits for (`torch.multinomial` does, to check its input); -1 for a row
+        that holds NaN. `read` brings them to the host.
+    """
+    # Of clocks that ring after exponential times at the rates `weights`, each is first as often as its weight says.
+    times = torch.empty_like(weights).exponential_(generator=generator)
+    best, tokens = (weights / times.clamp_min_(torch.finfo(times.dtype).tiny)).max(dim=-1)
+    return tokens.masked_fill_(best.isnan(), -1)
+
+
+def read(tokens: Tensor) -> list[int]:
+    """Drawn tokens on the host, which waits for the device here.
+
+    Raises:
+        ModelError: one was drawn from a row that was not of numbers.
+    """
+    numbers: list[int] = tokens.tolist()
+    if min(numbers) < 0:
+        raise ModelError(
+            "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
+            "(try --dtype float32 or bfloat16)"
+        )
+    return numbers
