@@ -80,10 +80,11 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
         `[n]` int64 on the device, which nothing waits for (`torch.multinomial` does, to check its input); -1 for a row
         that holds NaN. `read` brings them to the host.
     """
-    # Of clocks that ring after exponential times at the rates `weights`, each is first as often as its weight says.
-    times = torch.empty_like(weights).exponential_(generator=generator)
-    best, tokens = (weights / times.clamp_min_(torch.finfo(times.dtype).tiny)).max(dim=-1)
-    return tokens.masked_fill_(best.isnan(), -1)
+    reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i has the stretch from reach[i - 1] to reach[i]
+    total = reach[:, -1:]
+    point = torch.empty_like(total).uniform_(generator=generator).mul_(total)
+    point = torch.minimum(point, total.nextafter(torch.zeros_like(total)))  # rounded up, it would be past all stretches
+    return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
 
 
 def read(tokens: Tensor) -> list[int]:

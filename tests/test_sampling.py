@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.acceptance import accept, residual
-from triforce.offload.sampling import Sampling, distribution
-from triforce.tp.errors import UsageError
+from triforce.offload.sampling import Sampling, distribution, draw, read
+from triforce.tp.errors import ModelError, UsageError
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -30,6 +30,28 @@ def test_distribution_equals_transformers(temperature, top_k, top_p):
 def test_greedy_puts_all_mass_on_the_first_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero():
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0])
+    counts = draw(weights.expand(20_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5)
+    assert counts[[0, 2, 4]].sum() == 0
+    expected, deviation = 15_000, (20_000 * 0.75 * 0.25) ** 0.5
+    assert abs(counts[1].item() - expected) < 5 * deviation, f"drawn {counts[1]} times, not about {expected}"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("filters", [(0.0,), (1.0,), (0.6, 0.9), (0.6, 0.9, 5)])
+def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters):
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = broken
+    tokens = draw(distribution(logits, Sampling(*filters)), torch.Generator())
+    assert len(read(tokens[[0, 2]])) == 2
+    with pytest.raises(ModelError, match="not finite numbers"):
+        read(tokens)
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(ModelError, match="not finite numbers"):
+        accept(torch.tensor([1]), torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), generator)
 
 
 @pytest.mark.parametrize(
