@@ -91,7 +91,7 @@ class RetrievalCache:
         at = self.at or self._stand(start)
         q = self._rope.rotate(q, at.turn)
         keys, values = self._buffers[layer]
-        at.put(keys, self._rope.rotate(k, at.turn))
+        at.put(keys, k, self._rope)
         at.put(values, v)
         self._filled[layer] = start + n
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions

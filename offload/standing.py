@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..tp.rope import Rows
+from ..tp.rope import Rope, Rows
 
 
 class Standing(NamedTuple):
@@ -26,8 +26,11 @@ class Standing(NamedTuple):
         """The last slot that the first token sees: its own."""
         return self.slot if isinstance(self.slot, int) else self.slot[0]
 
-    def put(self, buffer: Tensor, rows: Tensor) -> None:
-        """Writes `rows` `[heads, n, head_dim]` to their slots of `buffer` `[heads, slots, head_dim]`."""
+    def put(self, buffer: Tensor, rows: Tensor, rope: Rope | None = None) -> None:
+        """Writes `rows` `[heads, n, head_dim]`, rotated by `rope` if it is given, to their slots of `buffer`
+        `[heads, slots, head_dim]`."""
+        if rope:
+            rows = rope.rotate(rows, self.turn)
         if isinstance(self.slot, int):
             buffer[:, self.slot : self.slot + rows.shape[1]] = rows
         else:

@@ -103,7 +103,7 @@ class StreamingCache:
         slot = self._make_slots(layer, start, n)
         at = self.at or Standing(slot, slot)
         at.put(self._keys[layer], k)
-        at.put(self._rotated[layer], self._rope.rotate(k, at.turn))
+        at.put(self._rotated[layer], k, self._rope)
         at.put(self._values[layer], v)
         recent_part = attend(
             self._rope.rotate(q, at.turn),

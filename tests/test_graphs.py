@@ -16,6 +16,7 @@ from test_caches import append, full_cache, streaming_cache
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.report import report_statistics
+from triforce.kernels import attention
 from triforce.offload import Engine, Sampling
 from triforce.offload.graphs import Graphs, Passes, _CapturedPass
 from triforce.offload.retrieval_cache import RetrievalCache
@@ -30,6 +31,12 @@ GREEDY = Sampling(temperature=0.0)
 PROMPT = random_tokens(300, seed=3)
 LENGTHS = {"draft_length": 3, "block_length": 7}
 FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
+
+
+@pytest.fixture(autouse=True)
+def plain_attention(monkeypatch):
+    """The recorder sees PyTorch's operations only."""
+    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +294,7 @@ def as_one_operation(function):
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from test_triton import OLD_INTERPRETER
-    from triforce.kernels import attention, triton_attention
+    from triforce.kernels import triton_attention
 
     if OLD_INTERPRETER:
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
