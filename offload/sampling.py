@@ -53,8 +53,8 @@ class Sampling:
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
 
-    Greedy gives all mass to the first of the largest logits. A row without a finite largest logit is one of NaN (one
-    NaN suffices), which `draw` makes something of that `read` refuses: to look at it here would wait for the device.
+    Greedy gives all mass to the first of the largest logits. A row whose largest logit is not finite holds NaN, which
+    becomes an error once a token drawn from it is read: to look at it here would wait for the device.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     if sampling.greedy:
