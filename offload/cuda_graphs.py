@@ -8,7 +8,8 @@ minds its own thread only, as PyTorch's watchdog of NCCL asks for events in anot
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 
 class CudaCapture:
     """Captures on a stream of its own, on which functions are warmed up too: cuBLAS has a workspace for each stream."""
+
+    _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
+    """Kept, as PyTorch's allocators may still ask them which streams were captured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,9 +39,21 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(self._stream),  # left even if `graph` fails on its way out
-            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            result = run()
+        try:
+            with (
+                torch.cuda.stream(self._stream),  # left even if `graph` fails on its way out
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                result = run()
+        except BaseException:
+            self._give_up(graph, pool)
+            raise
         return graph.replay, result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """Ends what a capture that CUDA broke off leaves open in PyTorch's allocator, which would not free any memory
+        that two streams have used, nor empty its cache, as long as it takes a capture to be under way."""
+        self._broken.append(graph)
+        with suppress(RuntimeError):  # the capture ended in order, and something else failed
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
+            torch._C._cuda_releasePool(self._stream.device_index, pool)
