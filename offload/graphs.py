@@ -20,6 +20,7 @@ from ..kernels.attention import FEW_ROWS
 from ..tp.decoder import Cache, Decoder
 from ..tp.errors import PeerError
 from ..tp.ranks import ALONE, Ranks
+from ..tp.rope import Rows
 from .standing import Standing
 
 
@@ -151,10 +152,11 @@ class _CapturedPass:
 
     def __init__(self, decoder: Decoder, cache: Replayable, n: int) -> None:
         self._decoder, self._cache = decoder, cache
-        self._table = decoder.rope.rows(0, n)  # kept, as a graph may have the table's address
         self._steps = torch.arange(n, device=decoder.device)
         self._token_ids, self._slots = torch.zeros_like(self._steps), torch.zeros_like(self._steps)
-        self._turn = torch.zeros_like(self._table[0]), torch.zeros_like(self._table[1])
+        cos, sin = decoder.rope.rows(0, n)
+        self._turn = torch.zeros_like(cos), torch.zeros_like(sin)
+        self._table: Rows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
 
@@ -176,6 +178,7 @@ class _CapturedPass:
 
     def capture(self, capture: Capture, pool: Any) -> str | None:
         """Captures it; if that fails, why."""
+        self._table = self._decoder.rope.rows(0, 1)  # a part keeps it whole, and a graph may have its address
         try:
             self.replay, self.logits = capture.capture(self.run, pool)
         except (RuntimeError, PeerError) as error:
