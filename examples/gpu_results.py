@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from triforce.offload.full_cache import FullCache
+from triforce.offload.graphs import Capture, Graphs, Passes, Replayable
 from triforce.offload.link import Link, ThreadLink
 from triforce.offload.memory import plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
@@ -87,6 +88,14 @@ def make_link(device: torch.device) -> Link:
     return CudaLink(device)
 
 
+def make_capture(device: torch.device) -> Capture | None:
+    if device.type == "cpu":
+        return None
+    from triforce.offload.cuda_graphs import CudaCapture
+
+    return CudaCapture(device)
+
+
 def median_seconds(step: Callable[[], object], device: torch.device) -> float:
     """Median of `REPEATS` runs after one that warms up."""
     times = []
@@ -128,6 +137,7 @@ class Steps:
         results: dict,
     ) -> None:
         self.config, self.device, self.link, self.options, self.results = target, device, link, options, results
+        self.capture = make_capture(device)
         weights = RandomWeights(target.dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
@@ -157,20 +167,37 @@ class Steps:
         for budget in self.options.budgets:
             retrieval = RetrievalCache(cache, self.target.rope, budget=budget, chunk_size=CHUNK)
             retrieval.refresh()
-            out[f"retrieval_{budget}_ms"] = round(1e3 * median_seconds(lambda: self.step(retrieval, 5), self.device), 3)  # noqa: B023
+            out |= self.drafting_ms(f"retrieval_{budget}", self.target, retrieval, 5)
         if self.draft:
             streaming = StreamingCache(self.draft)
-            self.step(streaming, 300, self.draft, keep=True)
-            draft = self.draft
-            out["draft_ms"] = round(1e3 * median_seconds(lambda: self.step(streaming, 1, draft), self.device), 3)
+            self.draft.forward(torch.zeros(300, dtype=torch.int64, device=self.device), streaming)
+            out |= self.drafting_ms("draft", self.draft, streaming, 1)
 
-    def step(self, cache, rows: int, decoder: Decoder | None = None, keep: bool = False) -> None:
+    def drafting_ms(self, name: str, decoder: Decoder, cache: Replayable, rows: int) -> dict[str, float]:
+        """Milliseconds of a pass that drafts, as it comes and as a graph."""
+        token_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        times = {}
+        for ending, capture in (("ms", None), ("graph_ms", self.capture)):
+            graphs = Graphs(capture)
+            passes = Passes(decoder, cache, graphs)
+
+            def step() -> None:
+                length = cache.length
+                passes.forward(token_ids, rows)  # noqa: B023
+                cache.rollback(length)
+
+            step()  # a graph is captured the second time
+            seconds = median_seconds(step, self.device)
+            if graphs.failure:
+                self.results["graphs_failed"] = graphs.failure
+            elif capture or ending == "ms":
+                times[f"{name}_{ending}"] = round(1e3 * seconds, 3)
+        return times
+
+    def step(self, cache: FullCache, rows: int) -> None:
         length = cache.length
-        (decoder or self.target).forward(
-            torch.zeros(rows, dtype=torch.int64, device=self.device), cache, num_logits=rows
-        )
-        if not keep:
-            cache.rollback(length)
+        self.target.forward(torch.zeros(rows, dtype=torch.int64, device=self.device), cache, num_logits=rows)
+        cache.rollback(length)
 
     def full_cache(self, capacity: int) -> FullCache:
         part, dtype = self.target.part, self.target.dtype
@@ -199,6 +226,8 @@ def print_table(results: dict) -> None:
     console = Console()
     console.print(f"link: {results['link_gb_per_s']} GB/s")
     console.print(table)
+    if "graphs_failed" in results:
+        console.print(f"CUDA graphs could not be captured: {results['graphs_failed']}")
 
 
 if __name__ == "__main__":

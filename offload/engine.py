@@ -21,6 +21,7 @@ from ..tp.registry import find_pair, published_settings
 from ..tp.split import check_split
 from .full_cache import FullCache
 from .generation import Generation, Result
+from .graphs import Capture, Graphs, Passes
 from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
 from .pacing import PassCost
@@ -80,6 +81,7 @@ class Engine:
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
         self._kept = KeptCache(target, settings)
+        self._capture = _capture_for(target.device)
         self._running: Generation | None = None
 
     @classmethod
@@ -208,7 +210,8 @@ class Engine:
         budget = self.settings.budget_for(capacity)
         full = self._kept.take(prompt, capacity)
         retrieval = streaming = None
-        tiers = [self._tier("verify", self.target, full, capacity)]
+        graphs = Graphs(self._capture, self.target.ranks)
+        tiers = [self._tier("verify", self.target, full, capacity, graphs)]
         if budget:
             retrieval = RetrievalCache(
                 full,
@@ -217,10 +220,10 @@ class Engine:
                 chunk_size=self.settings.planned_chunk_size,
                 join=self.target.mean_over_copies,
             )
-            tiers.append(self._tier("retrieval", self.target, retrieval, budget))
+            tiers.append(self._tier("retrieval", self.target, retrieval, budget, graphs))
             if self.draft and self.settings.tiers == 3:
                 streaming = StreamingCache(self.draft)
-                tiers.append(self._tier("draft", self.draft, streaming, streaming.window))
+                tiers.append(self._tier("draft", self.draft, streaming, streaming.window, graphs))
         self._link_tiers(tiers)
         eos = () if job.ignore_eos else self.target.config.eos_token_ids
         draws = Draws(
@@ -237,6 +240,7 @@ class Engine:
             retrieval=retrieval,
             streaming=streaming,
             tiers=tiers,
+            graphs=graphs,
             draws=draws,
             refresh=RefreshPolicy(self.settings.refresh),
             identity=self._identity(sampling, len(tiers), budget, full),
@@ -262,13 +266,13 @@ class Engine:
         check_context(config, len(prompt), max_new_tokens)
         return prompt
 
-    def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int) -> Tier:
+    def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int, graphs: Graphs) -> Tier:
         """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
         num_bytes = decoder.part.num_parameters * decoder.dtype.itemsize
         num_bytes += tokens * decoder.part.kv_bytes_per_token(decoder.dtype)
         seconds = num_bytes / _MODELLED_BANDWIDTH + decoder.config.num_layers * _MODELLED_LAYER_SECONDS
         cost = PassCost(seconds, seconds * _MODELLED_ROW_SHARE)
-        return Tier(name, decoder, cache, cost, self.target.config.vocab_size)
+        return Tier(name, decoder, cache, Passes(decoder, cache, graphs), cost, self.target.config.vocab_size)
 
     def _link_tiers(self, tiers: list[Tier]) -> None:
         """Makes each tier draft for the one before it, with the lengths of the settings."""
@@ -299,6 +303,14 @@ class Engine:
                 "resident_bytes": full.blocks.resident_bytes,
             },
         }
+
+
+def _capture_for(device: torch.device) -> Capture | None:
+    if device.type != "cuda":
+        return None
+    from .cuda_graphs import CudaCapture
+
+    return CudaCapture(device)
 
 
 def _checked_place(gpus: int) -> Place | None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ..tp.devices import to_device
 from ..tp.errors import TriforceError
 from .full_cache import FullCache
+from .graphs import Graphs
 from .memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from .refresh import RefreshPolicy
 from .retrieval_cache import RetrievalCache
-from .sampling import distribution, draw
+from .sampling import distribution, draw, read
 from .settings import MOST_BLOCK_LENGTH
 from .statistics import Statistics
 from .streaming_cache import StreamingCache, prefill_streaming
@@ -57,6 +59,7 @@ class Generation(Iterator[Round]):
         retrieval: RetrievalCache | None,
         streaming: StreamingCache | None,
         tiers: list[Tier],
+        graphs: Graphs,
         draws: Draws,
         refresh: RefreshPolicy,
         identity: dict[str, Any],
@@ -65,6 +68,7 @@ class Generation(Iterator[Round]):
         """Args:
         context: the prompt; grows by the generated tokens. The first `full.length` of them are in `full` already.
         tiers: the full cache's tier first, then those below it.
+        graphs: what captures their passes.
         identity: the part of the JSON that is known before the run.
         on_prefill: called with the share of the prefill done.
         """
@@ -72,7 +76,7 @@ class Generation(Iterator[Round]):
         self._max_new_tokens = max_new_tokens
         self._full, self._retrieval, self._streaming = full, retrieval, streaming
         self._tiers, self._top = tiers, tiers[0]
-        self._draws = draws
+        self._graphs, self._draws = graphs, draws
         self._refresh = refresh
         self._identity = identity
         self._on_prefill = on_prefill
@@ -99,7 +103,13 @@ class Generation(Iterator[Round]):
         """The JSON of the run so far."""
         measured = replace(self.statistics, **self._memory()).as_dict()
         settings = self._identity["settings"] | self.lengths
-        return self._identity | measured | {"settings": settings}
+        return self._identity | measured | {"settings": settings, "warnings": self.warnings}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the run had to do without so far, a line each."""
+        failure = self._graphs.failure
+        return [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
 
     def _run(self) -> Generator[Round, None, None]:
         yield self._prefill()
@@ -111,9 +121,9 @@ class Generation(Iterator[Round]):
     def _prefill(self) -> Round:
         began = time.perf_counter()
         decoder = self._top.decoder
-        pending = torch.tensor(self._context[self._full.length :], device=decoder.device)
+        pending = to_device(self._context[self._full.length :], decoder.device)
         logits = decoder.forward(pending, self._full, on_progress=self._on_prefill)
-        token = draw(distribution(logits, self._draws.sampling)[0], self._draws.generator)
+        token = read(draw(distribution(logits, self._draws.sampling), self._draws.generator))[0]
         if self._retrieval:
             self._retrieval.refresh()
         if self._streaming:

@@ -44,8 +44,9 @@ class PassCost:
         self._y = self._xy = self.base + self.per_row
         self._observed = 0
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Adds a measured pass. One far beyond what is expected, as another process causes, counts as far less."""
+    def observe(self, rows: float, seconds: float) -> None:
+        """Adds a measured pass, or the mean of some. One far beyond what is expected, as another process causes, counts
+        as far less."""
         if self._observed >= _TRUSTED:
             seconds = min(seconds, _OUTLIER * self.seconds(rows))
         for name in ("_n", "_x", "_xx", "_y", "_xy"):
@@ -57,7 +58,7 @@ class PassCost:
         self._y += seconds
         self._xy += rows * seconds
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: float) -> float:
         """Expected seconds of a pass over `rows` rows."""
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x**2

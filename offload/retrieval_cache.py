@@ -17,6 +17,7 @@ from ..kernels.attention import Scratch, attend
 from ..kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ..tp.rope import Rope
 from .full_cache import FullCache
+from .standing import Standing
 
 _FIRST_TAIL = 64
 """Tokens of room behind the chunks; doubled whenever it runs out."""
@@ -63,26 +64,41 @@ class RetrievalCache:
         self._base = 0  # position of the first token of the tail
         self._exact = 0  # tokens before this position hold the full cache's own keys and values
         self._filled = [0] * num_layers
+        self.at: Standing | None = None
 
     @property
     def length(self) -> int:
         return self._filled[-1]
+
+    @property
+    def memory(self) -> object:
+        return self._buffers
+
+    def standing(self, n: int) -> Standing:
+        return self._stand(self.length)
+
+    def _stand(self, start: int) -> Standing:
+        return Standing(start, self._kept + start - self._base)
+
+    def advance(self, length: int) -> None:
+        self._filled = [length] * len(self._filled)
 
     def prepare(self, n: int) -> None:
         self._make_room(self._kept + self.length - self._base + n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
-        q = self._rope.rotate(q, start)
-        slot = self._kept + start - self._base
+        at = self.at or self._stand(start)
+        q = self._rope.rotate(q, at.turn)
         keys, values = self._buffers[layer]
-        self._rope.rotate(k, start, out=keys[:, slot : slot + n])
-        values[:, slot : slot + n] = v
+        at.put(keys, k, self._rope)
+        at.put(values, v)
         self._filled[layer] = start + n
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
-        if window is not None and window >= slot + n:
+        if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
             window = None
-        out, _ = attend(q, keys, values, scale=self._scale, diagonal=slot, window=window, scratch=self._scratch)
+        scratch = None if self.at else self._scratch  # which may move; a captured pass needs memory of its own
+        out, _ = attend(q, keys, values, scale=self._scale, diagonal=at.diagonal, window=window, scratch=scratch)
         return out.to(q.dtype)
 
     def rollback(self, length: int) -> None:

@@ -56,19 +56,13 @@ class Sampling:
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
 
-    Greedy gives all mass to the first of the largest logits.
-
-    Raises:
-        ModelError: a row has no finite largest logit.
+    Greedy gives all mass to the first of the largest logits. A row whose largest logit is not finite holds NaN, which
+    becomes an error once a token drawn from it is read: to look at it here would wait for the device.
     """
     peak = logits.amax(dim=-1, keepdim=True)
-    if not peak.isfinite().all():
-        raise ModelError(
-            "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
-            "(try --dtype float32 or bfloat16)"
-        )
     if sampling.greedy:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+        one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), one)
     logits = (logits - peak).float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -79,17 +73,47 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """The likeliest tokens of each row of `[n, vocab]` that together reach `top_p`, and nothing else."""
-    ordered, order = probabilities.topk(min(_LIKELY, probabilities.shape[-1]), dim=-1)
-    if (ordered.sum(dim=-1) < top_p).any():
-        ordered, order = probabilities.sort(dim=-1, descending=True)
+    ordered, order = _likeliest(probabilities, top_p)
     before = ordered.cumsum(dim=-1) - ordered
-    kept = ordered.masked_fill_(before >= top_p, 0.0)
+    kept = ordered.masked_fill(before >= top_p, 0.0)
     kept /= kept.sum(dim=-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter_(-1, order, kept)
 
 
-def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """Draws a token from one row of `[vocab]` weights, which need not sum to one."""
-    below = probabilities.cumsum(dim=0, dtype=torch.float64)
-    place = below[-1] * torch.rand((), generator=generator, dtype=torch.float64, device=below.device)
-    return int(torch.searchsorted(below, place, right=True))
+def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Tokens of each row in falling order, enough of them to reach `top_p`: probabilities and tokens."""
+    if probabilities.device.type == "cpu":  # a GPU sorts faster than its host could look at a sum
+        ordered, order = probabilities.topk(min(_LIKELY, probabilities.shape[-1]), dim=-1)
+        if (ordered.sum(dim=-1) >= top_p).all():
+            return ordered, order
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    return ordered, order
+
+
+def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+
+    Returns:
+        `[n]` int64 on the device, which nothing waits for (`torch.multinomial` does, to check its input); -1 for a row
+        that holds NaN. `read` brings them to the host.
+    """
+    reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i has the stretch from reach[i - 1] to reach[i]
+    total = reach[:, -1:]
+    point = torch.empty_like(total).uniform_(generator=generator).mul_(total)
+    point = torch.minimum(point, total.nextafter(torch.zeros_like(total)))  # rounded up, it would be past all stretches
+    return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
+
+
+def read(tokens: Tensor) -> list[int]:
+    """Drawn tokens on the host, which waits for the device here.
+
+    Raises:
+        ModelError: one was drawn from a row that was not of numbers.
+    """
+    numbers: list[int] = tokens.tolist()
+    if min(numbers) < 0:
+        raise ModelError(
+            "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "
+            "(try --dtype float32 or bfloat16)"
+        )
+    return numbers

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..kernels.attention import Scratch, attend, merge_partials
 from ..tp.decoder import Decoder
+from ..tp.devices import to_device
+from .standing import Standing
 from .vocabulary import readable
 
 _SLACK = 256
@@ -43,13 +45,34 @@ class StreamingCache:
         self._origins = [sinks] * config.num_layers  # position of slot 0
         self._right_from = [sinks] * config.num_layers  # recent tokens from here on are as if none had been skipped
         self._filled = [0] * config.num_layers
+        self.at: Standing | None = None
 
     @property
     def length(self) -> int:
         return self._filled[-1]
 
+    @property
+    def memory(self) -> object:
+        return self._keys
+
+    def standing(self, n: int) -> Standing | None:
+        if not self._steady(n):
+            return None
+        slot = self.length - self._origins[0]
+        return Standing(slot, slot)
+
+    def _steady(self, n: int) -> bool:
+        """Whether the next `n` tokens are treated as all that follow will be: past the place where the sinks' distance
+        is capped, and in one part."""
+        return self.length >= self.sinks + self.window and n <= _SLACK
+
+    def advance(self, length: int) -> None:
+        self._filled = [length] * self._num_layers
+
     def prepare(self, n: int) -> None:
-        pass
+        if self._steady(n):  # the window is moved now, so that no layer's part in the pass has to
+            for layer in range(self._num_layers):
+                self._make_slots(layer, self.length, n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = []
@@ -73,21 +96,23 @@ class StreamingCache:
             sink_values[:, start : start + n] = v
         capped = self.sinks + self.window - 1
         sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
-        sink_part = attend(sink_q, sink_keys, sink_values, scale=self._scale, diagonal=start, scratch=self._scratch)
+        scratch = None if self.at else self._scratch  # which may move; a captured pass needs memory of its own
+        sink_part = attend(sink_q, sink_keys, sink_values, scale=self._scale, diagonal=start, scratch=scratch)
         if start < self.sinks:
             return sink_part[0].to(q.dtype)
         slot = self._make_slots(layer, start, n)
-        self._keys[layer][:, slot : slot + n] = k
-        self._rope.rotate(k, slot, out=self._rotated[layer][:, slot : slot + n])
-        self._values[layer][:, slot : slot + n] = v
+        at = self.at or Standing(slot, slot)
+        at.put(self._keys[layer], k)
+        at.put(self._rotated[layer], k, self._rope)
+        at.put(self._values[layer], v)
         recent_part = attend(
-            self._rope.rotate(q, slot),
+            self._rope.rotate(q, at.turn),
             self._rotated[layer],
             self._values[layer],
             scale=self._scale,
-            diagonal=slot,
+            diagonal=at.diagonal,
             window=self.window,
-            scratch=self._scratch,
+            scratch=scratch,
         )
         outs, lses = zip(sink_part, recent_part, strict=True)
         return merge_partials(outs, lses)[0].to(q.dtype)
@@ -135,5 +160,5 @@ def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequen
         if part is not parts[0]:
             cache.skip(start)
         if part:
-            rows = readable(torch.tensor(part, device=decoder.device), decoder.config.vocab_size)
+            rows = readable(to_device(part, decoder.device), decoder.config.vocab_size)
             decoder.forward(rows, cache)

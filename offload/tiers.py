@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ..tp.decoder import Cache, Decoder
+from ..tp.devices import to_device
 from .acceptance import accept
+from .graphs import Passes
 from .pacing import Acceptance, PassCost, best_length
-from .sampling import Sampling, distribution
+from .sampling import Sampling, distribution, draw, read
 from .vocabulary import cover, readable
 
 PROBE_EVERY = 24
@@ -59,6 +61,8 @@ class Tier:
     name: str
     decoder: Decoder
     cache: Cache
+    passes: Passes
+    """Of the decoder with the cache."""
     cost: PassCost
     vocab_size: int
     """Tokens of the target, which every tier's distributions cover."""
@@ -78,35 +82,32 @@ class Tier:
 
         Nothing comes after an end-of-sequence token. `context` is left as it was.
         """
+        if self.drafter is None:
+            return self._draw_alone(context, 1, draws)
         start = len(context)
-        wanted = min(self.lookahead, limit - 1) if self.drafter else 0
-        drafted, draft = self.drafter.extend(context, wanted, draws) if self.drafter and wanted else ([], None)
+        wanted = min(self.lookahead, limit - 1)
+        drafted, draft = self.drafter.extend(context, wanted, draws) if wanted else ([], None)
 
         began = time.perf_counter()
-        pending = torch.tensor(context[self.cache.length :] + drafted, device=self.decoder.device)
-        token_ids = readable(pending, self.decoder.config.vocab_size)
-        logits = self.decoder.forward(token_ids, self.cache, num_logits=len(drafted) + 1)
-        target = distribution(cover(logits, self.vocab_size), draws.sampling)
+        pending = to_device(context[self.cache.length :] + drafted, self.decoder.device)
+        target = self._distributions(pending, len(drafted) + 1, draws)
         accepted, token = accept(
             pending[len(pending) - len(drafted) :], target if draft is None else draft, target, draws.generator
         )
         emitted = _until_end([*drafted[:accepted], token], draws.eos_token_ids)
         self.rollback(start + len(emitted) - 1)
-        seconds = time.perf_counter() - began
-
-        self.counts.seconds += seconds
-        self.counts.passes += 1
+        self._measure(1, len(pending), time.perf_counter() - began, draws)
         self.counts.proposed += len(drafted)
         self.counts.accepted += accepted
         self.counts.tested += min(accepted + 1, len(drafted))
-        if draws.measured:
-            self.cost.observe(len(pending), seconds)
         if drafted:
             self.acceptance.observe(accepted, len(drafted))
         return emitted, target[: len(emitted)]
 
     def extend(self, context: list[int], count: int, draws: Draws) -> tuple[list[int], Tensor]:
         """Steps until `count` tokens follow `context` or the sequence ends; tokens and distributions as of `step`."""
+        if self.drafter is None:
+            return self._draw_alone(context, count, draws)
         start = len(context)
         rows = []
         while len(context) - start < count and (len(context) == start or context[-1] not in draws.eos_token_ids):
@@ -116,6 +117,43 @@ class Tier:
         tokens = context[start:]
         del context[start:]
         return tokens, rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _draw_alone(self, context: list[int], count: int, draws: Draws) -> tuple[list[int], Tensor]:
+        """`extend` without a drafter. What comes after an end-of-sequence token was drawn for nothing."""
+        start, began = len(context), time.perf_counter()
+        pending = start - self.cache.length
+        drawn, targets = self.draw_ahead(context, count, draws)
+        emitted = _until_end(read(drawn), draws.eos_token_ids)
+        self.rollback(start + len(emitted) - 1)
+        self._measure(count, pending + count - 1, time.perf_counter() - began, draws)
+        return emitted, targets[: len(emitted)]
+
+    def draw_ahead(self, context: list[int], count: int, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Draws `count` tokens, each fed back for the next one, as `[count]` and their distributions `[count, vocab]`.
+
+        The tokens stay on the device meanwhile, and the host never waits for it. A token may turn out to be none (see
+        `sampling.read`).
+        """
+        pending = to_device(context[self.cache.length :], self.decoder.device)
+        tokens: list[Tensor] = []
+        rows: list[Tensor] = []
+        while len(tokens) < count:
+            rows.append(self._distributions(pending, 1, draws))
+            pending = draw(rows[-1], draws.generator)
+            tokens.append(pending)
+        return (torch.cat(tokens), torch.cat(rows)) if count > 1 else (tokens[0], rows[0])
+
+    def _distributions(self, pending: Tensor, rows: int, draws: Draws) -> Tensor:
+        """Feeds the next tokens; the distributions after the last `rows` of them."""
+        logits = self.passes.forward(readable(pending, self.decoder.config.vocab_size), rows)
+        return distribution(cover(logits, self.vocab_size), draws.sampling)
+
+    def _measure(self, passes: int, rows: int, seconds: float, draws: Draws) -> None:
+        """Notes passes over so many rows in all, and how long they took."""
+        self.counts.seconds += seconds
+        self.counts.passes += passes
+        if draws.measured:
+            self.cost.observe(rows / passes, seconds / passes)
 
     def rollback(self, length: int) -> None:
         """Takes this tier and those below back to the first `length` tokens, where they are further."""

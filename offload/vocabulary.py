@@ -30,8 +30,8 @@ def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
 
 def readable(token_ids: Tensor, vocab_size: int) -> Tensor:
     """`token_ids` for a model of `vocab_size` tokens; those it does not know become its last, which only costs
-    acceptance."""
-    return token_ids.clamp(max=vocab_size - 1)
+    acceptance, and those that are none (see `sampling.draw`) its first, until that is noticed."""
+    return token_ids.clamp(0, vocab_size - 1)
 
 
 def cover(logits: Tensor, vocab_size: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""Runs jobs on several CPU ranks: torchrun starts this file as every rank, and each prints what it got as JSON.
+"""Runs jobs on several ranks: torchrun starts this file as every rank, and each prints what it got as JSON.
 
-A job is {"model", "draft", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for `Engine.load`.
+A job is {"model", "draft", "device", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
+`Engine.load`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     for index, job in enumerate(json.loads(sys.argv[1])):
+        device = job.get("device", "cpu")
         engine = Engine.load(
-            Path(job["model"]), job.get("draft"), device="cpu", dtype="float32", **job.get("settings", {})
+            Path(job["model"]), job.get("draft"), device=device, dtype="float32", **job.get("settings", {})
         )
         ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))
@@ -67,6 +69,7 @@ def main() -> None:
             "rank": ranks.rank,
             "token_ids": result.token_ids,
             "rounds": result.stats["rounds"],
+            "warnings": result.stats["warnings"],
             "passes": len(forwards),
             "world_size": result.stats["world_size"],
             "collectives": dict(ranks.collectives - before),

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.full_cache import FullCache
+from triforce.offload.retrieval_cache import RetrievalCache
 from triforce.offload.ring import Ring
 from triforce.offload.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
@@ -12,6 +14,7 @@ from triforce.tp.decoder import Decoder
 pytestmark = pytest.mark.gpu
 
 BLOCK = (2, 4, 256, 64)
+LENGTHS = {"budget": 64, "draft_length": 3, "block_length": 7}
 
 
 @pytest.fixture
@@ -87,6 +90,82 @@ def test_streamed_logits_equal_those_at_hand(models, link):
     for start, stop in ((0, 800), (800, 805), (805, 869), (869, 1200)):
         got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, at_hand))
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A list that grows with every pass that is captured."""
+    from triforce.offload.cuda_graphs import CudaCapture
+
+    capture, done = CudaCapture.capture, []
+    monkeypatch.setattr(CudaCapture, "capture", lambda *given: done.append(None) or capture(*given))
+    return done
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_change_no_token(models, captures, tiers, temperature):
+    root, prompt, want = models
+    sampling = Sampling(temperature, 0.95, seed=5)
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="float32", tiers=tiers, **LENGTHS)
+    captured = engine.generate(prompt, sampling, 60)
+    assert captured.stats["warnings"] == []
+    assert len(captures) >= tiers - 1
+    engine._capture = None
+    plain = engine.generate(prompt, sampling, 60)
+    assert captured.token_ids == plain.token_ids
+    assert captured.token_ids == want or temperature > 0
+
+
+def test_a_draft_does_not_wait_for_the_gpu(models, captures):
+    root, prompt, _ = models
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="bfloat16", **LENGTHS)
+    run = engine.stream(prompt, Sampling(0.8, 0.9, 40, seed=1), 60)
+    next(run)
+    with torch.inference_mode():
+        for tier in (run._tiers[2], run._tiers[1]):
+            for mode in ("default", "default", "error"):  # warmed up, captured, replayed
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    tokens, _ = tier.draw_ahead(run._context, 4, run._draws)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                assert tokens.shape == (4,)
+                tier.rollback(len(run._context) - 1)
+    assert len(captures) >= 2
+    assert run.warnings == []
+
+
+def test_a_capture_that_fails_leaves_the_tokens_and_a_warning(models, monkeypatch):
+    root, prompt, want = models
+    attend = RetrievalCache.attend
+
+    def waiting(self, layer, q, k, v):
+        if layer == 1 and torch.cuda.is_current_stream_capturing():
+            q.amax().item()
+        return attend(self, layer, q, k, v)
+
+    monkeypatch.setattr(RetrievalCache, "attend", waiting)
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="float32", **LENGTHS)
+    stats = engine.generate(prompt, Sampling(temperature=0.0), 60).stats
+    assert stats["token_ids"] == want
+    assert len(stats["warnings"]) == 1
+    assert "without CUDA graphs" in stats["warnings"][0]
+    assert "\n" not in stats["warnings"][0]
+    torch.cuda.empty_cache()  # which PyTorch refuses while it takes a capture to be under way
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_gpus_capture_their_sums(models, temperature):
+    root, prompt, want = models
+    job = {"model": str(root / "target"), "draft": str(root / "draft"), "device": "cuda", "prompt": prompt}
+    job |= {"new_tokens": 60, "temperature": temperature, "seed": 5, "settings": LENGTHS}
+    (reports,) = run_jobs([job], 2)
+    assert [report["warnings"] for report in reports] == [[], []]
+    assert reports[0]["token_ids"] == reports[1]["token_ids"]
+    assert reports[0]["token_ids"] == want or temperature > 0
+    assert reports[0]["collectives"]["all_reduce_graphs"] >= 2  # asked of each other after a capture
 
 
 def test_memory_that_runs_out_is_explained(models):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.acceptance import accept, residual
-from triforce.offload.sampling import Sampling, distribution, draw
-from triforce.tp.errors import UsageError
+from triforce.offload.sampling import Sampling, distribution, draw, read
+from triforce.tp.errors import ModelError, UsageError
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -35,18 +35,31 @@ def test_top_p_of_a_large_vocabulary_equals_transformers(sharpness):
     assert torch.allclose(distribution(logits, Sampling(1.0, 0.9)), want, atol=1e-6)
 
 
+def test_greedy_puts_all_mass_on_the_first_largest_logit():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
+    assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
 def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero():
     weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0])
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.bincount(torch.tensor([draw(weights, generator) for _ in range(20_000)]), minlength=5)
+    counts = draw(weights.expand(20_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5)
     assert counts[[0, 2, 4]].sum() == 0
     expected, deviation = 15_000, (20_000 * 0.75 * 0.25) ** 0.5
     assert abs(counts[1].item() - expected) < 5 * deviation, f"drawn {counts[1]} times, not about {expected}"
 
 
-def test_greedy_puts_all_mass_on_the_first_largest_logit():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
-    assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("filters", [(0.0,), (1.0,), (0.6, 0.9), (0.6, 0.9, 5)])
+def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters):
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    logits[1, 7] = broken
+    tokens = draw(distribution(logits, Sampling(*filters)), torch.Generator())
+    assert len(read(tokens[[0, 2]])) == 2
+    with pytest.raises(ModelError, match="not finite numbers"):
+        read(tokens)
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(ModelError, match="not finite numbers"):
+        accept(torch.tensor([1]), torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), generator)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +91,13 @@ def test_rejection_keeps_target_distribution(draft, target):
 
 
 class ScriptedUniform:
-    """Stands for `torch.rand`, giving the numbers it was told, and one half to a draw."""
+    """Stands for `torch.rand`, giving the numbers it was told."""
 
     def __init__(self, numbers):
         self.numbers = numbers
 
     def __call__(self, n, **_):
-        return torch.tensor(self.numbers[:n] if n else 0.5)
+        return torch.tensor(self.numbers[:n])
 
 
 def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypatch):

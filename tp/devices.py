@@ -1,11 +1,13 @@
-"""The device and the number format to run in, from the words a user gives."""
+"""The device and the number format to run in, from the words a user gives, and numbers on their way to a device."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .config import ModelConfig
 from .errors import UsageError
@@ -44,6 +46,11 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     if name not in dtypes:
         raise UsageError(f"dtype is {name!r}; it is {', '.join(dtypes)}")
     return dtypes[name]
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """`numbers` as an int64 tensor on `device`, which the host does not wait for."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def device_name(device: torch.device) -> str:

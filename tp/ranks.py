@@ -32,7 +32,7 @@ class Ranks:
     local_size: int = 1
     """Members on this machine, which share its memory."""
     collectives: Counter[str] = field(default_factory=Counter)
-    """Calls so far that every rank took part in, by kind."""
+    """Calls so far that every rank took part in, by kind; not counted are those that a replayed CUDA graph makes."""
 
     @classmethod
     def join(cls, place: Place, device: torch.device) -> Ranks:

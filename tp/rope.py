@@ -8,6 +8,9 @@ from torch import Tensor
 from ..kernels.layers import rotate
 from .rope_scaling import RopeConfig
 
+Rows = tuple[Tensor, Tensor]
+"""Rows of the table: cosines and signed sines of as many positions, each `[n, head_dim]`, float32."""
+
 
 class Rope:
     """Rotates queries and keys by position, from a table of cosines and sines that grows as positions do.
@@ -50,13 +53,20 @@ class Rope:
         # The sign of rotate_half lives in the table, so that a rotation is a roll and two products.
         self._sin = torch.cat((-sin, sin), dim=-1)
 
-    def rotate(self, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        """Rotates `x` `[heads, n, head_dim]`, whose rows stand at positions `start`, `start + 1`, ...; into `out`, if
-        given."""
-        n = x.shape[1]
+    def rows(self, start: int, n: int) -> Rows:
+        """The table's rows for positions `start`, `start + 1`, ..."""
         if start + n > self._cos.shape[0]:
             self.reserve(max(start + n, 2 * self._cos.shape[0]))
-        return rotate(x, self._cos[start : start + n], self._sin[start : start + n], out)
+        return self._cos[start : start + n], self._sin[start : start + n]
+
+    def rotate(self, x: Tensor, start: int | Rows, out: Tensor | None = None) -> Tensor:
+        """Rotates `x` `[heads, n, head_dim]`, whose rows stand at positions `start`, `start + 1`, ...; into `out`, if
+        given.
+
+        `start` may be the table's rows themselves, for positions that the host does not know.
+        """
+        cos, sin = self.rows(start, x.shape[-2]) if isinstance(start, int) else start
+        return rotate(x, cos, sin, out)
 
     def rotate_to(self, x: Tensor, position: int) -> Tensor:
         """Rotates every row of `x` `[heads, n, head_dim]` to the one `position`."""

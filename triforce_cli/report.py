@@ -119,6 +119,8 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
     device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
     if stats["new_tokens"]:
         rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
+    if stats["warnings"]:
+        rows["warning"] = "; ".join(stats["warnings"])
     _print_rows(console, rows)
 
 
