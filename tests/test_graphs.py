@@ -16,8 +16,9 @@ from test_caches import append, full_cache, streaming_cache
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.report import report_statistics
-from triforce.kernels import attention
-from triforce.offload import Engine, Sampling
+from triforce.kernels import attention, layers
+from triforce.offload import Engine, Sampling, sampling
+from triforce.offload import full_cache as full_cache_module
 from triforce.offload.graphs import Graphs, Passes, _CapturedPass
 from triforce.offload.retrieval_cache import RetrievalCache
 from triforce.offload.standing import Standing
@@ -34,9 +35,13 @@ FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
 
 
 @pytest.fixture(autouse=True)
-def plain_attention(monkeypatch):
-    """The recorder sees PyTorch's operations only."""
+def plain_pytorch(monkeypatch):
+    """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
+    sorts, where a CPU first looks at a sum."""
+    monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
     monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
+    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
+    monkeypatch.setattr(full_cache_module, "takes_blocks", lambda *_: False)
 
 
 @pytest.fixture(scope="module")
