@@ -9,7 +9,7 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-FLAGS = [] if sys.platform == "win32" else ["-O3", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = [] if sys.platform == "win32" else ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 setup(
     ext_modules=[

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, where the package was installed with a compiler and the processor has what they need.
+"""The compiled CPU kernels: there if a compiler was when the package was installed, and if the processor can run them.
 
 They are an optional part: `library` is `None` without them, and plain PyTorch computes the same.
 """
@@ -13,7 +13,14 @@ from pathlib import Path
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels, or `None` where there are none that this machine can run.
+    """The loaded kernels, or `None` where there are none that this machine can run."""
+    kernels = loaded()
+    return kernels if kernels is not None and kernels.triforce_cpu_level() > 0 else None
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL | None:
+    """The kernels, whatever of them this machine can run, or `None` where they were not built.
 
     PyTorch must have been imported before: the kernels then share its OpenMP threads.
     """
@@ -22,7 +29,6 @@ def library() -> ctypes.CDLL | None:
     if built is None:
         return None
     try:
-        kernels = ctypes.CDLL(str(built))
+        return ctypes.CDLL(str(built))
     except OSError:
         return None
-    return kernels if kernels.triforce_cpu_level() > 0 else None

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
-from .compiled import library
+from .compiled import loaded
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-_CALL = struct.Struct("=26qd")
+_CALL = struct.Struct("=27qd")
 """`Attention` of attention.h."""
 
 _FOREVER = 1 << 60
@@ -26,9 +26,16 @@ TILE = 64
 
 
 @functools.cache
+def attention_level() -> int:
+    """The instructions attention can use here: 0 none, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16 dot products."""
+    kernels = loaded()
+    return 0 if kernels is None else kernels.triforce_attention_level()
+
+
+@functools.cache
 def compiled_attention(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels are there and take such heads."""
-    return dtype in _TYPES and head_dim % 32 == 0 and head_dim <= 256 and library() is not None
+    return dtype in _TYPES and head_dim % 32 == 0 and head_dim <= 256 and attention_level() > 0
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -47,12 +54,14 @@ def attend_compiled(
     window: int | None = None,
     mass: Tensor | None = None,
     m: int | None = None,
+    level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attend`. Keys and values may also be blocks, `[num_blocks, num_kv_heads, block_size, head_dim]` with whole
     tiles in a block, of which the first `m` keys count.
 
     Args:
         mass: contiguous, of chunks that divide a tile; see `sums_mass`.
+        level: instructions to use, at most `attention_level()`, which is the default.
     """
     num_heads, n, head_dim = q.shape
     if k.dim() == 4:
@@ -96,6 +105,7 @@ def attend_compiled(
         1 if mass is None else keys // mass.shape[2],
         _TYPES[q.dtype],
         torch.get_num_threads(),
+        attention_level() if level is None else level,
         scale,
     )
     if _attend()(call):
@@ -149,7 +159,7 @@ def sums_mass(mass: Tensor, m: int) -> bool:
 def _attend():
     import ctypes
 
-    kernels = library()
+    kernels = loaded()
     assert kernels is not None
     kernels.triforce_attend.argtypes = [ctypes.c_char_p]
     kernels.triforce_attend.restype = ctypes.c_int

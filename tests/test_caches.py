@@ -120,9 +120,10 @@ def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder
     assert cache.length == 0
 
 
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
 @pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7)])
-def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts):
-    model = save_llama(tmp_path, num_key_value_heads=2)
+def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head_dim):
+    model = save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
     model.set_attn_implementation("eager")
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
     full = full_cache(decoder)

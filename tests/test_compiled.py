@@ -1,5 +1,6 @@
 """The compiled CPU kernels against float64 attention, the plain path, and themselves with other numbers of rows."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,16 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 from test_kernels import oracle, random_qkv
+from tiny import save_llama
 from triforce.kernels import attention, cpu_attention
 from triforce.kernels.attention import attend, choose_backend
-from triforce.kernels.compiled import library
-from triforce.kernels.cpu_attention import attend_blocks, attend_compiled, compiled_attention, takes_blocks
+from triforce.kernels.cpu_attention import (
+    attend_blocks,
+    attend_compiled,
+    attention_level,
+    compiled_attention,
+    takes_blocks,
+)
+from triforce.offload.full_cache import FullCache
+from triforce.tp.config import ModelConfig
+from triforce.tp.rope import Rope
 
 compiled = pytest.mark.skipif(
-    library() is None, reason="the compiled kernels were not built, or this processor cannot run them"
+    attention_level() == 0, reason="the compiled kernels were not built, or this processor cannot run them"
 )
 DTYPES = [torch.bfloat16, torch.float32]
+LEVELS = ["AVX2", "AVX-512", "AVX-512 bfloat16 dot products"]
 SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 128), (8, 1, 256), (3, 3, 96)]  # num_heads, num_kv_heads, head_dim
+every_level = pytest.mark.parametrize("level", [pytest.param(i, id=name) for i, name in enumerate(LEVELS, 1)])
+
+
+def need(level):
+    if level > attention_level():
+        pytest.skip(f"this processor has no {LEVELS[level - 1]}")
 
 
 def error_of(got, want):
@@ -33,17 +50,23 @@ def error_of(got, want):
 
 
 @compiled
+@every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n", [1, 2, 13, 32, 130])
-@pytest.mark.parametrize("m", [1, 63, 64, 200, 2300])
-def test_attention_equals_sdpa_in_float64(dtype, shape, n, m):
+@pytest.mark.parametrize("n", [1, 5, 13, 130])
+def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
+    need(level)
+    for m in (1, 63, 64, 200, 2300):
+        check_attention(dtype, shape, n, m, level)
+
+
+def check_attention(dtype, shape, n, m, level):
     q, k, v = random_qkv(shape, n, m, dtype)
     scale = shape[2] ** -0.5
     for diagonal, window in [(None, None), (m - n, None), (-3, None), (m // 2, None), (m + 9, 50), (m // 2, 90)]:
-        got = attend_compiled(q, k, v, scale=scale, diagonal=diagonal, window=window)
+        got = attend_compiled(q, k, v, scale=scale, diagonal=diagonal, window=window, level=level)
         error = error_of(got, oracle(q, k, v, scale, diagonal, window))
-        assert error < 1e-5, f"diagonal {diagonal}, window {window}: off by {error}"
+        assert error < 1e-5, f"{m} keys, diagonal {diagonal}, window {window}: off by {error}"
 
 
 @compiled
@@ -67,14 +90,16 @@ def test_scores_of_any_size_are_summed_safely(dtype):
 
 
 @compiled
+@every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 700])
-def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window):
+def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window, level):
     """Decoding, verification and prefill agree: with one thread and with several, with more keys behind or not."""
+    need(level)
     n, m = 150, 3000
     q, k, v = random_qkv((8, 2, 64), n, m, dtype)
     mass = torch.empty(8, n, m // 8)
-    out, lse = attend_compiled(q, k, v, scale=0.3, diagonal=m - n, window=window, mass=mass)
+    out, lse = attend_compiled(q, k, v, scale=0.3, diagonal=m - n, window=window, mass=mass, level=level)
     threads = torch.get_num_threads()
     try:
         for rows, num_threads in [(1, 1), (1, 4), (5, 2), (13, 3), (32, 2), (149, 1)]:
@@ -91,6 +116,7 @@ def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window):
                         diagonal=m - n + first,
                         window=window,
                         mass=own,
+                        level=level,
                     )
                     assert torch.equal(got[0], out[:, part]), f"{rows} rows from {first} on differ from {n} rows"
                     assert torch.equal(got[1], lse[:, part])
@@ -214,6 +240,26 @@ def test_without_the_library_plain_pytorch_computes_the_same():
         timeout=300,
     )
     assert done.stdout.split() == ["plain", "False", "True"], done.stderr
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_verification_reads_the_full_cache_as_decoding_does(dtype, tmp_path):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=32)
+    config = ModelConfig.load(tmp_path)
+    device = torch.device("cpu")
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(heads, 700, 32, generator=g).to(dtype) for heads in (4, 2, 2))
+    outs, masses = [], []
+    for cuts in ([640, 660, 661, 674], [640, *range(641, 674), 674]):
+        rope = Rope(32, config.rope, device)
+        cache = FullCache.on_device(config, rope, dtype=dtype, device=device, capacity=700, chunk_size=8)
+        edges = [0, *cuts]
+        parts = [cache.attend(0, *(x[:, a:b] for x in (q, k, v))) for a, b in itertools.pairwise(edges)]
+        outs.append(torch.cat(parts, dim=1))
+        masses.append(cache.recent_mass(0))
+    assert torch.equal(*outs)
+    assert torch.equal(*masses)
 
 
 @compiled

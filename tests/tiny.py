@@ -23,6 +23,7 @@ SHAPES = {
     "mqa": {"num_key_value_heads": 1},
     "tied": {"tie_word_embeddings": True},
     "wide-heads": {"head_dim": 24, "num_key_value_heads": 2},
+    "heads-of-32": {"head_dim": 32, "num_key_value_heads": 2},  # which the compiled kernels take
 }
 """Differences from `llama_config`'s defaults, by name."""
 

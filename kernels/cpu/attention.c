@@ -11,11 +11,33 @@
 #define SHARED_PARTS ((int64_t)64 << 20) /* floats of partial results at most; else a block of rows has one thread */
 #define SMALL_WORK ((int64_t)1 << 17)    /* products of keys and rows below which a second thread costs more than it does */
 
-static const AttentionKernels *kernels_for(int64_t type)
+EXPORT int triforce_attention_level(void);
+EXPORT int triforce_attend(const Attention *call);
+
+/* The most that attention can use of this machine: see the levels in attention.h. */
+int triforce_attention_level(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    switch (triforce_cpu_level()) {
-    case 1: return type == BFLOAT16 ? &attention_avx512bf16_bfloat16 : &attention_avx512_float32;
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+            !__builtin_cpu_supports("avx512dq"))
+            return LEVEL_AVX2;
+        return __builtin_cpu_supports("avx512bf16") ? LEVEL_AVX512BF16 : LEVEL_AVX512;
+    }
+#endif
+    return LEVEL_NONE;
+}
+
+static const AttentionKernels *kernels_for(int64_t level, int64_t type)
+{
+    if (level > triforce_attention_level())
+        return 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+    switch (level) {
+    case LEVEL_AVX2: return type == BFLOAT16 ? &attention_avx2_bfloat16 : &attention_avx2_float32;
+    case LEVEL_AVX512: return type == BFLOAT16 ? &attention_avx512_bfloat16 : &attention_avx512_float32;
+    case LEVEL_AVX512BF16: return type == BFLOAT16 ? &attention_avx512bf16_bfloat16 : &attention_avx512_float32;
     }
 #endif
     (void)type;
@@ -47,12 +69,10 @@ static void clear(float *whole, int64_t dim, int64_t rows)
     }
 }
 
-EXPORT int triforce_attend(const Attention *call);
-
-/* Returns 0; 1 without memory for temporaries; 2 on a machine without kernels. */
+/* Returns 0; 1 without memory for temporaries; 2 on a machine without kernels of the level. */
 int triforce_attend(const Attention *call)
 {
-    const AttentionKernels *kernels = kernels_for(call->type);
+    const AttentionKernels *kernels = kernels_for(call->level, call->type);
     if (!kernels)
         return 2;
     const int64_t dim = call->head_dim, heads = call->num_kv_heads, all_rows = call->num_heads / heads * call->n;

@@ -17,6 +17,7 @@
 #define EMPTY (-1e30f) /* the peak of no scores at all: finite, so that differences with it are */
 
 enum { FLOAT32, BFLOAT16 };
+enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16 };
 
 /* One call; kernels/cpu_attention.py fills it in. Addresses, and strides in elements; `out`, `lse` and `mass` are
  * contiguous. Keys and values lie in blocks of `block_size` keys, `block_size` a multiple of TILE or at least `m`. */
@@ -28,7 +29,7 @@ typedef struct {
     int64_t num_heads, num_kv_heads, n, m, head_dim, block_size;
     int64_t diagonal, window; /* row i sees keys diagonal + i - window < j <= diagonal + i */
     int64_t mass_rows, chunk_size;
-    int64_t type, threads;
+    int64_t type, threads, level;
     double scale;
 } Attention;
 
