@@ -99,8 +99,7 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """
     reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i has the stretch from reach[i - 1] to reach[i]
     total = reach[:, -1:]
-    point = torch.empty_like(total).uniform_(generator=generator).mul_(total)
-    point = torch.minimum(point, total.nextafter(torch.zeros_like(total)))  # rounded up, it would be past all stretches
+    point = torch.empty_like(total).uniform_(generator=generator).mul_(total)  # below the total, rounded or not
     return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
 
 
