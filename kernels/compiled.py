@@ -32,3 +32,12 @@ def loaded() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(built))
     except OSError:
         return None
+
+
+_LEVELS = (None, "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
+
+
+def instructions() -> str | None:
+    """The instruction set that the kernels take here; `None` where they were not built or have none of their sets."""
+    kernels = loaded()
+    return _LEVELS[kernels.triforce_attention_level()] if kernels else None

@@ -40,6 +40,8 @@ class Findings:
     cpu: dict[str, Any] = field(default_factory=dict)
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    compiled_kernels: str | None = None
+    """The instruction set that they take; `None` without them."""
     embedded_pair: bool = False
     broken: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -70,6 +72,7 @@ def examine() -> Findings:
     found.cpu = _cpu()
     found.cuda = _cuda(found)
     _look_at_memory(found)
+    _look_at_kernels(found)
     _look_at_embedded(found)
     for name, (purpose, packages) in _OPTIONAL.items():
         found.versions[name] = _version(name)
@@ -141,6 +144,20 @@ def _look_at_memory(found: Findings) -> None:
     }
 
 
+def _look_at_kernels(found: Findings) -> None:
+    """The compiled kernels for this processor, which are optional."""
+    try:
+        from ..kernels.compiled import instructions, loaded
+    except Exception:  # they need PyTorch, whose failure is reported already
+        return
+    found.compiled_kernels = instructions()
+    if loaded() is None:
+        found.missing.append(
+            "compiled CPU kernels (several times faster where models run on the processor): install a C compiler, "
+            "then in the source folder: pip install --force-reinstall --no-deps ."
+        )
+
+
 def _look_at_embedded(found: Findings) -> None:
     """The default run's model: its files are there and their tensors are as its configuration says."""
     try:
@@ -178,6 +195,7 @@ def describe(found: Findings) -> str:
         lines.append(f"{'CUDA device ' + str(device['index']):<18}{device['name']}, {sizes}")
     if not found.cuda:
         lines.append(f"{'CUDA devices':<18}none; models run on the processor")
+    lines.append(f"{'compiled kernels':<18}{found.compiled_kernels or 'none; plain PyTorch instead'}")
     lines.append(f"{'embedded model':<18}{'there, and it loads' if found.embedded_pair else 'does not load'}")
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
         if entries:
