@@ -11,7 +11,7 @@ from rich.table import Table
 from ..tp.units import gib
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .planning import Plan
 
 
 def show(plan: Plan) -> None:

@@ -64,6 +64,20 @@ def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
     return _decoded(value.encode("utf-8", "surrogateescape"), option, tell)
 
 
+def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
+    """The question given with `--ask`, if any.
+
+    Raises:
+        UsageError: it is empty.
+        TriforceError: as for `read_option`.
+    """
+    if ask is None:
+        return None
+    if not ask.strip():
+        raise UsageError("--ask is empty; give a question or an instruction")
+    return read_option("--ask", ask, tell)
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
