@@ -10,7 +10,6 @@ trying the script, not for its figures. Acceptance needs trained weights: `trifo
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
-from triforce.offload.link import Link, ThreadLink
+from triforce.offload.link import Link
 from triforce.offload.memory import plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
 from triforce.offload.retrieval_cache import RetrievalCache
@@ -30,7 +30,6 @@ from triforce.tp.devices import device_name
 from triforce.tp.registry import PRESETS
 
 CHUNK = 8
-REPEATS = 5
 
 
 class RandomWeights:
@@ -57,7 +56,8 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / total))
     results: dict = {"device": device_name(device), "shape": options.shape, "torch": torch.__version__}
     link = make_link(device)
-    results["link_gb_per_s"] = link_ceiling(link, device)
+    carried = link_bandwidth(link, device)
+    results["link_gb_per_s"] = {way: round(value / 1e9, 2) for way, value in carried.items()}
     target, draft = PRESETS[options.shape].configs()
     steps = Steps(target, draft, device, link, options, results)
     for context in options.contexts:
@@ -79,40 +79,8 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_link(device: torch.device) -> Link:
-    if device.type == "cpu":
-        return ThreadLink()
-    from triforce.offload.cuda_link import CudaLink
-
-    return CudaLink(device)
-
-
-def median_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Median of `REPEATS` runs after one that warms up."""
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
-def link_ceiling(link: Link, device: torch.device) -> dict[str, float]:
-    """Gigabytes a second of large copies, to the device and to the host."""
-    host = link.host_memory((2**28,), torch.uint8)
-    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
-
-    def store() -> None:
-        link.store(buffer, host)
-        link.settle()
-
-    seconds = {
-        "in": median_seconds(lambda: link.fetch(host, buffer).wait(), device),
-        "out": median_seconds(store, device),
-    }
-    return {way: round(host.numel() / value / 1e9, 2) for way, value in seconds.items()}
+def median_ms(step: Callable[[], object], device: torch.device) -> float:
+    return 1e3 * statistics.median(timed(step, device))
 
 
 class Steps:
@@ -143,12 +111,12 @@ class Steps:
                 cache.rollback(0)
                 self.target.forward(prompt, cache)
 
-            out["prefill_tokens_per_s"] = round(self.options.prefill / median_seconds(prefill, self.device))
+            out["prefill_tokens_per_s"] = round(1e3 * self.options.prefill / median_ms(prefill, self.device))
         cache = self.full_cache(context + 64)
         cache.pretend(context)
         for rows in (1, 13):
             before = cache.blocks.traffic()
-            ms = 1e3 * median_seconds(lambda: self.step(cache, rows), self.device)  # noqa: B023
+            ms = median_ms(lambda: self.step(cache, rows), self.device)  # noqa: B023
             crossed = cache.blocks.traffic().since(before).bytes_in / (REPEATS + 1)
             out[f"full_{rows}_rows_ms"] = round(ms, 3)
             out["streamed_bytes"] = round(crossed)
@@ -157,12 +125,12 @@ class Steps:
         for budget in self.options.budgets:
             retrieval = RetrievalCache(cache, self.target.rope, budget=budget, chunk_size=CHUNK)
             retrieval.refresh()
-            out[f"retrieval_{budget}_ms"] = round(1e3 * median_seconds(lambda: self.step(retrieval, 5), self.device), 3)  # noqa: B023
+            out[f"retrieval_{budget}_ms"] = round(median_ms(lambda: self.step(retrieval, 5), self.device), 3)  # noqa: B023
         if self.draft:
             streaming = StreamingCache(self.draft)
             self.step(streaming, 300, self.draft, keep=True)
             draft = self.draft
-            out["draft_ms"] = round(1e3 * median_seconds(lambda: self.step(streaming, 1, draft), self.device), 3)
+            out["draft_ms"] = round(median_ms(lambda: self.step(streaming, 1, draft), self.device), 3)
 
     def step(self, cache, rows: int, decoder: Decoder | None = None, keep: bool = False) -> None:
         length = cache.length

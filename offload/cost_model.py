@@ -92,7 +92,7 @@ def pass_seconds(setup: Setup, machine: Machine, rows: int, kv_tokens: int) -> f
     """One pass of the target over `rows` rows and `kv_tokens` tokens of keys and values that are on the GPU, or arrive
     while it works."""
     part, gpus = setup.part, setup.gpus
-    weights = _weights_read(part, gpus)
+    weights = weights_read(part, gpus)
     read = weights * setup.dtype.itemsize + kv_tokens * setup.kv_token
     multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
     work = max(read / (EFFICIENCY * machine.memory_bandwidth), multiplied / (EFFICIENCY * machine.flops))
@@ -106,7 +106,7 @@ def draft_seconds(setup: Setup, machine: Machine) -> float:
     draft = setup.draft
     if draft is None:
         return 0.0
-    read = _weights_read(draft, 1) * setup.dtype.itemsize + DRAFT_TOKENS * draft.kv_bytes_per_token(setup.dtype)
+    read = weights_read(draft, 1) * setup.dtype.itemsize + DRAFT_TOKENS * draft.kv_bytes_per_token(setup.dtype)
     return max(read / (EFFICIENCY * machine.memory_bandwidth), draft.num_layers * machine.launch_seconds)
 
 
@@ -159,7 +159,7 @@ def _level(
     return length, (length * drafted_s + seconds(length + 1)) / expected_tokens(rate, length)
 
 
-def _weights_read(part: ModelConfig, gpus: int) -> int:
+def weights_read(part: ModelConfig, gpus: int) -> int:
     """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
     head = part.vocab_size * part.hidden_size
     heads = head if part.tie_word_embeddings else 2 * head

@@ -1,0 +1,271 @@
+"""What a bench found: for scripts (JSON), and for people (a table, and what its figures are)."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from .bench_measure import AtContext, Run, first_difference
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+KIND = "triforce bench"
+"""The document's `kind`."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes a second, measured before the runs; the link's is `None` where nothing streams."""
+
+    memory: float
+    link: float | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and where."""
+
+    command: str
+    model: str
+    draft: str | None
+    device: str
+    device_name: str
+    world_size: int
+    dtype: str
+    sampling: dict[str, Any]
+    """temperature, top_p, top_k, and the seed, if one was given."""
+    new_tokens: int
+    repeats: int
+    prompt: dict[str, Any]
+    """Its `name`, `text_tokens`, and whether it is `repeated`."""
+    parameters: int
+    weight_bytes: int
+    """That a pass reads, on all ranks together."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What one pass over the full cache takes at least, from counted bytes and measured bandwidth."""
+
+    read_bytes: int
+    """Weights, keys and values, of all ranks."""
+    streamed_bytes: int
+    """Of them, what crossed one rank's link."""
+    bound_by: str
+    """`memory` or `link`."""
+    ms: float
+
+
+def floor_of(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> Floor | None:
+    """From the bytes that the first run's passes read: one row or twenty, a pass reads the same.
+
+    On a CPU all ranks share one memory; each GPU has its own.
+    """
+    run = next((run for run in (*at.runs, at.warm_up) if run.passes["verify"]), None)
+    if run is None:
+        return None
+    passes, ranks = run.passes["verify"], subject.world_size
+    read = subject.weight_bytes + ranks * run.stats["kv_read"]["bytes"] // passes
+    streamed = run.stats["link"]["bytes_streamed"] // passes
+    memory_s = read / bandwidth.memory / (ranks if subject.device == "cuda" else 1)
+    link_s = streamed / bandwidth.link if bandwidth.link else 0.0
+    bound_by = "link" if link_s > memory_s else "memory"
+    return Floor(read, streamed, bound_by, 1e3 * max(memory_s, link_s))
+
+
+def as_document(subject: Subject, bandwidth: Bandwidth, found: list[AtContext], interrupted: bool) -> dict[str, Any]:
+    """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
+    and tokens."""
+    return {
+        "kind": KIND,
+        "version": version("triforce-cli"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": subject.command,
+        "machine": machine(subject),
+        "model": subject.model,
+        "draft": subject.draft,
+        "parameters": subject.parameters,
+        "dtype": subject.dtype,
+        "sampling": subject.sampling,
+        "new_tokens": subject.new_tokens,
+        "repeats": subject.repeats,
+        "prompt": subject.prompt,
+        "interrupted": interrupted,
+        "measured_bandwidth": {
+            "memory_gb_per_s": bandwidth.memory / 1e9,
+            "link_gb_per_s": bandwidth.link / 1e9 if bandwidth.link else None,
+        },
+        "contexts": [_context(at, subject, bandwidth) for at in found],
+    }
+
+
+def machine(subject: Subject) -> dict[str, Any]:
+    return {
+        "device": subject.device,
+        "device_name": subject.device_name,
+        "world_size": subject.world_size,
+        "threads": torch.get_num_threads(),
+        "cores": psutil.cpu_count(logical=True) or os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _context(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any]:
+    floor = floor_of(at, subject, bandwidth)
+    plain = at.of(1)
+    counts = sorted({run.tiers for run in at.runs})
+    return {
+        "context": at.context,
+        "prompt_tokens": at.prompt_tokens,
+        "prefill_s": at.prefill_s,
+        "resident_bytes": at.resident_bytes,
+        "floor": vars(floor) | {"derived_from": f"counted bytes and measured {floor.bound_by} bandwidth"}
+        if floor
+        else None,
+        "tiers": [_tiers(at.of(count), plain, subject) for count in counts],
+    }
+
+
+def _tiers(runs: list[Run], plain: list[Run], subject: Subject) -> dict[str, Any]:
+    greedy = subject.sampling["temperature"] == 0
+    return {
+        "tiers": runs[0].tiers,
+        "tbt_ms": spread([run.tbt_ms for run in runs]),
+        "speedup": median(run.tbt_ms for run in plain) / median(run.tbt_ms for run in runs) if plain else None,
+        "acceptance": {
+            name: _median([run.stats["acceptance"][name] for run in runs])
+            for name in ("draft", "retrieval", "draft_per_token", "retrieval_per_token", "tokens_per_round")
+        },
+        "first_difference": first_difference(runs, plain[0]) if greedy and plain else None,
+        "runs": [_run(run) for run in runs],
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    kept = (
+        "new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read",
+        "memory",
+    )  # fmt: skip
+    return {"repeat": run.repeat} | {name: run.stats[name] for name in kept} | {"passes": run.passes}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def _median(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return median(there) if there else None
+
+
+def report(console: Console, document: dict[str, Any]) -> None:
+    """The table of a document, and the lines around it."""
+    where, runs = document["machine"], document["repeats"]
+    console.print(
+        f"{document['model']}, {document['dtype']} on {on(where)}; {document['new_tokens']:,} new tokens, "
+        f"{sampling_words(document['sampling'])}; medians of {runs} {'runs' if runs > 1 else 'run'} (least to most)",
+        soft_wrap=True,
+        markup=False,
+    )
+    console.print(_table(document))
+    console.print()
+    for note in notes(document):
+        console.print(note, soft_wrap=True, markup=False)
+
+
+def modelled(row: dict[str, Any]) -> bool:
+    """Whether the times of so many tiers were derived from an assumed acceptance, not measured."""
+    return bool(row.get("modelled"))
+
+
+def on(where: dict[str, Any]) -> str:
+    """The machine, in words."""
+    ranks = where["world_size"]
+    if where["device"] == "cpu":
+        threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
+        return f"{where['device_name']}, " + (f"{ranks} ranks of {threads}" if ranks > 1 else threads)
+    return f"{ranks} × {where['device_name']}" if ranks > 1 else where["device_name"]
+
+
+def sampling_words(sampling: dict[str, Any]) -> str:
+    if sampling["temperature"] == 0:
+        return "greedy"
+    words = [f"temperature {sampling['temperature']:g}"]
+    words += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
+    words += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
+    return ", ".join(words)
+
+
+def _table(document: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table("context", box=None, pad_edge=False)
+    for title in ("tiers", "TBT", "", "tokens/s", "speed-up", "accepted", "a round", "floor", "prefill"):
+        table.add_column(title, justify="left" if not title else "right", no_wrap=True)
+    for at in document["contexts"]:
+        for index, row in enumerate(at["tiers"]):
+            tbt, accepted = row["tbt_ms"], row["acceptance"]
+            first = index == 0
+            table.add_row(
+                f"{at['context']:,}" if first else "",
+                str(row["tiers"]),
+                f"{tbt['median']:.1f} ms",
+                f"({tbt['min']:.1f} to {tbt['max']:.1f})" if document["repeats"] > 1 else "",
+                f"{1e3 / tbt['median']:.1f}",
+                f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-",
+                _shares(accepted),
+                f"{accepted['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-",
+                f"{at['floor']['ms']:.1f} ms" if first and at["floor"] else "",
+                f"{at['prefill_s']:.1f} s" if first else "",
+            )
+    return table
+
+
+def _shares(accepted: dict[str, float | None]) -> str:
+    shares = [accepted["draft_per_token"], accepted["retrieval_per_token"]]
+    return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
+
+
+def notes(document: dict[str, Any]) -> list[str]:
+    """What the figures are, and what is to be known of these."""
+    carried = document["measured_bandwidth"]
+    link = carried["link_gb_per_s"]
+    measured = f"memory {carried['memory_gb_per_s']:.1f} GB/s" + (f", link {link:.1f} GB/s" if link else "")
+    lines = [
+        "TBT: decoding ÷ the tokens after the first. accepted: of the tokens tested, the small model's and the "
+        "retrieval cache's. a round: tokens for each pass over the full cache.",
+        f"floor: derived, the bytes of one pass over what was measured before the runs ({measured}); speculation goes "
+        "below it, by writing several tokens a pass.",
+        f"prompt: {document['prompt']['name']}, its first tokens; context is prompt and answer.",
+    ]
+    prompt = document["prompt"]
+    if prompt["repeated"]:
+        lines.append(
+            f"The text has {prompt['text_tokens']:,} tokens and is repeated for longer contexts; a text that was read "
+            "before is easy to guess, so acceptance is higher than it would be: give a longer one (--prompt-file)."
+        )
+    parted = [
+        f"{at['context']:,} (from token {row['first_difference']} on, {row['tiers']} tiers)"
+        for at in document["contexts"]
+        for row in at["tiers"]
+        if row["first_difference"] is not None
+    ]
+    if parted:
+        why = "which must not be" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
+        lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(parted)}.")
+    if document["interrupted"]:
+        lines.append("Interrupted: this is what was measured by then.")
+    return lines
