@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from .bench_report import modelled, on, sampling_words
+from .bench_report import modelled
+from .machine import on, sampling_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from .bench_measure import AtContext, Run, first_difference
+from .machine import machine, on, provenance, sampling_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,11 +83,8 @@ def as_document(subject: Subject, bandwidth: Bandwidth, found: list[AtContext], 
     """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
     and tokens."""
     return {
-        "kind": KIND,
-        "version": version("triforce-cli"),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": subject.command,
-        "machine": machine(subject),
+        **provenance(KIND, subject.command),
+        "machine": machine(subject.device, subject.device_name, subject.world_size, torch.get_num_threads()),
         "model": subject.model,
         "draft": subject.draft,
         "parameters": subject.parameters,
@@ -106,20 +99,6 @@ def as_document(subject: Subject, bandwidth: Bandwidth, found: list[AtContext], 
             "link_gb_per_s": bandwidth.link / 1e9 if bandwidth.link else None,
         },
         "contexts": [_context(at, subject, bandwidth) for at in found],
-    }
-
-
-def machine(subject: Subject) -> dict[str, Any]:
-    return {
-        "device": subject.device,
-        "device_name": subject.device_name,
-        "world_size": subject.world_size,
-        "threads": torch.get_num_threads(),
-        "cores": psutil.cpu_count(logical=True) or os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
     }
 
 
@@ -189,24 +168,6 @@ def report(console: Console, document: dict[str, Any]) -> None:
 def modelled(row: dict[str, Any]) -> bool:
     """Whether the times of so many tiers were derived from an assumed acceptance, not measured."""
     return bool(row.get("modelled"))
-
-
-def on(where: dict[str, Any]) -> str:
-    """The machine, in words."""
-    ranks = where["world_size"]
-    if where["device"] == "cpu":
-        threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
-        return f"{where['device_name']}, " + (f"{ranks} ranks of {threads}" if ranks > 1 else threads)
-    return f"{ranks} × {where['device_name']}" if ranks > 1 else where["device_name"]
-
-
-def sampling_words(sampling: dict[str, Any]) -> str:
-    if sampling["temperature"] == 0:
-        return "greedy"
-    words = [f"temperature {sampling['temperature']:g}"]
-    words += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
-    words += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
-    return ", ".join(words)
 
 
 def _table(document: dict[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,6 +112,7 @@ def compare(
     if place and place.size > 1:
         raise UsageError("compare runs every system in one process; start it without torchrun")
     asked = Asked(
+        command=shlex.join(["triforce", *call.arguments]),
         ask=read_ask(ask, tell),
         truncate=truncate.value,
         prompt_tokens=None if prompt_tokens is None else whole("--prompt-tokens", prompt_tokens, 1),
@@ -143,6 +145,8 @@ def compare(
 class Asked:
     """What was asked for, in the words of the options."""
 
+    command: str
+    """As it was typed."""
     ask: str | None
     truncate: str
     prompt_tokens: int | None

@@ -58,7 +58,7 @@ def run(
         signals.hold()
     name = device_name(torch.device(job.device))
     report(result_console(json_file), comparison, name)
-    json_file.write(as_document(comparison, name))
+    json_file.write(as_document(comparison, name, asked.command))
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:
