@@ -295,7 +295,9 @@ def test_a_terminal_shows_what_runs_and_the_time_left_on_one_line():
             display.begin(step)
             display.prefill(0.5)
             display.round(5)
-            display.end(step, Run(step.tiers, step.repeat, [], {"decode_s": 30.0}, {}), 20.0)
+            display.end(
+                step, Run(step.tiers, step.repeat, [], {"decode_s": 30.0, "tbt_ms": {"mean": 1.0}}, {}, {}), 20.0
+            )
     text = screen.getvalue()
     for words in ("100 tokens: reading", "100 tokens: 1 tier, run 1 of 2", "3 tiers, run 2 of 2", "about 2 min left"):
         assert words in text

@@ -43,6 +43,8 @@ class Run:
     """The JSON of `triforce generate`."""
     passes: dict[str, int]
     """Of each tier while decoding."""
+    proposed: dict[str, int]
+    """Tokens that each drafter offered."""
 
     @property
     def tbt_ms(self) -> float:
@@ -117,7 +119,8 @@ def measure(
 def _run(step: Step, generation: Generation) -> Run:
     s = generation.statistics
     passes = {"verify": s.rounds, "retrieval": s.retrieval_proposed - s.draft_accepted, "draft": s.draft_proposed}
-    return Run(step.tiers, step.repeat, s.token_ids, generation.stats(), passes)
+    proposed = {"retrieval": s.retrieval_proposed, "draft": s.draft_proposed}
+    return Run(step.tiers, step.repeat, s.token_ids, generation.stats(), passes, proposed)
 
 
 def first_difference(runs: Sequence[Run], reference: Run) -> int | None:

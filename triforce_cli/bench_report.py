@@ -138,7 +138,14 @@ def _run(run: Run) -> dict[str, Any]:
         "new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read",
         "memory",
     )  # fmt: skip
-    return {"repeat": run.repeat} | {name: run.stats[name] for name in kept} | {"passes": run.passes}
+    return (
+        {"repeat": run.repeat}
+        | {name: run.stats[name] for name in kept}
+        | {
+            "passes": run.passes,
+            "proposed": run.proposed,
+        }
+    )
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -36,6 +36,7 @@ def machine(device: str, device_name: str, world_size: int, threads: int) -> dic
         "threads": threads,
         "cores": psutil.cpu_count(logical=True) or os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
+        "device_memory_bytes": torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None,
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "torch": torch.__version__,

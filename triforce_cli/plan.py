@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,12 @@ from .cards import CARDS, Card
 from .options import Dtype, Tiers, auto_or_whole, complete_model, gibibytes, real, whole
 from .output import JsonFile
 
+if TYPE_CHECKING:
+    from .measured import Measured
+
 _HARDWARE, _ASSUMED = "Hardware", "Assumed"
+
+DEFAULT_CARD = "rtx4090"
 
 EPILOG = """[bold]Examples[/]
 
@@ -30,6 +35,10 @@ EPILOG = """[bold]Examples[/]
 
   What a higher acceptance would bring, for a script:
   [cyan]triforce plan --model qwen3-8b --context 40960 --acceptance 0.96 --json - | jq .modelled[/]
+
+  From what this machine was measured to do, for a longer context:
+  [cyan]triforce bench --contexts 4096,16384 --json bench.json[/]
+  [cyan]triforce plan --measured bench.json --context 131072[/]
 
 Exits 1 if something does not fit, and says what would make it fit.
 """
@@ -57,7 +66,10 @@ def plan(
         flags.option(flags.MODEL, "Tokens, prompt and answer; auto is all the model has.", metavar="N"),
     ] = "auto",
     gpus: Annotated[str, flags.option(_HARDWARE, "GPUs that share it.", metavar="N")] = "1",
-    gpu: Annotated[str, flags.option(_HARDWARE, f"{', '.join(CARDS)}.", metavar="CARD")] = ("rtx4090"),
+    gpu: Annotated[
+        str | None,
+        flags.option(_HARDWARE, f"{', '.join(CARDS)}. Default: {DEFAULT_CARD}.", metavar="CARD"),
+    ] = None,
     gpu_memory: Annotated[
         str, flags.option(_HARDWARE, "Memory of each GPU; auto is the card's.", metavar="GIB")
     ] = "auto",
@@ -77,6 +89,15 @@ def plan(
         str,
         flags.option(_HARDWARE, "Free memory of the host; auto checks none.", metavar="GIB"),
     ] = "auto",
+    measured: Annotated[
+        Path | None,
+        flags.option(
+            _HARDWARE,
+            "Instead of a card: what [bold]triforce bench --json[/] measured with this model. Bandwidths, the time of "
+            "passes and acceptance are then measured ones.",
+            metavar="FILE",
+        ),
+    ] = None,
     tiers: flags.TiersOption = Tiers.THREE,
     budget: flags.BudgetOption = "auto",
     chunk_size: flags.ChunkSizeOption = "auto",
@@ -88,19 +109,20 @@ def plan(
         flags.option(
             _ASSUMED,
             "Assumed chance that a token drafted on the retrieval cache stands, given that those before it did. "
-            "(accepted ÷ proposed, which a run reports, is lower.)",
+            "(accepted ÷ proposed, which a run reports, is lower.) auto is as measured, else 0.9.",
             metavar="P",
         ),
-    ] = "0.9",
+    ] = "auto",
     draft_acceptance: Annotated[
-        str, flags.option(_ASSUMED, "The same of the small model; auto is 2/3.", metavar="P")
+        str, flags.option(_ASSUMED, "The same of the small model; auto is as measured, else 2/3.", metavar="P")
     ] = "auto",
     json_path: Annotated[Path | None, flags.json_option("As JSON; [bold]-[/] is stdout.")] = None,
     debug: flags.DebugOption = False,
 ) -> None:
     """Says what would live where and how fast it would be, before anything is bought, downloaded or loaded.
 
-    Bytes follow the rules of a run. Times are [bold]modelled[/], from bytes, bandwidths and an assumed acceptance.
+    Bytes follow the rules of a run. Times are [bold]modelled[/], from bytes, bandwidths and an assumed acceptance; with
+    --measured from what was measured, for other lengths of context or of drafts than were.
     """
     if shape is not None and model != EMBEDDED:
         raise UsageError("--model and --shape are both given; give one")
@@ -109,10 +131,11 @@ def plan(
     with JsonFile.prepare(json_path) as json_file:
         from .planning import make_plan
 
+        source = _measured(measured, gpu, memory_gbps)
         made = make_plan(
             shape or model,
             draft,
-            card=_card(gpu, gpu_memory, memory_gbps, link_gbps),
+            card=_card(_known_card(gpu), source, gpu_memory, memory_gbps, link_gbps),
             dtype=dtype.value,
             context=auto_or_whole("--context", context),
             gpus=whole("--gpus", gpus, 1),
@@ -121,7 +144,8 @@ def plan(
             lengths=flags.lengths(budget, chunk_size, draft_length, block_length),
             resident=flags.resident(resident),
             acceptance=_chance("--acceptance", acceptance),
-            draft_acceptance=None if draft_acceptance == "auto" else _chance("--draft-acceptance", draft_acceptance),
+            draft_acceptance=_chance("--draft-acceptance", draft_acceptance),
+            measured=source,
         )
         json_file.write(made.document())
         if not json_file.on_stdout:
@@ -132,19 +156,40 @@ def plan(
         raise typer.Exit(1)
 
 
-def _card(word: str, memory: str, bandwidth: str, link: str) -> Card:
-    """The card of that name, with what is given in place of its own figures."""
+def _measured(path: Path | None, gpu: str | None, memory_gbps: str) -> Measured | None:
+    """Raises:
+    UsageError: what it would stand for is given too.
+    TriforceError: it is no measurement.
+    """
+    if path is None:
+        return None
+    for option, given in (("--gpu", gpu is not None), ("--memory-gbps", memory_gbps != "auto")):
+        if given:
+            raise UsageError(f"{option} and --measured are both given; the hardware is what was measured: give one")
+    from .measured import Measured
+
+    return Measured.read(path)
+
+
+def _known_card(word: str | None) -> Card:
+    word = word or DEFAULT_CARD
     if word not in CARDS:
         raise UsageError(
             f"--gpu is {word!r}; it is one of {', '.join(CARDS)}; for another card give --gpu-memory, --memory-gbps "
             "and --link-gbps"
         )
+    return CARDS[word]
+
+
+def _card(card: Card, measured: Measured | None, memory: str, bandwidth: str, link: str) -> Card:
+    """That card, or what was measured, with what is given in place of its own figures."""
     given = {
         "memory_gib": _positive("--gpu-memory", memory),
         "memory_gb_per_s": _positive("--memory-gbps", bandwidth),
         "link_gb_per_s": _positive("--link-gbps", link),
     }
-    return replace(CARDS[word], **{name: value for name, value in given.items() if value is not None})
+    own = measured.card(card) if measured else card
+    return replace(own, **{name: value for name, value in given.items() if value is not None})
 
 
 def _positive(option: str, value: str) -> float | None:
@@ -156,8 +201,10 @@ def _positive(option: str, value: str) -> float | None:
     raise UsageError(f"{option} is {value!r}; it is auto or a number above 0")
 
 
-def _chance(option: str, value: str) -> float:
+def _chance(option: str, value: str) -> float | None:
+    if value == "auto":
+        return None
     number = real(option, value)
     if 0 <= number <= 1:
         return number
-    raise UsageError(f"{option} is {value!r}; it is a chance from 0 to 1")
+    raise UsageError(f"{option} is {value!r}; it is auto or a chance from 0 to 1")

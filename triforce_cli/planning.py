@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..offload.cost_model import Assumptions, Estimate, Machine, estimate
+from ..offload.cost_model import Assumptions, Estimate, Hardware, Machine, estimate
 from ..offload.layout import Layout, Setup, lay_out
 from ..offload.remedies import Remedy, remedies, shortfalls
 from ..offload.settings import Settings
@@ -18,6 +18,9 @@ from ..tp.errors import ModelError
 from ..tp.hub import find_cached, is_hub_name
 from ..tp.registry import find_model, find_preset, published_settings
 from .cards import Card
+
+if TYPE_CHECKING:
+    from .measured import Calibration, Measured
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Plan:
     card: Card
     setup: Setup
     layout: Layout
-    machine: Machine
+    machine: Hardware
     assumed: Assumptions
     estimates: dict[int, Estimate | None]
     """By tiers; `None` where it does not fit."""
     shortfalls: list[str]
     remedies: list[Remedy]
+    calibration: Calibration | None
+    """What was measured in place of the card's figures, if anything was."""
 
     def document(self) -> dict[str, Any]:
         """The JSON; docs/plan.md says what its keys mean."""
@@ -53,7 +58,7 @@ class Plan:
                 "name": card.name,
                 "memory_bytes": setup.gpu_bytes,
                 "memory_gb_per_s": card.memory_gb_per_s,
-                "tflops": card.tflops,
+                "tflops": None if self.calibration else card.tflops,
                 "link_gb_per_s": card.link_gb_per_s,
             },
             "host_memory_bytes": setup.host_bytes,
@@ -94,6 +99,7 @@ class Plan:
             },
             "modelled": [_modelled(tiers, estimate) for tiers, estimate in self.estimates.items()],
             "assumed": asdict(self.assumed),
+            "measured": self.calibration.terms() if self.calibration else None,
         }
 
 
@@ -117,10 +123,11 @@ def make_plan(
     tiers: int,
     lengths: dict[str, int | None],
     resident: float | None,
-    acceptance: float,
+    acceptance: float | None,
     draft_acceptance: float | None,
+    measured: Measured | None = None,
 ) -> Plan:
-    """Args: in the words of the options; `None` is auto.
+    """Args: in the words of the options; `None` is auto. `measured` is what times are taken from, in place of `card`.
 
     Raises:
         ModelError: no shape of that name is here.
@@ -145,10 +152,18 @@ def make_plan(
         gpu_bytes=int(card.memory_gib * 2**30),
         host_bytes=None if host_memory is None else int(host_memory * 2**30),
     )
-    machine = Machine(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
-    assumed = Assumptions(acceptance)
-    if draft_acceptance is not None:
-        assumed = replace(assumed, draft_acceptance=draft_acceptance)
+    calibration = None
+    if measured is None:
+        machine: Hardware = Machine(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
+        plain = Assumptions()
+        assumed = Assumptions(
+            plain.acceptance if acceptance is None else acceptance,
+            plain.draft_acceptance if draft_acceptance is None else draft_acceptance,
+        )
+    else:
+        measured.check(setup, model)
+        calibration = measured.machine(setup, card.link_gb_per_s * 1e9)
+        machine, assumed = calibration.machine, calibration.assumptions(acceptance, draft_acceptance)
     estimates = {}
     for count in range(1, setup.settings.tiers + 1):
         lesser = replace(setup, settings=replace(setup.settings, tiers=count))
@@ -165,6 +180,7 @@ def make_plan(
         estimates=estimates,
         shortfalls=shortfalls(setup),
         remedies=remedies(setup),
+        calibration=calibration,
     )
 
 
