@@ -73,8 +73,7 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
     derived = "derived" if any(at["floor"] for at in document["contexts"]) else "-"
     lines = heading(document, path)
     lines += [
-        f"{document['new_tokens']:,} new tokens, {sampling_words(document['sampling'])}; medians of "
-        f"{document['repeats']} interleaved runs, in brackets from least to most. Accepted: of the tokens tested.",
+        f"{capitalised(bench_report.conditions(document))}. Accepted: of the tokens tested.",
         "",
         "| context | tiers | TBT, ms | tokens/s | speed-up | accepted: small model | retrieval cache | tokens a round "
         f"| floor, ms ({derived}) | prefill, s |",
@@ -143,6 +142,10 @@ def text_of(system: dict[str, Any], document: dict[str, Any]) -> str:
         return "-"
     found = system["first_difference"]
     return f"differs from token {found['index']} on" if found else "the same tokens"
+
+
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
 from triforce.offload.link import Link
 from triforce.offload.memory import plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
 from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.offload.shape_steps import RandomWeights
 from triforce.offload.streaming_cache import StreamingCache
 from triforce.tp.config import ModelConfig
 from triforce.tp.decoder import Decoder
@@ -30,22 +30,6 @@ from triforce.tp.devices import device_name
 from triforce.tp.registry import PRESETS
 
 CHUNK = 8
-
-
-class RandomWeights:
-    """Stands for `tp.checkpoint.Checkpoint` where there is none."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
-        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
-
-    def check_all_read(self) -> None:
-        pass
 
 
 def main() -> None:

@@ -69,7 +69,18 @@ def test_every_measurement_is_a_section_with_its_command_machine_and_figures(mea
     assert "![" not in benchmark_report.page(measured)
 
 
-def test_a_baseline_that_failed_and_modelled_times_are_called_so(measured):
+def test_times_of_a_shape_are_called_modelled(measured, pair, monkeypatch):
+    monkeypatch.setattr("triforce.offload.bandwidth.READ_BYTES", 2**24)
+    options = ["--shape", pair[0], "--draft", pair[1], "--contexts", 256, "--json", measured / "c.json"]
+    with Signals() as signals:
+        assert run(["bench", *map(str, options)], signals) == 0
+    page = benchmark_report.page(measured).split("## c\n")[1]
+    plain, three = (line for line in page.splitlines() if line.startswith("| 256 |"))
+    assert ", modelled |" in three and "modelled" not in plain
+    assert "Random weights, synthetic keys and values" in page and "assumed, 0.9" in page
+
+
+def test_a_baseline_that_failed_is_called_so_and_other_files_are_refused(measured):
     path = measured / "b.json"
     document = json.loads(path.read_text())
     document["systems"][1] = {"name": "autoregressive", "failure": "out of memory"}

@@ -27,9 +27,15 @@ EPILOG = """[bold]Examples[/]
 
   Two GPUs, greedy, all tiers:
   [cyan]triforce bench --model qwen3-8b --gpus 2 --contexts 8192,32768 --tiers 1,2,3 --temperature 0[/]
+
+  Without the weights of a model: its steps on this GPU, and what they would bring
+  [cyan]triforce bench --shape yarn-llama-2-7b-128k --contexts 32768,131072 --assume-acceptance 0.95[/]
 """
 
 PICTURES = (".png", ".svg", ".pdf")
+
+ASSUMED = 0.9, 2 / 3
+"""Acceptance that is assumed for a shape; as `triforce plan` does, which says where it is from."""
 
 AUTO_CONTEXTS = (4096, 16384, 65536)
 
@@ -70,6 +76,24 @@ def bench(
         str, flags.option(flags.MEASURING, "Length of each answer, to the full length.", metavar="N")
     ] = "128",
     repeat: flags.RepeatOption = "3",
+    shape: Annotated[
+        str | None,
+        flags.option(
+            flags.MEASURING,
+            "Instead of a model: the shape of a preset, or of a directory with config.json. Its steps are measured, "
+            "with random weights and synthetic keys and values; what depends on acceptance is modelled.",
+            metavar="NAME",
+        ),
+    ] = None,
+    assume_acceptance: Annotated[
+        str | None,
+        flags.option(
+            flags.MEASURING,
+            "With --shape: the chance that a token drafted on the retrieval cache stands, and that one of the small "
+            "model does. Default: 0.9,0.67.",
+            metavar="A[,B]",
+        ),
+    ] = None,
     prompt_file: flags.PromptFileOption = None,
     prompt: flags.PromptOption = None,
     model: flags.ModelOption = EMBEDDED,
@@ -122,7 +146,7 @@ def bench(
     request = Request(
         ask=None,
         truncate="error",
-        model=model,
+        model=model if shape is None else shape,
         draft=draft,
         device=device.value,
         dtype=dtype.value,
@@ -136,13 +160,22 @@ def bench(
         refresh=refresh,
         live=False,
     )
-    if asked.contexts and asked.contexts[0] <= request.max_new_tokens:
+    assumed = _assumed(assume_acceptance, shape)
+    if shape is None and asked.contexts and asked.contexts[0] <= request.max_new_tokens:
         raise UsageError(
             f"--contexts has {asked.contexts[0]:,}, prompt and answer together, but --new-tokens is "
             f"{request.max_new_tokens:,}; raise the one or lower the other"
         )
     if plot is not None:
         _check_plot(plot)
+    if shape is not None:
+        _check_shape(request, asked, {"--model": model != EMBEDDED, "--prompt": prompt, "--prompt-file": prompt_file})
+        with JsonFile.prepare(json_path) as json_file, ResultFile.prepare(plot, "--plot") as plot_file:
+            call.signals.hold()
+            from .bench_shape import run as run_shape
+
+            run_shape(request, asked, assumed, (json_file, plot_file), call)
+        return
     if not leads(request, call):
         return
     with JsonFile.prepare(json_path) as json_file, ResultFile.prepare(plot, "--plot") as plot_file:
@@ -152,6 +185,40 @@ def bench(
         from .bench_run import run
 
         run(request, asked, source, directories, (json_file, plot_file), call)
+
+
+def _check_shape(request: Request, asked: Asked, given: dict[str, object]) -> None:
+    """Raises:
+    UsageError: `given` options, by name, that a shape has no use for.
+    """
+    for option, value in given.items():
+        if value:
+            raise UsageError(f"{option} and --shape are both given; a shape has random weights and no text: give one")
+    if {2, 3} <= set(asked.tiers):
+        raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
+    if request.gpus > 1:
+        raise UsageError(f"--gpus is {request.gpus}, but --shape measures one device; leave it out")
+
+
+def _assumed(value: str | None, shape: str | None) -> tuple[float, float]:
+    """The assumed acceptance of the retrieval cache and of the small model.
+
+    Raises:
+        UsageError: not one or two chances, or nothing that needs them.
+    """
+    if value is None:
+        return ASSUMED
+    if shape is None:
+        raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
+    try:
+        chances = [float(part) for part in value.split(",")]
+    except ValueError:
+        chances = []
+    if len(chances) not in (1, 2) or not all(0 <= chance <= 1 for chance in chances):
+        raise UsageError(
+            f"--assume-acceptance is {value!r}; it is one or two chances from 0 to 1, separated by a comma"
+        )
+    return chances[0], chances[-1] if len(chances) == 2 else ASSUMED[1]
 
 
 def _check_plot(path: Path) -> None:

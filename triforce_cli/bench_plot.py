@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from .bench_report import modelled
+from .bench_report import conditions, modelled
 from .machine import on, sampling_words
 
 if TYPE_CHECKING:
@@ -56,20 +56,16 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
 def _title(document: dict[str, Any]) -> str:
     million = document["parameters"] / 1e6
     size = f"{million / 1e3:.1f} B" if million >= 1e3 else f"{million:.1f} M"
-    return (
-        f"{document['model']} ({size} parameters), {document['dtype']}, {sampling_words(document['sampling'])}, "
-        f"on {on(document['machine'])}"
-    )
+    how = "random weights" if document["shape"] else sampling_words(document["sampling"])
+    return f"{document['model']} ({size} parameters), {document['dtype']}, {how}, on {on(document['machine'])}"
 
 
 def _caption(document: dict[str, Any]) -> str:
     carried = document["measured_bandwidth"]
     measured = f"memory {carried['memory_gb_per_s']:.0f} GB/s"
     measured += f", link {carried['link_gb_per_s']:.0f} GB/s" if carried["link_gb_per_s"] else ""
-    runs = document["repeats"]
-    spread = f"medians of {runs} interleaved runs, bars from least to most" if runs > 1 else "one run each"
     return (
-        f"{document['new_tokens']} new tokens; {spread}. Floor: derived, the bytes that one pass over the full cache "
+        f"{conditions(document)}. Floor: derived, the bytes that one pass over the full cache "
         f"reads ÷ measured bandwidth ({measured}).\n"
         f"triforce {document['version']}, PyTorch {document['machine']['torch']}, {document['date']}: "
         f"{shorten(document['command'], 170)}"
@@ -151,11 +147,15 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
         there = [(context, row["acceptance"][name]) for context, row in rows if row["acceptance"][name] is not None]
         if not there:
             continue
-        axes.plot(*zip(*there, strict=True), color=colour, marker=marker, markersize=7, linewidth=2.4)
+        axes.plot(
+            *zip(*there, strict=True), color=colour, marker=marker, markersize=7, linewidth=2.4, markeredgewidth=1.8,
+            markerfacecolor="white" if document["shape"] else colour,
+        )  # fmt: skip
         labels.append((there[-1][1], f"{words}: {there[-1][1]:.2f}", colour))
     _contexts(axes, document, room=0.9)
     axes.set_ylim(0, 1.02)
-    axes.set_title("acceptance: share of tested tokens that stood", loc="left", fontsize=12, pad=10)
+    what = "assumed acceptance" if document["shape"] else "acceptance"
+    axes.set_title(f"{what}, per tested token", loc="left", fontsize=12, pad=10)
     if labels:
         _label(axes, contexts[-1]["context"], labels)
     else:

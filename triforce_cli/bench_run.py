@@ -61,7 +61,10 @@ def run(
     call.signals.allow()
     engine = load_engine(request, contexts[-1])
     tiers = _tiers(asked, engine)
-    bandwidth = measure_bandwidth(engine)
+    device = engine.target.device
+    bandwidth = measure_bandwidth(
+        device, engine.target.ranks.local_size, streams=device.type == "cuda" or request.resident is not None
+    )
     subject = describe(request, asked, engine, prompt, call)
 
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
@@ -131,16 +134,15 @@ def _tiers(asked: Asked, engine: Engine) -> tuple[int, ...]:
     return tuple(sorted({min(count, 2) for count in asked.tiers}))
 
 
-def measure_bandwidth(engine: Engine) -> Bandwidth:
+def measure_bandwidth(device: torch.device, local_ranks: int, *, streams: bool) -> Bandwidth:
     """Of memory, and of the link if keys and values may cross it. The ranks of a CPU share its memory, so rank 0 reads
     with the threads of all."""
-    device, ranks = engine.target.device, engine.target.ranks
     threads = torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(threads * ranks.local_size)
+        torch.set_num_threads(threads * local_ranks)
     memory = memory_bandwidth(device)
     torch.set_num_threads(threads)
-    if device.type == "cpu" and engine.settings.resident is None:
+    if not streams:
         return Bandwidth(memory)
     link = make_link(device)
     carried = link_bandwidth(link, device)

@@ -133,7 +133,7 @@ def make_plan(
         ModelError: no shape of that name is here.
         UsageError: settings or a number of GPUs that cannot be.
     """
-    target, small = _shapes(model, draft)
+    target, small = shapes(model, draft)
     settings = Settings(
         tiers=min(tiers, 3 if small else 2),
         budget=lengths["budget"],
@@ -184,7 +184,7 @@ def make_plan(
     )
 
 
-def _shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | None]:
+def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | None]:
     """The shapes of target and draft, from presets and `config.json` files that are here.
 
     Raises:
