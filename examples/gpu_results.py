@@ -10,20 +10,20 @@ trying the script, not for its figures. Acceptance needs trained weights: `trifo
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
 from triforce.offload.graphs import Capture, Graphs, Passes, Replayable
-from triforce.offload.link import Link, ThreadLink
+from triforce.offload.link import Link
 from triforce.offload.memory import plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
 from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.offload.shape_steps import RandomWeights
 from triforce.offload.streaming_cache import StreamingCache
 from triforce.tp.config import ModelConfig
 from triforce.tp.decoder import Decoder
@@ -31,23 +31,6 @@ from triforce.tp.devices import device_name
 from triforce.tp.registry import PRESETS
 
 CHUNK = 8
-REPEATS = 5
-
-
-class RandomWeights:
-    """Stands for `tp.checkpoint.Checkpoint` where there is none."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
-        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
-        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
-
-    def check_all_read(self) -> None:
-        pass
 
 
 def main() -> None:
@@ -58,7 +41,8 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / total))
     results: dict = {"device": device_name(device), "shape": options.shape, "torch": torch.__version__}
     link = make_link(device)
-    results["link_gb_per_s"] = link_ceiling(link, device)
+    carried = link_bandwidth(link, device)
+    results["link_gb_per_s"] = {way: round(value / 1e9, 2) for way, value in carried.items()}
     target, draft = PRESETS[options.shape].configs()
     steps = Steps(target, draft, device, link, options, results)
     for context in options.contexts:
@@ -80,14 +64,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_link(device: torch.device) -> Link:
-    if device.type == "cpu":
-        return ThreadLink()
-    from triforce.offload.cuda_link import CudaLink
-
-    return CudaLink(device)
-
-
 def make_capture(device: torch.device) -> Capture | None:
     if device.type == "cpu":
         return None
@@ -96,32 +72,8 @@ def make_capture(device: torch.device) -> Capture | None:
     return CudaCapture(device)
 
 
-def median_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Median of `REPEATS` runs after one that warms up."""
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
-
-
-def link_ceiling(link: Link, device: torch.device) -> dict[str, float]:
-    """Gigabytes a second of large copies, to the device and to the host."""
-    host = link.host_memory((2**28,), torch.uint8)
-    buffer = torch.empty(2**28, dtype=torch.uint8, device=device)
-
-    def store() -> None:
-        link.store(buffer, host)
-        link.settle()
-
-    seconds = {
-        "in": median_seconds(lambda: link.fetch(host, buffer).wait(), device),
-        "out": median_seconds(store, device),
-    }
-    return {way: round(host.numel() / value / 1e9, 2) for way, value in seconds.items()}
+def median_ms(step: Callable[[], object], device: torch.device) -> float:
+    return 1e3 * statistics.median(timed(step, device))
 
 
 class Steps:
@@ -153,12 +105,12 @@ class Steps:
                 cache.rollback(0)
                 self.target.forward(prompt, cache)
 
-            out["prefill_tokens_per_s"] = round(self.options.prefill / median_seconds(prefill, self.device))
+            out["prefill_tokens_per_s"] = round(1e3 * self.options.prefill / median_ms(prefill, self.device))
         cache = self.full_cache(context + 64)
         cache.pretend(context)
         for rows in (1, 13):
             before = cache.blocks.traffic()
-            ms = 1e3 * median_seconds(lambda: self.step(cache, rows), self.device)  # noqa: B023
+            ms = median_ms(lambda: self.step(cache, rows), self.device)  # noqa: B023
             crossed = cache.blocks.traffic().since(before).bytes_in / (REPEATS + 1)
             out[f"full_{rows}_rows_ms"] = round(ms, 3)
             out["streamed_bytes"] = round(crossed)
@@ -187,11 +139,11 @@ class Steps:
                 cache.rollback(length)
 
             step()  # a graph is captured the second time
-            seconds = median_seconds(step, self.device)
+            ms = median_ms(step, self.device)
             if graphs.failure:
                 self.results["graphs_failed"] = graphs.failure
             elif capture or ending == "ms":
-                times[f"{name}_{ending}"] = round(1e3 * seconds, 3)
+                times[f"{name}_{ending}"] = round(ms, 3)
         return times
 
     def step(self, cache: FullCache, rows: int) -> None:

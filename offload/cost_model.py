@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..tp.config import ModelConfig
 from .engine import LONGEST_BLOCK, LONGEST_DRAFT
@@ -40,18 +41,49 @@ DRAFT_TOKENS = 256
 """What the streaming cache holds: sinks and window."""
 
 
+class Hardware(Protocol):
+    """What passes take on some hardware, modelled (`Machine`) or measured (`calibration.MeasuredMachine`)."""
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes a second from page-locked host memory to one GPU, while all others read too."""
+        ...
+
+    @property
+    def round_seconds(self) -> float:
+        """What a round of speculation takes besides its passes."""
+        ...
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        """A pass of the target that reads so many bytes from a GPU's memory and multiplies so many operations there."""
+        ...
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        """A step of the draft model."""
+        ...
+
+
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU can do. Bytes and operations a second."""
+    """What a GPU can do by its data sheet. Bytes and operations a second."""
 
     memory_bandwidth: float
-    """By the data sheet."""
     flops: float
-    """By the data sheet: 16-bit matrix products, dense."""
+    """16-bit matrix products, dense."""
     link_bandwidth: float
-    """From page-locked host memory to this GPU, while all others read too."""
+    """In practice."""
     launch_seconds: float = LAUNCH_SECONDS
     """Per layer; 0 for kernels that are launched as CUDA graphs."""
+    round_seconds: float = 0.0
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        work = max(read / (EFFICIENCY * self.memory_bandwidth), multiplied / (EFFICIENCY * self.flops))
+        if gpus > 1:
+            work += 2 * layers * (SUM_SECONDS[0] + SUM_SECONDS[1] * math.log2(gpus))
+        return max(work, layers * self.launch_seconds)
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        return max(read / (EFFICIENCY * self.memory_bandwidth), layers * self.launch_seconds)
 
 
 @dataclass(frozen=True)
@@ -83,34 +115,37 @@ class Estimate:
     """Time between tokens."""
 
 
-def link_seconds(num_bytes: float, machine: Machine) -> float:
+def link_seconds(num_bytes: float, machine: Hardware) -> float:
     """Seconds that `num_bytes` take over one GPU's link."""
     return num_bytes / machine.link_bandwidth
 
 
-def pass_seconds(setup: Setup, machine: Machine, rows: int, kv_tokens: int) -> float:
-    """One pass of the target over `rows` rows and `kv_tokens` tokens of keys and values that are on the GPU, or arrive
-    while it works."""
-    part, gpus = setup.part, setup.gpus
-    weights = _weights_read(part, gpus)
+def pass_work(setup: Setup, rows: float, kv_tokens: float) -> tuple[float, float]:
+    """Bytes read and operations multiplied on each GPU by one pass of the target over `rows` rows and so many tokens of
+    keys and values."""
+    part = setup.part
+    weights = weights_read(part, setup.gpus)
     read = weights * setup.dtype.itemsize + kv_tokens * setup.kv_token
     multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
-    work = max(read / (EFFICIENCY * machine.memory_bandwidth), multiplied / (EFFICIENCY * machine.flops))
-    if gpus > 1:
-        work += 2 * part.num_layers * (SUM_SECONDS[0] + SUM_SECONDS[1] * math.log2(gpus))
-    return max(work, part.num_layers * machine.launch_seconds)
+    return read, multiplied
 
 
-def draft_seconds(setup: Setup, machine: Machine) -> float:
+def pass_seconds(setup: Setup, machine: Hardware, rows: int, kv_tokens: int) -> float:
+    """One pass of the target over `rows` rows and `kv_tokens` tokens of keys and values that are on the GPU, or arrive
+    while it works."""
+    return machine.pass_seconds(*pass_work(setup, rows, kv_tokens), setup.part.num_layers, setup.gpus)
+
+
+def draft_seconds(setup: Setup, machine: Hardware) -> float:
     """One step of the draft model, which every GPU runs whole."""
     draft = setup.draft
     if draft is None:
         return 0.0
-    read = _weights_read(draft, 1) * setup.dtype.itemsize + DRAFT_TOKENS * draft.kv_bytes_per_token(setup.dtype)
-    return max(read / (EFFICIENCY * machine.memory_bandwidth), draft.num_layers * machine.launch_seconds)
+    read = weights_read(draft, 1) * setup.dtype.itemsize + DRAFT_TOKENS * draft.kv_bytes_per_token(setup.dtype)
+    return machine.draft_step_seconds(read, draft.num_layers)
 
 
-def estimate(setup: Setup, layout: Layout, machine: Machine, assumed: Assumptions) -> Estimate:
+def estimate(setup: Setup, layout: Layout, machine: Hardware, assumed: Assumptions) -> Estimate:
     """The speed of `setup`, laid out as `layout`; lengths that its settings leave open are those that are fastest."""
     settings = setup.settings
     floor = link_seconds(layout.streamed_per_pass, machine)
@@ -129,7 +164,11 @@ def estimate(setup: Setup, layout: Layout, machine: Machine, assumed: Assumption
         draft_length, token_s = _level(
             retrieve, draft_s, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT
         )
-    block_length, tbt = _level(verify, token_s, assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+
+    def finish(rows: int) -> float:
+        return verify(rows) + machine.round_seconds
+
+    block_length, tbt = _level(finish, token_s, assumed.acceptance, settings.block_length, LONGEST_BLOCK)
     return Estimate(
         tiers=settings.tiers,
         floor_s=floor,
@@ -159,7 +198,7 @@ def _level(
     return length, (length * drafted_s + seconds(length + 1)) / expected_tokens(rate, length)
 
 
-def _weights_read(part: ModelConfig, gpus: int) -> int:
+def weights_read(part: ModelConfig, gpus: int) -> int:
     """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
     head = part.vocab_size * part.hidden_size
     heads = head if part.tie_word_embeddings else 2 * head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ class _Job:
     """Whether the seed was given: the lengths then never depend on the clock."""
     max_new_tokens: int
     ignore_eos: bool
+    tiers: int
+    reuse: int | None
 
 
 class Engine:
@@ -170,6 +172,8 @@ class Engine:
         max_new_tokens: int = 256,
         *,
         ignore_eos: bool = False,
+        tiers: int | None = None,
+        reuse: int | None = None,
         on_prefill: Callable[[float], None] | None = None,
     ) -> Generation:
         """Prepares a run; iterating over it does the work, one event a round.
@@ -179,36 +183,53 @@ class Engine:
             sampling: default `Sampling()`.
             max_new_tokens: at least 1.
             ignore_eos: go on after an end-of-sequence token.
+            tiers: for this run fewer than the settings have; `None` is as many.
+            reuse: leading tokens to take over from the run before at most; `None` is all that are the same, and 0 gives
+                its memory back first.
             on_prefill: called with the share of the prefill done, 0 to 1.
 
         Raises:
-            UsageError: no token, one outside the vocabulary, or an impossible length.
+            UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have.
             CapacityError: more tokens than the model's positions or the memory hold.
         """
         sampling = sampling or Sampling()
         prompt = self._checked(prompt_ids, max_new_tokens)
-        job = _Job(prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos)
+        most = self.settings.tiers
+        if tiers is not None and not 1 <= tiers <= most:
+            raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
+        if reuse is not None and reuse < 0:
+            raise UsageError(f"reuse is {reuse}; it must be 0 or more")
+        job = _Job(
+            prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos, tiers or most, reuse
+        )
         return self._start(self.target.ranks.share(job), on_prefill)
 
-    def follow(self) -> Generation:
-        """Prepares the run that rank 0 starts next, for a rank that is told nothing of it."""
-        return self._start(self.target.ranks.share(None), None)
+    def follow(self) -> Generation | None:
+        """Prepares the run that rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
+        if self.target.ranks.rank == 0:
+            raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
+        job = self.target.ranks.share(None)
+        return None if job is None else self._start(job, None)
+
+    def finish(self) -> None:
+        """Tells ranks that `follow` that no further run comes; for rank 0."""
+        self.target.ranks.share(None)
 
     def close(self) -> None:
         """Parts with the other ranks, if any; every rank calls it when no run is left."""
         self.target.ranks.leave()
 
-    def _start(self, job: _Job | None, on_prefill: Callable[[float], None] | None) -> Generation:
-        if job is None:
-            raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
+    def _start(self, job: _Job, on_prefill: Callable[[float], None] | None) -> Generation:
         if self._running:
             self._running.close()
+            self._running = None  # it holds the cache, whose memory may be wanted back
         prompt, sampling = job.prompt, job.sampling
         capacity = len(prompt) + job.max_new_tokens
         if self.target.rope.begin(len(prompt)):
             self._kept.context = []  # what the cache holds was rotated otherwise
-        budget = self.settings.budget_for(capacity)
-        full = self._kept.take(prompt, capacity)
+        budget = replace(self.settings, tiers=job.tiers).budget_for(capacity)
+        full = self._kept.take(prompt, capacity, job.reuse)
+        full.begin(keeps_mass=budget > 0)
         retrieval = streaming = None
         graphs = Graphs(self._capture, self.target.ranks)
         tiers = [self._tier("verify", self.target, full, capacity, graphs)]
@@ -221,7 +242,7 @@ class Engine:
                 join=self.target.mean_over_copies,
             )
             tiers.append(self._tier("retrieval", self.target, retrieval, budget, graphs))
-            if self.draft and self.settings.tiers == 3:
+            if self.draft and job.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(self._tier("draft", self.draft, streaming, streaming.window, graphs))
         self._link_tiers(tiers)

@@ -89,6 +89,13 @@ class FullCache:
         """Bytes of one token's keys and values over all layers."""
         return self.config.kv_bytes_per_token(self.blocks.dtype)
 
+    def begin(self, *, keeps_mass: bool) -> None:
+        """Begins a run on what is there, with or without a retrieval cache that `keeps_mass` is for."""
+        self.on_piece = None
+        if not keeps_mass:  # what is there would be older than the last tokens
+            self._mass = [mass[:, :0] for mass in self._mass]
+        self._keeps_mass = keeps_mass
+
     def prepare(self, n: int) -> None:
         self.blocks.prepare(self.length, n)
 

@@ -24,13 +24,17 @@ class KeptCache:
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
 
-    def take(self, prompt: list[int], capacity: int) -> FullCache:
-        """A full cache with room for `capacity` tokens that holds what it shares with `prompt` already.
+    def take(self, prompt: list[int], capacity: int, reuse: int | None = None) -> FullCache:
+        """A full cache with room for `capacity` tokens that holds what it shares with `prompt` already, of that at most
+        `reuse` tokens; if that is 0, the memory of the old one is given back first.
 
         Raises:
             CapacityError: there is not so much memory.
         """
+        if reuse == 0:
+            self._cache, self.context = None, []
         old, shared = self._cache, self._shared_tokens(prompt)
+        shared = shared if reuse is None else min(shared, reuse)
         placement = self._placement(capacity, old)
         if old and old.capacity >= capacity and (shared or old.blocks.block_size == placement.block_size):
             old.rollback(shared)
@@ -48,9 +52,7 @@ class KeptCache:
                 capacity=capacity,
                 chunk_size=chunk_size,
             )
-        self._cache = FullCache(
-            decoder.part, decoder.rope, blocks, chunk_size=chunk_size, keeps_mass=self._settings.tiers > 1
-        )
+        self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=chunk_size)
         if old:
             self._cache.take(old, shared)
         return self._cache

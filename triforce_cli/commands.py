@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .bench import EPILOG as BENCH_EPILOG
+from .bench import bench
 from .compare import EPILOG as COMPARE_EPILOG
 from .compare import compare
 from .doctor import doctor
@@ -26,6 +28,7 @@ app = typer.Typer(
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
 app.command(epilog=EPILOG)(generate)
+app.command(epilog=BENCH_EPILOG)(bench)
 app.command(epilog=COMPARE_EPILOG)(compare)
 app.command()(models)
 app.command(epilog=PLAN_EPILOG)(plan)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, cast
 
 import psutil
 import torch
-from rich.console import Console
 
 from ..offload import Sampling
 from ..offload.engine import check_context
@@ -25,10 +22,10 @@ from .baselines.protocol import Job
 from .compare import Asked
 from .comparison import Row, compare
 from .comparison_report import as_document, report
-from .output import JsonFile
+from .output import JsonFile, result_console
 from .prompt import Source, build_prompt
 from .stopping import Signals
-from .streams import Unfailing, tell
+from .streams import tell
 from .tokenizer import Tokenizer, check_same_vocabulary
 
 
@@ -60,13 +57,8 @@ def run(
         )
         signals.hold()
     name = device_name(torch.device(job.device))
-    # The table is the result; stdout is the JSON's where that was asked for.
-    stream = cast(IO[str], Unfailing(sys.stderr)) if json_file.on_stdout else sys.stdout
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=stream, highlight=False, width=200)
-    report(console, comparison, name)
-    json_file.write(as_document(comparison, name))
+    report(result_console(json_file), comparison, name)
+    json_file.write(as_document(comparison, name, asked.command))
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ..tp.units import gib
 from .comparison import Comparison, Row
+from .machine import machine, provenance
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 
-def as_document(comparison: Comparison, device_name: str) -> dict[str, Any]:
+KIND = "triforce compare"
+"""The document's `kind`."""
+
+
+def as_document(comparison: Comparison, device_name: str, command: str) -> dict[str, Any]:
     """The JSON: every run as measured, and what the table makes of it. Seconds but for `tbt_ms`, bytes, tokens."""
     job = comparison.job
     return {
-        "version": version("triforce-cli"),
+        **provenance(KIND, command),
+        "machine": machine(job.device, device_name, 1, job.threads),
         "model": job.asked_model,
         "draft": job.draft,
         "device": job.device,

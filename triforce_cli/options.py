@@ -62,6 +62,11 @@ class Request:
     refresh: str
     live: bool
 
+    @property
+    def wanted_draft(self) -> str | None:
+        """What stands for the draft: none is looked for where fewer than three tiers run."""
+        return self.draft if self.tiers == 3 else "none"
+
 
 def whole(option: str, value: str, least: int) -> int:
     """The value of an option that takes whole numbers. Options come as text: what the parser says of a bad number

@@ -11,7 +11,8 @@ from rich.table import Table
 from ..tp.units import gib
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .measured import Calibration
+    from .planning import Plan
 
 
 def show(plan: Plan) -> None:
@@ -22,13 +23,20 @@ def show(plan: Plan) -> None:
     console.print(f"{plan.model}{small}: {str(setup.dtype).removeprefix('torch.')}, {setup.context:,} tokens")
     console.print(
         f"{setup.gpus} × {card.name}: {card.memory_gib:.2f} GiB at {card.memory_gb_per_s:,.0f} GB/s, "
-        f"link {card.link_gb_per_s:g} GB/s\n"
+        f"link {card.link_gb_per_s:.3g} GB/s\n"
     )
+    if plan.calibration:
+        for line in _measured(plan.calibration):
+            console.print(line)
+        console.print()
     console.print(_memory_table(plan))
     console.print(f"\n{_verification(plan)}\n")
     if any(plan.estimates.values()):
         console.print(_speed_table(plan))
-        console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
+        if plan.calibration:
+            console.print(f"\nTimes are modelled, from what was measured (above): {_assumptions(plan)}.")
+        else:
+            console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
     if plan.shortfalls:
         if any(plan.estimates.values()):
             console.print()
@@ -82,8 +90,32 @@ def _verification(plan: Plan) -> str:
 
 def _assumptions(plan: Plan) -> str:
     assumed = plan.assumed
-    large = f"{assumed.acceptance:g} of what the retrieval cache drafts stands"
+    large = f"{assumed.acceptance:.3g} of what the retrieval cache drafts stands"
     return large if plan.draft is None else f"{large}, {assumed.draft_acceptance:.2g} of what the small model drafts"
+
+
+def _measured(calibration: Calibration) -> list[str]:
+    """What is measured, and from where."""
+    terms, source = calibration.terms(), calibration.source
+    fitted, accepted, bandwidth = terms["pass_fit"], terms["measured_acceptance"], terms["bandwidth"]
+    rates = [f"{fitted['overhead_ms']:.3g} ms"]
+    rates += [f"a byte at {fitted['gb_per_s']:,.0f} GB/s"] if fitted["gb_per_s"] else []
+    rates += [f"an operation at {fitted['gflops']:,.0f} GFLOPS"] if fitted["gflops"] else []
+    shares = {"retrieval cache": accepted["retrieval"], "small model": accepted["draft"]}
+    known = [f"{share:.2f} ({name})" for name, share in shares.items() if share is not None]
+    link = bandwidth["link_gb_per_s"]
+    lines = [
+        f"Measured on {terms['date']} with {terms['measured_model']} ({source.path.name}):",
+        f"  memory {bandwidth['memory_gb_per_s']:.1f} GB/s; link "
+        + (f"{link:.1f} GB/s" if link else "not measured, so as of a card's"),
+        f"  a pass: {' + '.join(rates)},",
+        f"    fitted to {fitted['passes']} measured kinds of passes, off by at most {fitted['worst']:.0%}",
+        f"  besides, a round: {terms['round_ms']:.2g} ms"
+        + (f"; a draft step: {terms['draft_step_ms']:.2g} ms" if terms["draft_step_ms"] is not None else ""),
+    ]
+    if known:
+        lines.append(f"  acceptance at {accepted['context']:,} tokens: {', '.join(known)}")
+    return lines
 
 
 def _speed_table(plan: Plan) -> Table:

@@ -64,6 +64,20 @@ def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
     return _decoded(value.encode("utf-8", "surrogateescape"), option, tell)
 
 
+def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
+    """The question given with `--ask`, if any.
+
+    Raises:
+        UsageError: it is empty.
+        TriforceError: as for `read_option`.
+    """
+    if ask is None:
+        return None
+    if not ask.strip():
+        raise UsageError("--ask is empty; give a question or an instruction")
+    return read_option("--ask", ask, tell)
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
@@ -103,13 +117,16 @@ def _checked(text: str, name: str) -> str:
 
 
 def _built_in_text() -> str:
+    """The topics that the built-in prompt begins with, and behind them all others, for who wants a longer one."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise TriforceError(
             "this Python lacks pydoc_data, where the built-in prompt is from; give --prompt-file FILE or --prompt TEXT"
         ) from error
-    return "\n\n".join(topics[name].strip() for name in _BUILT_IN_TOPICS if name in topics) + "\n\n"
+    names = [name for name in _BUILT_IN_TOPICS if name in topics]
+    names += sorted(set(topics) - set(names))
+    return "\n\n".join(topics[name].strip() for name in names) + "\n\n"
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,33 @@ def build_prompt(
         )
     kept = cut(context, room, truncate)
     return Prompt([*first, *kept, *last], dropped=len(context) - len(kept))
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """Tokens to read contexts of several lengths from."""
+
+    token_ids: list[int]
+    name: str
+    """Where they are from."""
+    text_tokens: int
+    """How many the text has; where there are more, it is repeated."""
+
+
+def long_prompt(source: Source, tokenizer: Tokenizer, tokens: int) -> LongPrompt:
+    """The first `tokens` tokens of a text, which is repeated where it is too short; a built-in one is taken whole.
+
+    Raises:
+        UsageError: the text gives no token.
+    """
+    token_ids = tokenizer.encode(source.text, True)
+    again = tokenizer.encode(source.text, False)
+    if not again:
+        raise UsageError("the prompt gives no token; give a longer text")
+    found = len(token_ids)
+    while len(token_ids) < tokens:
+        token_ids += again
+    return LongPrompt(token_ids[:tokens], source.name or "--prompt", found)
 
 
 def cut(tokens: list[int], room: int, part: str) -> list[int]:

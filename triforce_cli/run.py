@@ -61,7 +61,7 @@ def run(
             generation = engine.stream(
                 prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
             )
-            _step(generation, signals)  # its token is taken from the statistics, like all others
+            step(generation, signals)  # its token is taken from the statistics, like all others
         name = Path(request.model).name
         with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
             _decode(generation, signals, text, output, display)
@@ -73,6 +73,7 @@ def run(
     ended = _finish(console, generation, text, output, json_file, ended)
     if ended is not None:
         raise ended
+    engine.finish()
     engine.close()
 
 
@@ -102,8 +103,9 @@ def follow(request: Request) -> None:
         TriforceError: as `run`, or another rank has ended.
     """
     engine = load_engine(request, None)
-    for _ in engine.follow():
-        pass
+    while (generation := engine.follow()) is not None:
+        for _ in generation:
+            pass
     engine.close()
 
 
@@ -121,13 +123,13 @@ def _decode(
             output.write(piece)
         if display:
             display.note(piece, event)
-        event = _step(generation, signals)
+        event = step(generation, signals)
         if event is None:
             return
 
 
-def _step(generation: Generation, signals: Signals) -> Round | None:
-    """One step of the engine: here, and only here, a signal interrupts a run."""
+def step(generation: Generation, signals: Signals) -> Round | None:
+    """One step of the engine, `None` at its end: here, and only here, a signal interrupts a run."""
     signals.allow()
     try:
         return next(generation, None)

@@ -1,0 +1,156 @@
+"""Writes docs/benchmarks.md from the measurements beside it, docs/benchmarks/*.json: no figure in it is typed by hand.
+
+    triforce bench --json docs/benchmarks/NAME.json --plot docs/benchmarks/NAME.png
+    triforce compare --json docs/benchmarks/NAME.json
+    python examples/benchmark_report.py
+
+A picture that has a measurement's name is shown with it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from triforce.cli import bench_report, comparison_report
+from triforce.cli.machine import on, sampling_words
+from triforce.tp.units import gib
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+INTRODUCTION = """# Benchmarks
+
+What was measured where, with the command. This page is written by `examples/benchmark_report.py` from the JSON files in
+[benchmarks](benchmarks), which hold every run; what `bench` measures, and what its floor is, is said in
+[bench.md](bench.md).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of benchmarks.md and benchmarks/")
+    options = parser.parse_args()
+    (options.docs / "benchmarks.md").write_text(page(options.docs / "benchmarks"), encoding="utf-8")
+
+
+def page(folder: Path) -> str:
+    """The page on the measurements in `folder`, in the order of their names.
+
+    Raises:
+        ValueError: a file there is not one.
+    """
+    sections = [INTRODUCTION]
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        kinds = {bench_report.KIND: bench_section, comparison_report.KIND: comparison_section}
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if kind not in kinds:
+            raise ValueError(f"{path} is neither of triforce bench nor of triforce compare")
+        sections.append(kinds[kind](document, path))
+    if len(sections) == 1:
+        sections.append("Nothing is there yet.\n")
+    return "\n".join(sections)
+
+
+def heading(document: dict[str, Any], path: Path) -> list[str]:
+    """What was measured, where, when, and with which command."""
+    where = document["machine"]
+    return [
+        f"## {path.stem}",
+        "",
+        f"{document['model']} in {document['dtype']} on {on(where)} ({where['cores']} cores, "
+        f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
+        f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
+        "",
+        "```bash",
+        document["command"],
+        "```",
+        "",
+    ]
+
+
+def bench_section(document: dict[str, Any], path: Path) -> str:
+    derived = "derived" if any(at["floor"] for at in document["contexts"]) else "-"
+    lines = heading(document, path)
+    lines += [
+        f"{capitalised(bench_report.conditions(document))}. Accepted: of the tokens tested.",
+        "",
+        "| context | tiers | TBT, ms | tokens/s | speed-up | accepted: small model | retrieval cache | tokens a round "
+        f"| floor, ms ({derived}) | prefill, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for at in document["contexts"]:
+        for row in at["tiers"]:
+            tbt, accepted = row["tbt_ms"], row["acceptance"]
+            spread = f" ({tbt['min']:.1f} to {tbt['max']:.1f})" if tbt["min"] < tbt["max"] else ""
+            times = f"{tbt['median']:.1f}{spread}{', modelled' if bench_report.modelled(row) else ''}"
+            cells = [
+                f"{at['context']:,}",
+                str(row["tiers"]),
+                times,
+                f"{1e3 / tbt['median']:.1f}",
+                number(row["speedup"] if row["tiers"] > 1 else None),
+                number(accepted["draft_per_token"]),
+                number(accepted["retrieval_per_token"]),
+                number(accepted["tokens_per_round"] if row["tiers"] > 1 else None, 1),
+                number(at["floor"]["ms"] if at["floor"] else None, 1),
+                number(at["prefill_s"], 1),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"* {note}" for note in bench_report.notes(document)]
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        lines += ["", f"![time between tokens against context]({path.parent.name}/{picture.name})"]
+    return "\n".join(lines) + "\n"
+
+
+def comparison_section(document: dict[str, Any], path: Path) -> str:
+    lines = heading(document, path)
+    interrupted = "; interrupted" if document["interrupted"] else ""
+    lines += [
+        f"{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
+        f"{sampling_words(document['sampling'])}; medians of {document['repeats']} runs, each in a process of its own"
+        f"{interrupted}. Speed-up of triforce: TBT ÷ its own.",
+        "",
+        "| system | TTFT, s | TBT, ms | tokens/s | memory of the process | speed-up of triforce | greedy text |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for system in document["systems"]:
+        if "runs" not in system:
+            why = system["failure"] or "not measured"
+            lines.append(f"| {system['name']} | - | - | - | - | - | {why} |")
+            continue
+        cells = [
+            system["name"],
+            number(system["ttft_s"]),
+            number(system["tbt_ms"], 1),
+            number(system["tokens_per_s"], 1),
+            gib(system["memory"]["host_peak_bytes"]),
+            number(system["speedup_of_triforce"]["tbt"] if system["name"] != "triforce" else None),
+            text_of(system, document),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"* {system['name']}: {system['ran']}" for system in document["systems"] if "ran" in system]
+    return "\n".join(lines) + "\n"
+
+
+def text_of(system: dict[str, Any], document: dict[str, Any]) -> str:
+    """How a system's greedy text compares with triforce's."""
+    if system["name"] == "triforce" or document["sampling"]["temperature"] != 0:
+        return "-"
+    found = system["first_difference"]
+    return f"differs from token {found['index']} on" if found else "the same tokens"
+
+
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What the steps of speculation take for a model that is only a shape: random weights, keys and values that are zeros.
+
+A step's time does not depend on them. How many drafted tokens stand does, so that has to be assumed by who asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tp.config import ModelConfig
+from ..tp.decoder import Cache, Decoder
+from .bandwidth import timed
+from .engine import LONGEST_BLOCK, LONGEST_DRAFT
+from .full_cache import FullCache
+from .kept_cache import KeptCache
+from .memory import check_memory, plan_memory
+from .pacing import PassCost, best_length, expected_tokens
+from .retrieval_cache import RetrievalCache
+from .settings import MOST_BLOCK_LENGTH, Settings
+from .streaming_cache import StreamingCache
+
+ROOM = MOST_BLOCK_LENGTH + 8
+"""Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
+
+
+class RandomWeights:
+    """Stands for `tp.checkpoint.Checkpoint` where there is none: weights of the size that keeps activations finite."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
+        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
+
+    def check_all_read(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of each kind of step at one length of context, several measurements each."""
+
+    context: int
+    plain: list[float]
+    """One row over the full cache: plain decoding."""
+    verify: list[float]
+    """`block_length` + 1 rows over it."""
+    retrieval: list[float]
+    """`draft_length` + 1 rows over the retrieval cache."""
+    draft: list[float]
+    """A step of the small model; empty without one."""
+    block_length: int
+    draft_length: int
+    """0 without a small model."""
+    budget: int
+    resident_bytes: int
+    read_bytes: int
+    """Keys and values that a pass over the full cache reads."""
+    streamed_bytes: int
+    """Of them, what crosses the link."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Assumed chances that a drafted token stands, given that those before it did."""
+
+    retrieval: float
+    draft: float
+
+
+def tbt_s(times: StepTimes, assumed: Acceptance, verify_s: float, retrieval_s: float, draft_s: float) -> float:
+    """The time between tokens that such steps give: modelled, as `assumed` is (arXiv 2211.17192, section 3.3)."""
+    token_s = times.draft_length * draft_s + retrieval_s
+    token_s /= expected_tokens(assumed.draft, times.draft_length)
+    n = times.block_length
+    return (n * token_s + verify_s) / expected_tokens(assumed.retrieval, n)
+
+
+class ShapeSteps:
+    """A pair of shapes on one device, whose steps can be timed."""
+
+    def __init__(
+        self,
+        target: ModelConfig,
+        draft: ModelConfig | None,
+        settings: Settings,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+    ) -> None:
+        """Args: `context` is the longest that will be measured.
+
+        Raises:
+            CapacityError: weights or the longest cache do not fit.
+        """
+        plan = plan_memory(
+            target,
+            draft,
+            dtype=dtype,
+            context=context + ROOM,
+            budget=settings.budget_for(context),
+            chunk_size=settings.planned_chunk_size,
+        )
+        check_memory(plan, context + ROOM, device)
+        weights = RandomWeights(dtype, device)
+        self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
+        self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
+        self._settings, self._device = settings, device
+        self._kept = KeptCache(self.target, settings)
+
+    @torch.inference_mode()
+    def at(self, context: int, assumed: Acceptance) -> StepTimes:
+        """Every kind of step with so many tokens in the cache. Lengths that the settings leave open are those that
+        `assumed` and the measured steps make fastest.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        settings, room = self._settings, context + ROOM
+        full = self._kept.take([0], room, reuse=0)
+        full.pretend(context)
+        full.begin(keeps_mass=False)
+        before, read = full.blocks.traffic(), full.bytes_read
+        plain = self._timed(self.target, full, 1)
+        passes = len(plain) + 1
+        streamed = full.blocks.traffic().since(before).bytes_in // passes
+        read = (full.bytes_read - read) // passes
+
+        full.begin(keeps_mass=True)
+        budget = settings.budget_for(room)
+        retrieval = RetrievalCache(full, self.target.rope, budget=budget, chunk_size=settings.planned_chunk_size)
+        self._step(self.target, full, 1)  # the attention that chunks are chosen by
+        retrieval.refresh()
+        draft: list[float] = []
+        if self.draft is not None:
+            streaming = StreamingCache(self.draft)
+            self._step(self.draft, streaming, streaming.sinks + streaming.window, keep=True)
+            draft = self._timed(self.draft, streaming, 1)
+        draft_length = self._length(retrieval, draft, assumed.draft, settings.draft_length, LONGEST_DRAFT)
+        of_retrieval = self._timed(self.target, retrieval, draft_length + 1)
+        token_s = draft_length * min(draft, default=0.0) + min(of_retrieval)
+        token = [token_s / expected_tokens(assumed.draft, draft_length)]
+        block_length = self._length(full, token, assumed.retrieval, settings.block_length, LONGEST_BLOCK)
+        verify = self._timed(self.target, full, block_length + 1)
+        return StepTimes(
+            context, plain, verify, of_retrieval, draft, block_length, draft_length, min(budget, context),
+            full.blocks.resident_bytes, read, streamed,
+        )  # fmt: skip
+
+    def _length(self, cache: Cache, drafted: list[float], rate: float, fixed: int | None, longest: int) -> int:
+        """The tokens to draft for a pass over `cache`, one of which takes `drafted` seconds."""
+        if not drafted:
+            return 0
+        if fixed is not None:
+            return fixed
+        one, many = (min(self._timed(self.target, cache, rows)) for rows in (1, longest + 1))
+        slope = max(0.0, many - one) / longest
+        return best_length(PassCost(one - slope, slope), min(drafted), rate, longest)[0]
+
+    def _timed(self, decoder: Decoder, cache: FullCache | Cache, rows: int) -> list[float]:
+        return timed(lambda: self._step(decoder, cache, rows), self._device)
+
+    def _step(self, decoder: Decoder, cache: Cache, rows: int, *, keep: bool = False) -> None:
+        length = cache.length
+        decoder.forward(torch.zeros(rows, dtype=torch.int64, device=self._device), cache, num_logits=rows)
+        if not keep:
+            cache.rollback(length)

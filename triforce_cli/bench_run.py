@@ -1,0 +1,179 @@
+"""One run of `triforce bench`: from checked options to measurements, table, JSON and picture."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from rich.console import Console
+
+from ..offload import Engine, Sampling
+from ..offload.bandwidth import link_bandwidth, make_link, memory_bandwidth
+from ..offload.cost_model import weights_read
+from ..offload.engine import check_context
+from ..offload.vocabulary import check_draft
+from ..tp.config import ModelConfig
+from ..tp.devices import device_name
+from ..tp.errors import UsageError
+from .bench import AUTO_CONTEXTS, Asked
+from .bench_measure import AtContext, measure, steps
+from .bench_progress import Display
+from .bench_report import Bandwidth, Subject, as_document, report
+from .options import Request
+from .output import JsonFile, ResultFile, result_console
+from .prompt import LongPrompt, Source, long_prompt
+from .run import load_engine, step
+from .stopping import Stop
+from .streams import Unfailing, tell
+from .tokenizer import Tokenizer, check_same_vocabulary
+
+if TYPE_CHECKING:
+    from .app import Call
+
+
+def run(
+    request: Request,
+    asked: Asked,
+    source: Source,
+    directories: tuple[Path, Path | None],
+    files: tuple[JsonFile, ResultFile],
+    call: Call,
+) -> None:
+    """Measures and reports. `directories` are the target's and the draft's, `files` those of JSON and picture.
+
+    Raises:
+        TriforceError: the request cannot be met.
+        Stop: it was interrupted; what was measured by then is out.
+    """
+    json_file, plot_file = files
+    target, draft = directories
+    config = ModelConfig.load(target)
+    sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
+    contexts = _contexts(asked, config, request.max_new_tokens)
+    if draft:
+        check_draft(config, ModelConfig.load(draft))
+        check_same_vocabulary(target, draft)
+    tokenizer = Tokenizer.load(target)
+    prompt = long_prompt(source, tokenizer, contexts[-1] - request.max_new_tokens)
+    call.signals.allow()
+    engine = load_engine(request, contexts[-1])
+    tiers = _tiers(asked, engine)
+    device = engine.target.device
+    bandwidth = measure_bandwidth(
+        device, engine.target.ranks.local_size, streams=device.type == "cuda" or request.resident is not None
+    )
+    subject = describe(request, asked, engine, prompt, call)
+
+    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+    order = steps(contexts, tiers, asked.repeats)
+    found: list[AtContext] = []
+    ended: Stop | None = None
+    call.signals.hold()
+    try:
+        with Display(console, order, request.max_new_tokens) as display:
+            measure(
+                engine,
+                prompt.token_ids,
+                order,
+                sampling,
+                request.max_new_tokens,
+                found=found,
+                watch=display,
+                advance=lambda generation: step(generation, call.signals),
+            )
+    except Stop as stop:
+        call.signals.hold()
+        ended = stop
+    if not any(at.runs for at in found) and ended:
+        raise ended
+    document = as_document(subject, bandwidth, [at for at in found if at.runs], ended is not None)
+    publish(document, json_file, plot_file)
+    if ended is not None:
+        raise ended
+    engine.finish()
+    engine.close()
+
+
+def publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
+    """The table to stdout, or to stderr if that is the JSON's; the files where they were asked for."""
+    report(result_console(json_file), document)
+    json_file.write(document)
+    if plot_file.wanted:
+        from .bench_plot import draw
+
+        plot_file.write_bytes(draw(document, plot_file.kind))
+
+
+def _contexts(asked: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
+    """The lengths to measure.
+
+    Raises:
+        CapacityError: one is beyond the model's last position.
+        UsageError: the model is too short for those that are measured by default.
+    """
+    if asked.contexts is None:
+        fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
+        if not fitting:
+            raise UsageError(
+                f"{config.name} has {config.max_position_embeddings:,} positions and --new-tokens is {new_tokens:,}; "
+                "say with --contexts what to measure"
+            )
+        return fitting
+    check_context(config, asked.contexts[-1] - new_tokens, new_tokens)
+    return asked.contexts
+
+
+def _tiers(asked: Asked, engine: Engine) -> tuple[int, ...]:
+    """The numbers of tiers to measure: without a draft two are all there are."""
+    if engine.draft is not None or asked.tiers[-1] < 3:
+        return asked.tiers
+    tell("there is no draft: two tiers take the place of three (--draft D gives one)")
+    return tuple(sorted({min(count, 2) for count in asked.tiers}))
+
+
+def measure_bandwidth(device: torch.device, local_ranks: int, *, streams: bool) -> Bandwidth:
+    """Of memory, and of the link if keys and values may cross it. The ranks of a CPU share its memory, so rank 0 reads
+    with the threads of all."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(threads * local_ranks)
+    memory = memory_bandwidth(device)
+    torch.set_num_threads(threads)
+    if not streams:
+        return Bandwidth(memory)
+    link = make_link(device)
+    carried = link_bandwidth(link, device)
+    link.close()
+    return Bandwidth(memory, carried["in"])
+
+
+def describe(request: Request, asked: Asked, engine: Engine, prompt: LongPrompt, call: Call) -> Subject:
+    target = engine.target
+    size = target.ranks.size
+    return Subject(
+        command=shlex.join(["triforce", *call.arguments]),
+        model=request.model,
+        draft=None if engine.draft is None else request.draft or request.model,
+        device=target.device.type,
+        device_name=device_name(target.device),
+        world_size=size,
+        dtype=str(target.dtype).removeprefix("torch."),
+        sampling={
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "seed": request.seed,
+        },
+        new_tokens=request.max_new_tokens,
+        repeats=asked.repeats,
+        prompt={
+            "name": prompt.name,
+            "text_tokens": prompt.text_tokens,
+            "repeated": prompt.text_tokens < len(prompt.token_ids),
+        },
+        parameters=target.config.num_parameters,
+        weight_bytes=size * weights_read(target.part, size) * target.dtype.itemsize,
+    )

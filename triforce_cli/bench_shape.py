@@ -1,0 +1,146 @@
+"""`triforce bench --shape`: the steps of a model that is not here, measured; what depends on its weights, assumed."""
+
+from __future__ import annotations
+
+import shlex
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..offload.cost_model import weights_read
+from ..offload.engine import check_context
+from ..offload.settings import Settings
+from ..offload.shape_steps import ROOM, Acceptance, ShapeSteps, StepTimes, tbt_s
+from ..tp.config import ModelConfig
+from ..tp.devices import device_name, resolve_device, resolve_dtype
+from ..tp.registry import published_settings
+from .bench import AUTO_CONTEXTS, Asked
+from .bench_report import Bandwidth, Subject, as_document, derived_floor, spread
+from .bench_run import measure_bandwidth, publish
+from .options import Request
+from .output import JsonFile, ResultFile
+from .planning import shapes
+from .stopping import Stop
+from .streams import tell
+
+if TYPE_CHECKING:
+    from .app import Call
+
+
+def run(
+    request: Request, asked: Asked, assumed: tuple[float, float], files: tuple[JsonFile, ResultFile], call: Call
+) -> None:
+    """Measures and reports. `assumed` are the acceptance of the retrieval cache and of the draft.
+
+    Raises:
+        TriforceError: the request cannot be met.
+        Stop: it was interrupted; what was measured by then is out.
+    """
+    target, draft = shapes(request.model, request.wanted_draft)
+    most = 3 if draft else 2
+    tiers = tuple(sorted({min(count, most) for count in asked.tiers}))
+    settings = Settings(
+        tiers=tiers[-1],
+        budget=request.budget,
+        chunk_size=request.chunk_size,
+        draft_length=request.draft_length,
+        block_length=request.block_length,
+        refresh=request.refresh,
+        resident=request.resident,
+    ).with_defaults(published_settings(request.model, 1))
+    contexts = asked.contexts or tuple(n for n in AUTO_CONTEXTS if n <= target.max_position_embeddings)
+    check_context(target, contexts[-1], 0)
+    device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
+    tell(f"making random weights of the shape of {request.model} ...")
+    call.signals.allow()
+    steps = ShapeSteps(
+        target, draft if tiers[-1] == 3 else None, settings, dtype=dtype, device=device, context=contexts[-1]
+    )
+    bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
+    subject = _subject(request, steps, target, bool(draft) and tiers[-1] == 3, call)
+    chances = Acceptance(*assumed)
+    found: list[dict[str, Any]] = []
+    ended: Stop | None = None
+    try:
+        for context in contexts:
+            tell(f"{context:,} tokens: steps ...")
+            call.signals.allow()
+            times = steps.at(context, chances)
+            call.signals.hold()
+            found.append(_context(times, tiers, chances, subject, bandwidth))
+            tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
+    except Stop as stop:
+        call.signals.hold()
+        ended = stop
+    if found or ended is None:
+        document = as_document(subject, bandwidth, [], ended is not None) | {
+            "shape": {"assumed_acceptance": vars(chances), "room_tokens": ROOM},
+            "contexts": found,
+        }
+        publish(document, *files)
+    if ended is not None:
+        raise ended
+
+
+def _subject(request: Request, steps: ShapeSteps, target: ModelConfig, drafts: bool, call: Call) -> Subject:
+    decoder = steps.target
+    return Subject(
+        command=shlex.join(["triforce", *call.arguments]),
+        model=request.model,
+        draft=(request.draft or request.model) if drafts else None,
+        device=decoder.device.type,
+        device_name=device_name(decoder.device),
+        world_size=1,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        sampling=None,
+        new_tokens=0,
+        repeats=0,
+        prompt=None,
+        parameters=target.num_parameters,
+        weight_bytes=weights_read(decoder.part, 1) * decoder.dtype.itemsize,
+    )
+
+
+def _context(
+    times: StepTimes, tiers: tuple[int, ...], assumed: Acceptance, subject: Subject, bandwidth: Bandwidth
+) -> dict[str, Any]:
+    return {
+        "context": times.context,
+        "prompt_tokens": times.context,
+        "prefill_s": None,
+        "resident_bytes": times.resident_bytes,
+        "floor": derived_floor(subject.weight_bytes + times.read_bytes, times.streamed_bytes, subject, bandwidth),
+        "steps_ms": {
+            name: spread([1e3 * seconds for seconds in getattr(times, name)]) if getattr(times, name) else None
+            for name in ("plain", "verify", "retrieval", "draft")
+        },
+        "lengths": {
+            "budget": times.budget,
+            "block_length": times.block_length,
+            "draft_length": times.draft_length,
+        },
+        "tiers": [_tiers(count, times, assumed) for count in tiers],
+    }
+
+
+def _tiers(count: int, times: StepTimes, assumed: Acceptance) -> dict[str, Any]:
+    """One tier's time between tokens is a step's, as measured; more tiers' is modelled."""
+    plain = median(times.plain)
+    accepted: dict[str, float | None] = dict.fromkeys(("draft_per_token", "retrieval_per_token", "tokens_per_round"))
+    if count == 1:
+        tbt = spread([1e3 * seconds for seconds in times.plain])
+    else:
+        middle = (median(values) if values else 0.0 for values in (times.verify, times.retrieval, times.draft))
+        derived = 1e3 * tbt_s(times, assumed, *middle)
+        tbt = {"median": derived, "min": derived, "max": derived}
+        accepted["retrieval_per_token"] = assumed.retrieval
+        accepted["draft_per_token"] = assumed.draft if times.draft else None
+        accepted["tokens_per_round"] = sum(assumed.retrieval**i for i in range(times.block_length + 1))
+    return {
+        "tiers": count,
+        "modelled": count > 1,
+        "tbt_ms": tbt,
+        "speedup": 1e3 * plain / tbt["median"],
+        "acceptance": accepted,
+        "first_difference": None,
+        "runs": [],
+    }
