@@ -93,7 +93,7 @@ class FullCache:
         """Begins a run on what is there, with or without a retrieval cache that `keeps_mass` is for."""
         self.on_piece = None
         if not keeps_mass:  # what is there would be older than the last tokens
-            self._mass = [mass[:, :0] for mass in self._mass]
+            self._mass.forget()
         self._keeps_mass = keeps_mass
 
     def prepare(self, n: int) -> None:

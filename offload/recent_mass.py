@@ -57,6 +57,10 @@ class RecentMass:
             new[..., chunks:known] = 0
         self._rows[layer], self._ends[layer] = kept + rows, stop
 
+    def forget(self) -> None:
+        """Drops all rows."""
+        self._rows = [0] * len(self._rows)
+
     def _rows_left(self, layer: int, length: int) -> int:
         """How many of the rows belong to the first `length` tokens."""
         return self._rows[layer] - max(0, self._ends[layer] - length)
