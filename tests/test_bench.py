@@ -108,13 +108,13 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
     run = engine.stream(random_tokens(300, 320), Sampling(temperature=0.0), 30, ignore_eos=True)
     next(run)
     for tier in run._tiers[1:]:
-        step = tier.step
+        forward = tier.passes.forward
 
-        def counted(*arguments, step=step, name=tier.name):
+        def counted(*arguments, forward=forward, name=tier.name):
             calls[name] += 1
-            return step(*arguments)
+            return forward(*arguments)
 
-        monkeypatch.setattr(tier, "step", counted)
+        monkeypatch.setattr(tier.passes, "forward", counted)
     for _ in run:
         pass
     assert _run(Step(330, 3, 1), run).passes == {"verify": run.statistics.rounds, **calls}
