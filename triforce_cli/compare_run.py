@@ -57,8 +57,8 @@ def run(
         )
         signals.hold()
     name = device_name(torch.device(job.device))
+    json_file.write(as_document(comparison, name, asked.command))  # first: a pipe that nobody reads further ends the report
     report(result_console(json_file), comparison, name)
-    json_file.write(as_document(comparison, name, asked.command))
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:
