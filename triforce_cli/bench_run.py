@@ -99,7 +99,7 @@ def run(
 
 def publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
     """The table to stdout, or to stderr if that is the JSON's; the files where they were asked for."""
-    json_file.write(document)  # first: a pipe that nobody reads further ends the report
+    json_file.write(document)  # before the report, which a pipe that nobody reads further would end
     report(result_console(json_file), document)
     if plot_file.wanted:
         from .bench_plot import draw

@@ -57,7 +57,8 @@ def run(
         )
         signals.hold()
     name = device_name(torch.device(job.device))
-    json_file.write(as_document(comparison, name, asked.command))  # first: a pipe that nobody reads further ends the report
+    # Before the report, which a pipe that nobody reads further would end.
+    json_file.write(as_document(comparison, name, asked.command))
     report(result_console(json_file), comparison, name)
     if comparison.interrupted:
         raise comparison.interrupted
