@@ -36,10 +36,10 @@ from .vocabulary import check_draft
 LONGEST_DRAFT = 8
 LONGEST_BLOCK = 24
 
-_MODELLED_BANDWIDTH = 20e9
-"""Bytes a second that plain PyTorch reads on two cores; with the two below, where adaptation starts from."""
+_MODELLED_BANDWIDTH = 40e9
+"""Bytes a second that two cores read; with the two below, where adaptation starts from."""
 
-_MODELLED_LAYER_SECONDS = 0.6e-3
+_MODELLED_LAYER_SECONDS = 0.1e-3
 """Dispatch of one layer's operations."""
 
 _MODELLED_ROW_SHARE = 0.08

@@ -223,7 +223,6 @@ class Generation(Iterator[Round]):
             kv_read_bytes=self._full.bytes_read,
             kv_read_s=self._full.read_s,
             link=self._full.blocks.traffic().since(self._crossed),
-            **self._memory(),
             **measured,
         )
 

@@ -20,7 +20,7 @@
 #define ROWS 4    /* and rows of the input: 16 sums in registers */
 
 /* Bytes of a matrix below which a second thread costs more than it takes over. */
-#define BYTES_A_THREAD (512 * 1024)
+#define BYTES_A_THREAD (192 * 1024)
 
 typedef uint16_t bf16;
 
