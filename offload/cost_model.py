@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..tp.config import ModelConfig
-from .engine import LONGEST_BLOCK, LONGEST_DRAFT
 from .layout import Layout, Setup
 from .pacing import Acceptance, PassCost, best_length, expected_tokens
+from .settings import LONGEST_BLOCK, LONGEST_DRAFT
 
 EFFICIENCY = 1397.31 / 2039
 """Share of a GPU's data-sheet bandwidth that a decoder reaches as a whole, attention and norms included: gpt-fast reads

@@ -28,13 +28,10 @@ from .pacing import PassCost
 from .refresh import RefreshPolicy
 from .retrieval_cache import RetrievalCache
 from .sampling import Sampling
-from .settings import Settings
+from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
 from .streaming_cache import StreamingCache
 from .tiers import Draws, Tier
 from .vocabulary import check_draft
-
-LONGEST_DRAFT = 8
-LONGEST_BLOCK = 24
 
 _MODELLED_BANDWIDTH = 40e9
 """Bytes a second that two cores read; with the two below, where adaptation starts from."""

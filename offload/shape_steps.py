@@ -13,13 +13,12 @@ from torch import Tensor
 from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
 from .bandwidth import timed
-from .engine import LONGEST_BLOCK, LONGEST_DRAFT
 from .full_cache import FullCache
 from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
 from .pacing import PassCost, best_length, expected_tokens
 from .retrieval_cache import RetrievalCache
-from .settings import MOST_BLOCK_LENGTH, Settings
+from .settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
 from .streaming_cache import StreamingCache
 
 ROOM = MOST_BLOCK_LENGTH + 8

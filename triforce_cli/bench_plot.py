@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ GREY = "#666666"
 
 LOG_FROM = 20.0
 """Where the slowest takes so many times as long as the fastest, the axis is logarithmic."""
+
+_CAPTION_WIDTH = 160
+"""Characters of small print that fit the picture."""
 
 _GAP = 0.055
 """Least distance of two labels, as a share of the panel's height."""
@@ -64,12 +68,13 @@ def _caption(document: dict[str, Any]) -> str:
     carried = document["measured_bandwidth"]
     measured = f"memory {carried['memory_gb_per_s']:.0f} GB/s"
     measured += f", link {carried['link_gb_per_s']:.0f} GB/s" if carried["link_gb_per_s"] else ""
-    return (
+    lines = (
         f"{conditions(document)}. Floor: derived, the bytes that one pass over the full cache "
-        f"reads ÷ measured bandwidth ({measured}).\n"
+        f"reads ÷ measured bandwidth ({measured}).",
         f"triforce {document['version']}, PyTorch {document['machine']['torch']}, {document['date']}: "
-        f"{shorten(document['command'], 170)}"
+        f"{shorten(document['command'], 170)}",
     )
+    return "\n".join(textwrap.fill(line, _CAPTION_WIDTH) for line in lines)
 
 
 def _contexts(axes: Axes, document: dict[str, Any], room: float) -> None:
