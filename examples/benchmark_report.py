@@ -52,6 +52,10 @@ def page(folder: Path) -> str:
     return "\n".join(sections)
 
 
+def _repeats(runs: int) -> str:
+    return f"medians of {runs} runs, each" if runs > 1 else "one run,"
+
+
 def heading(document: dict[str, Any], path: Path) -> list[str]:
     """What was measured, where, when, and with which command."""
     where = document["machine"]
@@ -110,7 +114,7 @@ def comparison_section(document: dict[str, Any], path: Path) -> str:
     interrupted = "; interrupted" if document["interrupted"] else ""
     lines += [
         f"{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
-        f"{sampling_words(document['sampling'])}; medians of {document['repeats']} runs, each in a process of its own"
+        f"{sampling_words(document['sampling'])}; {_repeats(document['repeats'])} in a process of its own"
         f"{interrupted}. Speed-up of triforce: TBT ÷ its own.",
         "",
         "| system | TTFT, s | TBT, ms | tokens/s | memory of the process | speed-up of triforce | greedy text |",

@@ -28,7 +28,7 @@ GREY = "#666666"
 LOG_FROM = 20.0
 """Where the slowest takes so many times as long as the fastest, the axis is logarithmic."""
 
-_CAPTION_WIDTH = 160
+_CAPTION_WIDTH = 190
 """Characters of small print that fit the picture."""
 
 _GAP = 0.055
