@@ -145,7 +145,11 @@ def text_of(system: dict[str, Any], document: dict[str, Any]) -> str:
     if system["name"] == "triforce" or document["sampling"]["temperature"] != 0:
         return "-"
     found = system["first_difference"]
-    return f"differs from token {found['index']} on" if found else "the same tokens"
+    if found:
+        return f"differs from token {found['index']} on"
+    written = {system["name"]: [run["token_ids"] for run in system.get("runs", ())] for system in document["systems"]}
+    ours, theirs = written["triforce"], written[system["name"]]
+    return "the same tokens" if ours and all(ids == ours[0] for ids in theirs) else "-"
 
 
 def capitalised(sentence: str) -> str:

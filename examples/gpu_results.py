@@ -106,6 +106,7 @@ class Steps:
                 self.target.forward(prompt, cache)
 
             out["prefill_tokens_per_s"] = round(1e3 * self.options.prefill / median_ms(prefill, self.device))
+            del cache  # its memory is wanted by the next
         cache = self.full_cache(context + 64)
         cache.pretend(context)
         for rows in (1, 13):

@@ -178,12 +178,16 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     if len(outs) == 1:
         return outs[0], lses[0]
     stacked = torch.stack(tuple(lses))  # [parts, num_heads, n]
-    total = torch.logsumexp(stacked, dim=0)
-    weights = torch.exp(stacked - total).nan_to_num_(0.0)  # -inf - -inf where a row sees nothing
+    peak = stacked.amax(dim=0)
+    peak.masked_fill_(peak == float("-inf"), 0.0)  # a row that sees nothing
+    weights = torch.exp(stacked - peak)
+    total = weights[0].clone()
     out = outs[0] * weights[0].unsqueeze(-1)
-    for part, weight in zip(outs[1:], weights[1:], strict=True):
+    for part, weight in zip(outs[1:], weights[1:], strict=True):  # in one order, however many rows there are
+        total += weight
         out.addcmul_(part.to(out.dtype), weight.unsqueeze(-1))
-    return out, total
+    out /= total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
+    return out, peak.add_(total.log_())
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The compiled CPU kernels: there if a compiler was when the package was installed, and if the processor can run them.
 
-They are an optional part: `library` is `None` without them, and plain PyTorch computes the same.
+They are an optional part: `library` is `None` without them, and plain PyTorch does the same, in another order of sums.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ import ctypes
 import functools
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+_ABI = 1
+"""`TRIFORCE_ABI` of cpu.h."""
 
 
 @functools.cache
@@ -29,12 +32,13 @@ def loaded() -> ctypes.CDLL | None:
     if built is None:
         return None
     try:
-        return ctypes.CDLL(str(built))
-    except OSError:
+        kernels = ctypes.CDLL(str(built))
+        return kernels if kernels.triforce_abi() == _ABI else None  # built from sources of another time
+    except (OSError, AttributeError):
         return None
 
 
-_LEVELS = (None, "AVX2", "AVX-512", "AVX-512 with bfloat16 products")
+_LEVELS = (None, "AVX2, attention only", "AVX-512, attention only", "AVX-512 with bfloat16 products")
 
 
 def instructions() -> str | None:

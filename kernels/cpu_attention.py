@@ -76,8 +76,8 @@ def attend_compiled(
         k_block = v_block = 0
         keys = block_size
     q_head, q_row, _ = q.stride()
-    out = torch.empty(num_heads, n, head_dim)
-    lse = torch.empty(num_heads, n)
+    out = torch.empty(num_heads, n, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_heads, n, dtype=torch.float32, device=q.device)
     call = _CALL.pack(
         q.data_ptr(),
         k.data_ptr(),
@@ -100,7 +100,7 @@ def attend_compiled(
         head_dim,
         block_size,
         keys if diagonal is None else diagonal,
-        _FOREVER if window is None else window,
+        _FOREVER if window is None or diagonal is None else window,
         0 if mass is None else mass.shape[1],
         1 if mass is None else keys // mass.shape[2],
         _TYPES[q.dtype],

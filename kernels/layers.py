@@ -33,11 +33,11 @@ def linear(
     Returns:
         `[n, outputs]` in `x`'s dtype.
     """
-    kernels = _kernels_for(x, weight)
+    kernels = _kernels_for(x, weight, bias, norm)
     if kernels is None:
         return F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight, bias)
     (n, inputs), outputs = x.shape, weight.shape[0]
-    out = torch.empty((n, outputs), dtype=x.dtype)
+    out = torch.empty((n, outputs), dtype=x.dtype, device=x.device)
     failed = kernels.triforce_linear(
         x.data_ptr(),
         x.stride(0),
@@ -69,12 +69,12 @@ def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor
     Returns:
         `[n, hidden]` in `x`'s dtype.
     """
-    kernels = _kernels_for(x, down)
+    kernels = _kernels_for(x, gate_up, norm) if down.is_contiguous() and down.dtype == x.dtype else None
     if kernels is None:
         gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down)
     hidden, width = down.shape
-    out = torch.empty((x.shape[0], hidden), dtype=x.dtype)
+    out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     failed = kernels.triforce_gated_mlp(
         x.data_ptr(),
         x.stride(0),
@@ -109,7 +109,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     heads, n, head_dim = x.shape
     if out is None:
         out = torch.empty((heads, n, head_dim), dtype=x.dtype, device=x.device)
-    kernels = _kernels(x.device, x.dtype) if n <= FEW_ROWS and x.stride(2) == out.stride(2) == 1 else None
+    fits = n <= FEW_ROWS and x.stride(2) == out.stride(2) == 1 and out.dtype == x.dtype and cos.is_contiguous()
+    kernels = _kernels(x.device, x.dtype) if fits and cos.dtype == torch.float32 else None
     if kernels is None:
         return out.copy_(torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin))
     (head_stride, row_stride, _), (out_head_stride, out_row_stride, _) = x.stride(), out.stride()
@@ -131,10 +132,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     return out
 
 
-def _kernels_for(x: Tensor, weight: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels, if they take rows `x` and the matrix `weight`."""
-    if x.shape[0] > FEW_ROWS or x.stride(1) != 1 or x.dtype != weight.dtype or not weight.is_contiguous():
+def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:
+    """The compiled kernels, if they take rows `x`, the matrix `weight` for them, and such `vectors`."""
+    if x.shape[0] > FEW_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
         return None
+    for given in (weight, *vectors):
+        if given is not None and (given.dtype != x.dtype or not given.is_contiguous()):
+            return None
     return _kernels(x.device, x.dtype)
 
 

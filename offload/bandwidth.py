@@ -55,7 +55,7 @@ def memory_bandwidth(device: torch.device, repeats: int = REPEATS) -> float:
 @torch.inference_mode()
 def link_bandwidth(link: Link, device: torch.device, repeats: int = REPEATS) -> dict[str, float]:
     """Bytes a second of large copies, `in` to the device and `out` to the host: the best of several."""
-    host = link.host_memory((COPY_BYTES,), torch.uint8)
+    host = link.host_memory((COPY_BYTES,), torch.uint8).fill_(1)  # untouched pages would all be one page of zeros
     buffer = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
 
     def fetch() -> None:

@@ -148,7 +148,7 @@ def test_the_json_says_what_was_measured_and_where_the_floor_is_from(bench, pair
         assert floor["read_bytes"] == pytest.approx(weights + kv, rel=0.01)
         assert floor["ms"] == pytest.approx(floor["read_bytes"] / carried["memory_gb_per_s"] / 1e6)
         assert floor["bound_by"] == "memory" and floor["streamed_bytes"] == 0
-    for words in ("speed-up", "floor: derived", "memory", "medians of 2 interleaved runs"):
+    for words in ("speed-up", "floor, ms: derived", "memory", "medians of 2 interleaved runs"):
         assert words in outcome.out
     assert outcome.err.count("run 2 of 2: TBT ") == 4, "progress, a line a run where no terminal is"
 

@@ -178,14 +178,18 @@ def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, 
     assert "flips computed something else" in outcome.out
 
 
-def test_sampling_is_that_of_transformers_and_texts_are_not_compared(compare, tmp_path):
-    changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30, "seed": 3}
-    outcome, document = compare("autoregressive", "transformers", json_path=tmp_path / "runs.json", **changes)
+@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
+def test_sampling_reaches_every_system_and_texts_are_not_compared(compare, tmp_path, only_the_likeliest):
+    changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30} | only_the_likeliest
+    outcome, document = compare("autoregressive", "transformers", json_path=tmp_path / "runs.json", seed=3, **changes)
     assert outcome.code == 0, outcome
-    assert document["sampling"] == {"temperature": 4.0, "top_p": 0.8, "top_k": 30}
-    _, plain, other = (system["runs"][0]["token_ids"] for system in document["systems"])
-    assert plain == other, "one random number a token, from one seed: the same distributions give the same tokens"
-    assert len(set(other)) > 10
+    assert document["sampling"] == changes
+    ours, plain, other = (system["runs"][0]["token_ids"] for system in document["systems"])
+    if only_the_likeliest:
+        assert ours == plain == other, "what leaves one token leaves everyone the same"
+    else:
+        assert len({tuple(ids) for ids in (ours, plain, other)}) > 1, "random numbers of three seem to be one's"
+        assert min(len(set(ids)) for ids in (ours, plain, other)) > 10
     assert not any("token" in row for row in rows_of(outcome)[2:])
 
 

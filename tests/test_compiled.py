@@ -12,6 +12,7 @@ import torch
 from test_kernels import oracle, random_qkv
 from tiny import save_llama
 from triforce.kernels import attention, cpu_attention
+from triforce.kernels import compiled as compiled_module
 from triforce.kernels.attention import attend, choose_backend
 from triforce.kernels.cpu_attention import (
     attend_blocks,
@@ -267,3 +268,45 @@ def test_running_out_of_memory_is_an_error(monkeypatch):
     monkeypatch.setattr(cpu_attention, "_attend", lambda: lambda call: 1)
     with pytest.raises(MemoryError, match="3 rows to 100 keys"):
         attend_compiled(*random_qkv((2, 2, 32), 3, 100), scale=1.0)
+
+
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(dtype, level, broken):
+    need(level)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 64, generator=generator).to(dtype) for n in (5, 300, 300))
+    shown = {"scale": 0.125, "diagonal": 295, "window": None, "mass": None, "level": level}
+    fine, _ = attend_compiled(q, k, v, **shown)
+    of_a_query = q.clone()
+    of_a_query[0, 2, 7] = broken
+    out, lse = attend_compiled(of_a_query, k, v, **shown)
+    assert out[0, 2].isnan().all()
+    assert lse[0, 2].isnan()
+    assert torch.equal(out[0, [0, 1, 3, 4]], fine[0, [0, 1, 3, 4]])
+    of_a_key = k.clone()
+    of_a_key[1, 297, 7] = broken  # rows from the third on see it
+    out, _ = attend_compiled(q, of_a_key, v, **shown)
+    met = [2, 3, 4] if broken != broken else (q[1, 2:, 7] > 0).nonzero().flatten().add(2).tolist()  # -inf is no weight
+    assert out[1, met].isnan().all()
+    assert torch.equal(out[1, :2], fine[1, :2])
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch):
+    monkeypatch.setattr(compiled_module, "_ABI", -1)
+    assert compiled_module.loaded.__wrapped__() is None
+
+
+@compiled
+def test_results_are_float32_whatever_pytorch_makes_by_default():
+    q, k, v = (torch.randn(2, n, 64) for n in (3, 90, 90))
+    want, _ = attend(q, k, v, scale=0.125)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got, lse = attend(q, k, v, scale=0.125)
+    finally:
+        torch.set_default_dtype(before)
+    assert (got.dtype, lse.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(got, want)

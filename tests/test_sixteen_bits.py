@@ -1,5 +1,5 @@
 """With the compiled kernels a row's bits depend on nothing but the row: in bfloat16, too, a text is the same however
-many tokens are proposed and verified at a time."""
+many tokens, up to 31, are proposed and verified at a time."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from tiny import random_tokens, save_llama
 from triforce.kernels.compiled import library
 from triforce.offload import Engine, Sampling
 from triforce.offload.full_cache import FullCache
+from triforce.offload.link import ThreadLink
+from triforce.offload.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed, or not for this CPU")
@@ -22,11 +24,19 @@ def pair(tmp_path_factory):
     return root / "target", root / "draft"
 
 
-def test_rows_verified_together_are_those_decoded_alone(pair):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_verified_together_are_those_decoded_alone(pair, streamed):
     decoder = Decoder.load(pair[0], dtype=torch.bfloat16, device=torch.device("cpu"))
-    given = {"dtype": torch.bfloat16, "device": decoder.device, "capacity": 900, "chunk_size": 8}
+    given = {"dtype": torch.bfloat16, "device": decoder.device, "capacity": 900}
     tokens = torch.tensor(PROMPT + random_tokens(60, seed=5))
-    together, alone = (FullCache.on_device(decoder.part, decoder.rope, **given) for _ in range(2))
+
+    def make() -> FullCache:
+        if not streamed:
+            return FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=8)
+        blocks = StreamedBlocks(decoder.part, ThreadLink(), **given, block_size=64, chunk_size=8, num_resident=1)
+        return FullCache(decoder.part, decoder.rope, blocks, chunk_size=8)
+
+    together, alone = make(), make()
     for cache in (together, alone):
         decoder.forward(tokens[:700], cache)
     position = 700

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..tp.errors import TriforceError, UsageError
+from ..tp.place import Place
 from ..tp.registry import EMBEDDED, find_pair
 from . import flags
 from .options import Device, Dtype, Request, whole
@@ -198,6 +199,9 @@ def _check_shape(request: Request, asked: Asked, given: dict[str, object]) -> No
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
     if request.gpus > 1:
         raise UsageError(f"--gpus is {request.gpus}, but --shape measures one device; leave it out")
+    place = Place.from_environment()
+    if place and place.size > 1:
+        raise UsageError("--shape measures one device; start it without torchrun")
 
 
 def _assumed(value: str | None, shape: str | None) -> tuple[float, float]:

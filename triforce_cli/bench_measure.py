@@ -114,6 +114,7 @@ def measure(
             resident = stats["settings"]["resident_bytes"]
             found.append(AtContext(step.context, len(prompt), stats["prefill_s"], resident, run))
         watch.end(step, run, generation.statistics.prefill_s)
+        del generation  # it holds the cache, whose memory the next context wants
 
 
 def _run(step: Step, generation: Generation) -> Run:

@@ -43,6 +43,7 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "svg.hashsalt": "triforce",
+        "text.parse_math": False,  # a command may hold dollar signs
     }
     with matplotlib.rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1, wspace=0.02)

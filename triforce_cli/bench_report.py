@@ -134,7 +134,7 @@ def _tiers(runs: list[Run], plain: list[Run], subject: Subject) -> dict[str, Any
 def _run(run: Run) -> dict[str, Any]:
     kept = (
         "new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read",
-        "memory",
+        "memory", "warnings",
     )  # fmt: skip
     return (
         {"repeat": run.repeat}
@@ -183,8 +183,8 @@ def modelled(row: dict[str, Any]) -> bool:
 def _table(document: dict[str, Any]) -> Table:
     from rich.table import Table
 
-    table = Table("context", box=None, pad_edge=False)
-    for title in ("tiers", "TBT", "", "tokens/s", "speed-up", "accepted", "a round", "floor", "prefill"):
+    table = Table("context", box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits a terminal of 80 columns
+    for title in ("tiers", "TBT, ms", "", "speed-up", "accepted", "a round", "floor", "prefill"):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
     for at in document["contexts"]:
         for index, row in enumerate(at["tiers"]):
@@ -193,13 +193,12 @@ def _table(document: dict[str, Any]) -> Table:
             table.add_row(
                 f"{at['context']:,}" if first else "",
                 str(row["tiers"]),
-                f"{tbt['median']:.1f} ms",
+                f"{tbt['median']:.1f}",
                 "modelled" if modelled(row) else f"({tbt['min']:.1f} to {tbt['max']:.1f})",
-                f"{1e3 / tbt['median']:.1f}",
                 f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-",
                 _shares(accepted),
                 f"{accepted['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-",
-                f"{at['floor']['ms']:.1f} ms" if first and at["floor"] else "",
+                f"{at['floor']['ms']:.1f}" if first and at["floor"] else "",
                 f"{at['prefill_s']:.1f} s" if first and at["prefill_s"] else "",
             )
     return table
@@ -218,8 +217,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     lines = [
         "TBT: decoding ÷ the tokens after the first. accepted: of the tokens tested, the small model's and the "
         "retrieval cache's. a round: tokens for each pass over the full cache.",
-        f"floor: derived, the bytes of one pass over what was measured before the runs ({measured}); speculation goes "
-        "below it, by writing several tokens a pass.",
+        f"floor, ms: derived, the bytes of one pass over what was measured before the runs ({measured}); speculation "
+        "goes below it, by writing several tokens a pass.",
     ]
     if document["shape"]:
         lines += _shape_notes(document)
@@ -234,6 +233,14 @@ def notes(document: dict[str, Any]) -> list[str]:
     if parted:
         why = "which must not be" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
         lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(parted)}.")
+    warned = {
+        warning
+        for at in document["contexts"]
+        for row in at["tiers"]
+        for run in row["runs"]
+        for warning in run.get("warnings", ())
+    }
+    lines += [f"warning: {warning}" for warning in sorted(warned)]
     if document["interrupted"]:
         lines.append("Interrupted: this is what was measured by then.")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -13,11 +14,10 @@ from rich.console import Console
 from ..offload import Engine, Sampling
 from ..offload.bandwidth import link_bandwidth, make_link, memory_bandwidth
 from ..offload.cost_model import weights_read
-from ..offload.engine import check_context
 from ..offload.vocabulary import check_draft
 from ..tp.config import ModelConfig
 from ..tp.devices import device_name
-from ..tp.errors import UsageError
+from ..tp.errors import CapacityError, UsageError
 from .bench import AUTO_CONTEXTS, Asked
 from .bench_measure import AtContext, measure, steps
 from .bench_progress import Display
@@ -52,7 +52,7 @@ def run(
     target, draft = directories
     config = ModelConfig.load(target)
     sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
-    contexts = _contexts(asked, config, request.max_new_tokens)
+    contexts = fitting_contexts(asked, config, request.max_new_tokens)
     if draft:
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
@@ -70,7 +70,7 @@ def run(
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     order = steps(contexts, tiers, asked.repeats)
     found: list[AtContext] = []
-    ended: Stop | None = None
+    ended: BaseException | None = None
     call.signals.hold()
     try:
         with Display(console, order, request.max_new_tokens) as display:
@@ -84,9 +84,9 @@ def run(
                 watch=display,
                 advance=lambda generation: step(generation, call.signals),
             )
-    except Stop as stop:
+    except (Stop, Exception) as error:  # what was measured by then is not lost
         call.signals.hold()
-        ended = stop
+        ended = error
     if not any(at.runs for at in found) and ended:
         raise ended
     document = as_document(subject, bandwidth, [at for at in found if at.runs], ended is not None)
@@ -98,21 +98,29 @@ def run(
 
 
 def publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
-    """The table to stdout, or to stderr if that is the JSON's; the files where they were asked for."""
-    json_file.write(document)  # before the report, which a pipe that nobody reads further would end
-    report(result_console(json_file), document)
-    if plot_file.wanted:
-        from .bench_plot import draw
+    """The files where they were asked for, and the table to stdout, or to stderr if that is the JSON's.
 
-        plot_file.write_bytes(draw(document, plot_file.kind))
+    Each is written even if another cannot be, and the table last: a pipe that nobody reads further ends it.
+    """
+    with ExitStack() as last_first:
+        last_first.callback(report, result_console(json_file), document)
+        if plot_file.wanted:
+            last_first.callback(_draw, document, plot_file)
+        last_first.callback(json_file.write, document)
 
 
-def _contexts(asked: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
+def _draw(document: dict[str, Any], plot_file: ResultFile) -> None:
+    from .bench_plot import draw
+
+    plot_file.write_bytes(draw(document, plot_file.kind))
+
+
+def fitting_contexts(asked: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
     """The lengths to measure.
 
     Raises:
         CapacityError: one is beyond the model's last position.
-        UsageError: the model is too short for those that are measured by default.
+        UsageError: so are all that are measured by default.
     """
     if asked.contexts is None:
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
@@ -122,7 +130,11 @@ def _contexts(asked: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, 
                 "say with --contexts what to measure"
             )
         return fitting
-    check_context(config, asked.contexts[-1] - new_tokens, new_tokens)
+    if asked.contexts[-1] > config.max_position_embeddings:
+        raise CapacityError(
+            f"--contexts asks for {asked.contexts[-1]:,} tokens, but {config.name} has "
+            f"{config.max_position_embeddings:,} positions; leave the longer ones out"
+        )
     return asked.contexts
 
 

@@ -7,15 +7,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ..offload.cost_model import weights_read
-from ..offload.engine import check_context
 from ..offload.settings import Settings
 from ..offload.shape_steps import ROOM, Acceptance, ShapeSteps, StepTimes, tbt_s
 from ..tp.config import ModelConfig
 from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.registry import published_settings
-from .bench import AUTO_CONTEXTS, Asked
+from .bench import Asked
 from .bench_report import Bandwidth, Subject, as_document, derived_floor, spread
-from .bench_run import measure_bandwidth, publish
+from .bench_run import fitting_contexts, measure_bandwidth, publish
 from .options import Request
 from .output import JsonFile, ResultFile
 from .planning import shapes
@@ -47,8 +46,7 @@ def run(
         refresh=request.refresh,
         resident=request.resident,
     ).with_defaults(published_settings(request.model, 1))
-    contexts = asked.contexts or tuple(n for n in AUTO_CONTEXTS if n <= target.max_position_embeddings)
-    check_context(target, contexts[-1], 0)
+    contexts = fitting_contexts(asked, target, 0)
     device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
     tell(f"making random weights of the shape of {request.model} ...")
     call.signals.allow()
@@ -59,7 +57,7 @@ def run(
     subject = _subject(request, steps, target, bool(draft) and tiers[-1] == 3, call)
     chances = Acceptance(*assumed)
     found: list[dict[str, Any]] = []
-    ended: Stop | None = None
+    ended: BaseException | None = None
     try:
         for context in contexts:
             tell(f"{context:,} tokens: steps ...")
@@ -68,9 +66,9 @@ def run(
             call.signals.hold()
             found.append(_context(times, tiers, chances, subject, bandwidth))
             tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
-    except Stop as stop:
+    except (Stop, Exception) as error:  # what was measured by then is not lost
         call.signals.hold()
-        ended = stop
+        ended = error
     if found or ended is None:
         document = as_document(subject, bandwidth, [], ended is not None) | {
             "shape": {"assumed_acceptance": vars(chances), "room_tokens": ROOM},

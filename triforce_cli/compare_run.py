@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -57,9 +58,9 @@ def run(
         )
         signals.hold()
     name = device_name(torch.device(job.device))
-    # Before the report, which a pipe that nobody reads further would end.
-    json_file.write(as_document(comparison, name, asked.command))
-    report(result_console(json_file), comparison, name)
+    with ExitStack() as last_first:  # the table last, which a pipe that nobody reads further ends, and in any case
+        last_first.callback(report, result_console(json_file), comparison, name)
+        json_file.write(as_document(comparison, name, asked.command))
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:

@@ -153,8 +153,9 @@ def _look_at_kernels(found: Findings) -> None:
     found.compiled_kernels = instructions()
     if loaded() is None:
         found.missing.append(
-            "compiled CPU kernels (several times faster where models run on the processor): install a C compiler, "
-            "then in the source folder: pip install --force-reinstall --no-deps ."
+            "compiled CPU kernels (several times faster where models run on an x86-64 processor): they were not built, "
+            "or from other sources than these; with GCC 10 or newer installed, in the source folder: "
+            "pip install --force-reinstall --no-deps ."
         )
 
 

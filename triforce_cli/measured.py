@@ -20,6 +20,7 @@ LIKE = 1.25
 
 
 _HEAD = {"contexts", "machine", "measured_bandwidth", "parameters", "model", "dtype", "date"}
+_MACHINE = {"world_size", "device_name", "memory_bytes", "device_memory_bytes"}
 _RUN = {"passes", "proposed", "time_s", "kv_read", "link", "settings", "rounds", "tbt_ms"}
 
 
@@ -47,8 +48,14 @@ class Measured:
             what = f"of {kind}" if isinstance(kind, str) else "of something else"
             raise TriforceError(f"--measured {path} is JSON {what}; give one that triforce bench --json wrote")
         missing = _HEAD - set(document)
-        runs = [run for at in document.get("contexts", ()) for row in at["tiers"] for run in row["runs"]]
-        missing |= {key for run in runs for key in _RUN - set(run)}
+        try:
+            runs = [run for at in document.get("contexts", ()) for row in at["tiers"] for run in row["runs"]]
+            missing |= {key for run in runs for key in _RUN - set(run)}
+            missing |= {f"machine.{key}" for key in _MACHINE - set(document.get("machine", _MACHINE))}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TriforceError(
+                f"--measured {path} is not laid out as triforce bench writes it; measure again"
+            ) from error
         if missing:
             raise TriforceError(
                 f"--measured {path} lacks {', '.join(sorted(missing))}; measure again with this version"
@@ -126,7 +133,8 @@ class Measured:
 
     def _nearest(self, context: int) -> tuple[int, float | None, float | None]:
         """The measured context that is nearest, and the acceptance there: of the retrieval cache, of the draft."""
-        at = min(self.contexts, key=lambda at: abs(math.log(at["context"] / context)))
+        speculated = [at for at in self.contexts if any(row["tiers"] > 1 for row in at["tiers"])]
+        at = min(speculated or self.contexts, key=lambda at: abs(math.log(at["context"] / context)))
         accepted = max(at["tiers"], key=lambda row: row["tiers"])["acceptance"]
         return at["context"], accepted["retrieval_per_token"], accepted["draft_per_token"]
 

@@ -106,6 +106,7 @@ def follow(request: Request) -> None:
     while (generation := engine.follow()) is not None:
         for _ in generation:
             pass
+        del generation  # it holds the cache, whose memory the next run may want
     engine.close()
 
 

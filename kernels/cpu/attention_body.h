@@ -134,10 +134,10 @@ INLINE float F(exponentiate)(float *scores, float scale, int start, int stop, fl
 #pragma GCC unroll 8
         for (int j = 0; j < TILE / LANES; j++)
             x[j] = V(within)(x[j], EMPTY, start - j * LANES, stop - j * LANES);
-    vec most = x[0];
+    vec most = V(all)(EMPTY);
 #pragma GCC unroll 8
-    for (int j = 1; j < TILE / LANES; j++)
-        most = V(max)(most, x[j]);
+    for (int j = 0; j < TILE / LANES; j++)
+        most = V(max)(x[j], most); /* without NaN, whose exponential then tells */
     const float highest = V(largest)(most);
     float shrink = 1.0f;
     vec total = V(load)(sums);
@@ -365,7 +365,7 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
     const float *whole = work->whole;
     for (int64_t r = 0; r < rows; r++, whole += row_stride(dim)) {
         const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
-        const float peak = whole[dim], total = whole[dim + 1], norm = total > 0.0f ? 1.0f / total : 0.0f;
+        const float peak = whole[dim], total = whole[dim + 1], norm = total == 0.0f ? 0.0f : 1.0f / total;
         float *out = (float *)call->out + (head * call->n + i) * dim;
 #if IS_BF16
         for (int64_t at = 0; at < dim; at += 2 * LANES)
@@ -377,7 +377,8 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
         for (int64_t at = 0; at < dim; at++)
             out[at] = whole[at] * norm;
 #endif
-        ((float *)call->lse)[head * call->n + i] = total > 0.0f ? (peak + log2f(total)) * 0.6931471805599453f : -INFINITY;
+        ((float *)call->lse)[head * call->n + i] =
+            total == 0.0f ? -INFINITY : (peak + log2f(total)) * 0.6931471805599453f;
         if (work->rows[r].mass)
             F(finish_mass)(call, work->rows + r, peak, norm);
     }

@@ -55,8 +55,8 @@ AVX2 __m256 avx2_within(__m256 x, float other, int start, int stop)
 
 AVX2 __m256 avx2_exp2(__m256 x)
 {
-    const __m256 least = _mm256_set1_ps(-126.0f), normal = _mm256_cmp_ps(x, least, _CMP_GE_OQ);
-    x = _mm256_max_ps(x, least);
+    const __m256 least = _mm256_set1_ps(-126.0f), normal = _mm256_cmp_ps(x, least, _CMP_NLT_UQ);
+    x = _mm256_max_ps(least, x);
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 f = _mm256_sub_ps(x, n);
     __m256 y = _mm256_fmadd_ps(f, _mm256_set1_ps(0.001326472731307149f), _mm256_set1_ps(0.009671512991189957f));

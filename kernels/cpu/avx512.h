@@ -19,6 +19,7 @@ AVX512 __m512 avx512_all(float x) { return _mm512_set1_ps(x); }
 AVX512 __m512 avx512_add(__m512 x, __m512 y) { return _mm512_add_ps(x, y); }
 AVX512 __m512 avx512_sub(__m512 x, __m512 y) { return _mm512_sub_ps(x, y); }
 AVX512 __m512 avx512_mul(__m512 x, __m512 y) { return _mm512_mul_ps(x, y); }
+/* `y` where one of them is NaN. */
 AVX512 __m512 avx512_max(__m512 x, __m512 y) { return _mm512_max_ps(x, y); }
 AVX512 __m512 avx512_fma(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
 AVX512 float avx512_sum(__m512 x) { return _mm512_reduce_add_ps(x); }
@@ -43,11 +44,11 @@ AVX512 __m512 avx512_within(__m512 x, float other, int start, int stop)
     return _mm512_mask_blend_ps(inside, _mm512_set1_ps(other), x);
 }
 
-/* 2^x for x up to 127, with a relative error of 2e-7; 0 far below. The polynomial is the minimax one of 2^f on
+/* 2^x for x up to 127, with a relative error of 2e-7; 0 far below, NaN for NaN. The polynomial is the minimax one of 2^f on
  * [-1/2, 1/2] that is exactly 1 at 0. */
 AVX512 __m512 avx512_exp2(__m512 x)
 {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-300.0f));
+    x = _mm512_max_ps(_mm512_set1_ps(-300.0f), x); /* the second of the two if one is NaN */
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, n);
     __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(0.001326472731307149f), _mm512_set1_ps(0.009671512991189957f));

@@ -1,6 +1,6 @@
 /* What the compiled kernels for CPUs share. They are plain C, called through ctypes, and know nothing of Python or
- * PyTorch: pointers, counts and strides in elements come in. Each is compiled for several instruction sets in one
- * library, and Python asks `triforce_cpu_level` once before it calls any. */
+ * PyTorch: pointers, counts and strides in elements come in. Those of layers.c need what `triforce_cpu_level` asks for;
+ * attention is compiled for several instruction sets (attention.h), of which `triforce_attention_level` is the best. */
 
 #ifndef TRIFORCE_CPU_H
 #define TRIFORCE_CPU_H
@@ -12,6 +12,10 @@
 #else
 #define EXPORT __attribute__((visibility("default")))
 #endif
+
+/* Raised whenever what a kernel takes changes, so that Python never calls a library of another time. */
+#define TRIFORCE_ABI 1
+EXPORT int triforce_abi(void);
 
 /* The most that this machine can run: 0 none of the kernels, 1 AVX-512 with bfloat16 dot products. */
 EXPORT int triforce_cpu_level(void);

@@ -2,6 +2,8 @@
 
 #include "cpu.h"
 
+int triforce_abi(void) { return TRIFORCE_ABI; }
+
 int triforce_cpu_level(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)

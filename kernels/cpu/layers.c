@@ -19,8 +19,9 @@
 #define OUTPUTS 4 /* rows of a matrix that are taken together, */
 #define ROWS 4    /* and rows of the input: 16 sums in registers */
 
-/* Bytes of a matrix below which a second thread costs more than it takes over. */
-#define BYTES_A_THREAD (192 * 1024)
+/* Bytes of a matrix below which other threads cost more than they take over. All of them or none: OpenMP ends threads
+ * that a smaller team has no use for, and a larger one has to start them again. */
+#define SMALL_MATRIX (192 * 1024)
 
 typedef uint16_t bf16;
 
@@ -178,8 +179,7 @@ INLINE void share(int64_t count, int64_t *first, int64_t *stop)
 
 INLINE int threads_for(int64_t bytes, int threads)
 {
-    const int64_t useful = bytes / BYTES_A_THREAD + 1;
-    return useful < threads ? (int)useful : threads;
+    return bytes < SMALL_MATRIX ? 1 : threads;
 }
 
 INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias, void *out,
