@@ -34,7 +34,7 @@ def show(plan: Plan) -> None:
     if any(plan.estimates.values()):
         console.print(_speed_table(plan))
         if plan.calibration:
-            console.print(f"\nTimes are modelled, from what was measured (above): {_assumptions(plan)}.")
+            console.print(f"\nTimes are modelled, from passes as measured (above): {_assumptions(plan)}.")
         else:
             console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
     if plan.shortfalls:
@@ -89,9 +89,17 @@ def _verification(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    assumed = plan.assumed
-    large = f"{assumed.acceptance:.3g} of what the retrieval cache drafts stands"
-    return large if plan.draft is None else f"{large}, {assumed.draft_acceptance:.2g} of what the small model drafts"
+    """What stands of what is drafted, and, beside measured passes, whether that was measured too."""
+    _, *measured = plan.calibration.accepted if plan.calibration else (0, None, None)
+
+    def source(value: float, known: float | None) -> str:
+        return f" ({'measured' if value == known else 'assumed'})" if plan.calibration else ""
+
+    large, small = plan.assumed.acceptance, plan.assumed.draft_acceptance
+    words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts stands"
+    if plan.draft is None:
+        return words
+    return f"{words}, {small:.2g}{source(small, measured[1])} of what the small model drafts"
 
 
 def _measured(calibration: Calibration) -> list[str]:
