@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ..tp.config import ModelConfig
 from .layout import Layout, Setup
-from .pacing import Acceptance, PassCost, best_length, expected_tokens
+from .pacing import Acceptance, PassCost, best_length, expected_tokens, seconds_per_token
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT
 
 EFFICIENCY = 1397.31 / 2039
@@ -193,9 +193,9 @@ def _level(
     """
     length = fixed
     if length is None:
-        slope = (seconds(longest + 1) - seconds(1)) / longest
-        length, _ = best_length(PassCost(seconds(1) - slope, slope), drafted_s, rate, longest)
-    return length, (length * drafted_s + seconds(length + 1)) / expected_tokens(rate, length)
+        cost = PassCost.through(seconds(1), seconds(longest + 1), longest + 1)
+        length, _ = best_length(cost, drafted_s, rate, longest)
+    return length, seconds_per_token(length, drafted_s, seconds(length + 1), rate)
 
 
 def weights_read(part: ModelConfig, gpus: int) -> int:

@@ -38,6 +38,12 @@ class PassCost:
     per_row: float
     """Modelled seconds of each row."""
 
+    @classmethod
+    def through(cls, one_row: float, many_rows: float, rows: int) -> PassCost:
+        """The line through the seconds of a pass over one row and over `rows` rows."""
+        slope = max(0.0, many_rows - one_row) / (rows - 1)
+        return cls(one_row - slope, slope)
+
     def __post_init__(self) -> None:
         # Decayed sums over observations of rows x and seconds y; the model counts as one, for a single row.
         self._n = self._x = self._xx = 1.0
@@ -90,6 +96,12 @@ def expected_tokens(rate: float, drafted: int) -> float:
     return float(drafted + 1) if rate >= 1.0 else (1.0 - rate ** (drafted + 1)) / (1.0 - rate)
 
 
+def seconds_per_token(drafted: int, draft_seconds: float, pass_seconds: float, rate: float) -> float:
+    """What a token takes when a pass of `pass_seconds` tests `drafted` tokens of `draft_seconds` each, and each stands
+    with probability `rate`."""
+    return (drafted * draft_seconds + pass_seconds) / expected_tokens(rate, drafted)
+
+
 def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int) -> tuple[int, float]:
     """The number of tokens to draft for a pass, 0 to `longest`, and the expected seconds per token it gives.
 
@@ -98,6 +110,6 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
         draft_seconds: time per drafted token.
         rate: chance that one stands.
     """
-    times = [(n * draft_seconds + cost.seconds(n + 1)) / expected_tokens(rate, n) for n in range(longest + 1)]
+    times = [seconds_per_token(n, draft_seconds, cost.seconds(n + 1), rate) for n in range(longest + 1)]
     best = min(range(longest + 1), key=times.__getitem__)
     return best, times[best]

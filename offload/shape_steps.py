@@ -6,6 +6,7 @@ A step's time does not depend on them. How many drafted tokens stand does, so th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from torch import Tensor
 from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
 from .bandwidth import timed
+from .cost_model import Assumptions
 from .full_cache import FullCache
 from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
-from .pacing import PassCost, best_length, expected_tokens
+from .pacing import PassCost, best_length, seconds_per_token
 from .retrieval_cache import RetrievalCache
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
 from .streaming_cache import StreamingCache
@@ -65,20 +67,11 @@ class StepTimes:
     """Of them, what crosses the link."""
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Assumed chances that a drafted token stands, given that those before it did."""
-
-    retrieval: float
-    draft: float
-
-
-def tbt_s(times: StepTimes, assumed: Acceptance, verify_s: float, retrieval_s: float, draft_s: float) -> float:
-    """The time between tokens that such steps give: modelled, as `assumed` is (arXiv 2211.17192, section 3.3)."""
-    token_s = times.draft_length * draft_s + retrieval_s
-    token_s /= expected_tokens(assumed.draft, times.draft_length)
-    n = times.block_length
-    return (n * token_s + verify_s) / expected_tokens(assumed.retrieval, n)
+    def tbt_s(self, assumed: Assumptions) -> float:
+        """The time between tokens that the medians of these steps give: modelled, as `assumed` is."""
+        draft_s = median(self.draft) if self.draft else 0.0
+        token_s = seconds_per_token(self.draft_length, draft_s, median(self.retrieval), assumed.draft_acceptance)
+        return seconds_per_token(self.block_length, token_s, median(self.verify), assumed.acceptance)
 
 
 class ShapeSteps:
@@ -115,7 +108,7 @@ class ShapeSteps:
         self._kept = KeptCache(self.target, settings)
 
     @torch.inference_mode()
-    def at(self, context: int, assumed: Acceptance) -> StepTimes:
+    def at(self, context: int, assumed: Assumptions) -> StepTimes:
         """Every kind of step with so many tokens in the cache. Lengths that the settings leave open are those that
         `assumed` and the measured steps make fastest.
 
@@ -142,11 +135,10 @@ class ShapeSteps:
             streaming = StreamingCache(self.draft)
             self._step(self.draft, streaming, streaming.sinks + streaming.window, keep=True)
             draft = self._timed(self.draft, streaming, 1)
-        draft_length = self._length(retrieval, draft, assumed.draft, settings.draft_length, LONGEST_DRAFT)
+        draft_length = self._length(retrieval, draft, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT)
         of_retrieval = self._timed(self.target, retrieval, draft_length + 1)
-        token_s = draft_length * min(draft, default=0.0) + min(of_retrieval)
-        token = [token_s / expected_tokens(assumed.draft, draft_length)]
-        block_length = self._length(full, token, assumed.retrieval, settings.block_length, LONGEST_BLOCK)
+        token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
+        block_length = self._length(full, [token_s], assumed.acceptance, settings.block_length, LONGEST_BLOCK)
         verify = self._timed(self.target, full, block_length + 1)
         return StepTimes(
             context, plain, verify, of_retrieval, draft, block_length, draft_length, min(budget, context),
@@ -160,8 +152,7 @@ class ShapeSteps:
         if fixed is not None:
             return fixed
         one, many = (min(self._timed(self.target, cache, rows)) for rows in (1, longest + 1))
-        slope = max(0.0, many - one) / longest
-        return best_length(PassCost(one - slope, slope), min(drafted), rate, longest)[0]
+        return best_length(PassCost.through(one, many, longest + 1), min(drafted), rate, longest)[0]
 
     def _timed(self, decoder: Decoder, cache: FullCache | Cache, rows: int) -> list[float]:
         return timed(lambda: self._step(decoder, cache, rows), self._device)

@@ -35,9 +35,6 @@ EPILOG = """[bold]Examples[/]
 
 PICTURES = (".png", ".svg", ".pdf")
 
-ASSUMED = 0.9, 2 / 3
-"""Acceptance that is assumed for a shape; as `triforce plan` does, which says where it is from."""
-
 AUTO_CONTEXTS = (4096, 16384, 65536)
 
 
@@ -204,25 +201,25 @@ def _check_shape(request: Request, asked: Asked, given: dict[str, object]) -> No
         raise UsageError("--shape measures one device; start it without torchrun")
 
 
-def _assumed(value: str | None, shape: str | None) -> tuple[float, float]:
-    """The assumed acceptance of the retrieval cache and of the small model.
+def _assumed(value: str | None, shape: str | None) -> tuple[float, ...]:
+    """The acceptance to assume of the retrieval cache and of the small model, as far as it is given.
 
     Raises:
         UsageError: not one or two chances, or nothing that needs them.
     """
     if value is None:
-        return ASSUMED
+        return ()
     if shape is None:
         raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
     try:
-        chances = [float(part) for part in value.split(",")]
+        chances = tuple(float(part) for part in value.split(","))
     except ValueError:
-        chances = []
+        chances = ()
     if len(chances) not in (1, 2) or not all(0 <= chance <= 1 for chance in chances):
         raise UsageError(
             f"--assume-acceptance is {value!r}; it is one or two chances from 0 to 1, separated by a comma"
         )
-    return chances[0], chances[-1] if len(chances) == 2 else ASSUMED[1]
+    return chances
 
 
 def _check_plot(path: Path) -> None:

@@ -6,9 +6,10 @@ import shlex
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..offload.cost_model import weights_read
+from ..offload.cost_model import Assumptions, weights_read
+from ..offload.pacing import expected_tokens
 from ..offload.settings import Settings
-from ..offload.shape_steps import ROOM, Acceptance, ShapeSteps, StepTimes, tbt_s
+from ..offload.shape_steps import ROOM, ShapeSteps, StepTimes
 from ..tp.config import ModelConfig
 from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.registry import published_settings
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    request: Request, asked: Asked, assumed: tuple[float, float], files: tuple[JsonFile, ResultFile], call: Call
+    request: Request, asked: Asked, acceptance: tuple[float, ...], files: tuple[JsonFile, ResultFile], call: Call
 ) -> None:
-    """Measures and reports. `assumed` are the acceptance of the retrieval cache and of the draft.
+    """Measures and reports. `acceptance`, as far as it is given, is assumed of the retrieval cache and of the draft.
 
     Raises:
         TriforceError: the request cannot be met.
@@ -55,23 +56,26 @@ def run(
     )
     bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
     subject = _subject(request, steps, target, bool(draft) and tiers[-1] == 3, call)
-    chances = Acceptance(*assumed)
+    assumed = Assumptions(*acceptance)
     found: list[dict[str, Any]] = []
     ended: BaseException | None = None
     try:
         for context in contexts:
             tell(f"{context:,} tokens: steps ...")
             call.signals.allow()
-            times = steps.at(context, chances)
+            times = steps.at(context, assumed)
             call.signals.hold()
-            found.append(_context(times, tiers, chances, subject, bandwidth))
+            found.append(_context(times, tiers, assumed, subject, bandwidth))
             tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
     except (Stop, Exception) as error:  # what was measured by then is not lost
         call.signals.hold()
         ended = error
     if found or ended is None:
         document = as_document(subject, bandwidth, [], ended is not None) | {
-            "shape": {"assumed_acceptance": vars(chances), "room_tokens": ROOM},
+            "shape": {
+                "assumed_acceptance": {"retrieval": assumed.acceptance, "draft": assumed.draft_acceptance},
+                "room_tokens": ROOM,
+            },
             "contexts": found,
         }
         publish(document, *files)
@@ -99,7 +103,7 @@ def _subject(request: Request, steps: ShapeSteps, target: ModelConfig, drafts: b
 
 
 def _context(
-    times: StepTimes, tiers: tuple[int, ...], assumed: Acceptance, subject: Subject, bandwidth: Bandwidth
+    times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, subject: Subject, bandwidth: Bandwidth
 ) -> dict[str, Any]:
     return {
         "context": times.context,
@@ -120,19 +124,18 @@ def _context(
     }
 
 
-def _tiers(count: int, times: StepTimes, assumed: Acceptance) -> dict[str, Any]:
+def _tiers(count: int, times: StepTimes, assumed: Assumptions) -> dict[str, Any]:
     """One tier's time between tokens is a step's, as measured; more tiers' is modelled."""
     plain = median(times.plain)
     accepted: dict[str, float | None] = dict.fromkeys(("draft_per_token", "retrieval_per_token", "tokens_per_round"))
     if count == 1:
         tbt = spread([1e3 * seconds for seconds in times.plain])
     else:
-        middle = (median(values) if values else 0.0 for values in (times.verify, times.retrieval, times.draft))
-        derived = 1e3 * tbt_s(times, assumed, *middle)
+        derived = 1e3 * times.tbt_s(assumed)
         tbt = {"median": derived, "min": derived, "max": derived}
-        accepted["retrieval_per_token"] = assumed.retrieval
-        accepted["draft_per_token"] = assumed.draft if times.draft else None
-        accepted["tokens_per_round"] = sum(assumed.retrieval**i for i in range(times.block_length + 1))
+        accepted["retrieval_per_token"] = assumed.acceptance
+        accepted["draft_per_token"] = assumed.draft_acceptance if times.draft else None
+        accepted["tokens_per_round"] = expected_tokens(assumed.acceptance, times.block_length)
     return {
         "tiers": count,
         "modelled": count > 1,
