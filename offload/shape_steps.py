@@ -66,7 +66,6 @@ class StepTimes:
     streamed_bytes: int
     """Of them, what crosses the link."""
 
-
     def tbt_s(self, assumed: Assumptions) -> float:
         """The time between tokens that the medians of these steps give: modelled, as `assumed` is."""
         draft_s = median(self.draft) if self.draft else 0.0

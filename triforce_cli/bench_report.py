@@ -38,15 +38,15 @@ class Subject:
     device_name: str
     world_size: int
     dtype: str
-    sampling: dict[str, Any] | None
-    """temperature, top_p, top_k, and the seed, if one was given; `None` where nothing was sampled."""
-    new_tokens: int
-    repeats: int
-    prompt: dict[str, Any] | None
-    """Its `name`, `text_tokens`, and whether it is `repeated`."""
     parameters: int
     weight_bytes: int
     """That a pass reads, on all ranks together."""
+    sampling: dict[str, Any] | None = None
+    """temperature, top_p, top_k, and the seed, if one was given; `None` where nothing was sampled."""
+    new_tokens: int = 0
+    repeats: int = 0
+    prompt: dict[str, Any] | None = None
+    """Its `name`, `text_tokens`, and whether it is `repeated`."""
 
 
 def floor_of(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -16,6 +18,7 @@ from ..offload.bandwidth import link_bandwidth, make_link, memory_bandwidth
 from ..offload.cost_model import weights_read
 from ..offload.vocabulary import check_draft
 from ..tp.config import ModelConfig
+from ..tp.decoder import Decoder
 from ..tp.devices import device_name
 from ..tp.errors import CapacityError, UsageError
 from .bench import AUTO_CONTEXTS, Asked
@@ -24,7 +27,7 @@ from .bench_progress import Display
 from .bench_report import Bandwidth, Subject, as_document, report
 from .options import Request
 from .output import JsonFile, ResultFile, result_console
-from .prompt import LongPrompt, Source, long_prompt
+from .prompt import Source, long_prompt
 from .run import load_engine, step
 from .stopping import Stop
 from .streams import Unfailing, tell
@@ -48,7 +51,6 @@ def run(
         TriforceError: the request cannot be met.
         Stop: it was interrupted; what was measured by then is out.
     """
-    json_file, plot_file = files
     target, draft = directories
     config = ModelConfig.load(target)
     sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
@@ -65,39 +67,58 @@ def run(
     bandwidth = measure_bandwidth(
         device, engine.target.ranks.local_size, streams=device.type == "cuda" or request.resident is not None
     )
-    subject = describe(request, asked, engine, prompt, call)
+    subject = replace(
+        describe(request, engine.target, engine.draft is not None, call),
+        sampling={name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "seed")},
+        new_tokens=request.max_new_tokens,
+        repeats=asked.repeats,
+        prompt={
+            "name": prompt.name,
+            "text_tokens": prompt.text_tokens,
+            "repeated": prompt.text_tokens < len(prompt.token_ids),
+        },
+    )
 
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     order = steps(contexts, tiers, asked.repeats)
     found: list[AtContext] = []
-    ended: BaseException | None = None
+
+    def document(interrupted: bool) -> dict[str, Any]:
+        return as_document(subject, bandwidth, [at for at in found if at.runs], interrupted)
+
     call.signals.hold()
-    try:
-        with Display(console, order, request.max_new_tokens) as display:
-            measure(
-                engine,
-                prompt.token_ids,
-                order,
-                sampling,
-                request.max_new_tokens,
-                found=found,
-                watch=display,
-                advance=lambda generation: step(generation, call.signals),
-            )
-    except (Stop, Exception) as error:  # what was measured by then is not lost
-        call.signals.hold()
-        ended = error
-    if not any(at.runs for at in found) and ended:
-        raise ended
-    document = as_document(subject, bandwidth, [at for at in found if at.runs], ended is not None)
-    publish(document, json_file, plot_file)
-    if ended is not None:
-        raise ended
+    with published(document, files, call), Display(console, order, request.max_new_tokens) as display:
+        measure(
+            engine,
+            prompt.token_ids,
+            order,
+            sampling,
+            request.max_new_tokens,
+            found=found,
+            watch=display,
+            advance=lambda generation: step(generation, call.signals),
+        )
     engine.finish()
     engine.close()
 
 
-def publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
+@contextmanager
+def published(
+    document: Callable[[bool], dict[str, Any]], files: tuple[JsonFile, ResultFile], call: Call
+) -> Iterator[None]:
+    """Publishes `document(interrupted)` after the block; if that was stopped or failed, what it measured by then."""
+    try:
+        yield
+    except (Stop, Exception):
+        call.signals.hold()
+        partial = document(True)
+        if partial["contexts"]:
+            _publish(partial, *files)
+        raise
+    _publish(document(False), *files)
+
+
+def _publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
     """The files where they were asked for, and the table to stdout, or to stderr if that is the JSON's.
 
     Each is written even if another cannot be, and the table last: a pipe that nobody reads further ends it.
@@ -162,30 +183,17 @@ def measure_bandwidth(device: torch.device, local_ranks: int, *, streams: bool) 
     return Bandwidth(memory, carried["in"])
 
 
-def describe(request: Request, asked: Asked, engine: Engine, prompt: LongPrompt, call: Call) -> Subject:
-    target = engine.target
+def describe(request: Request, target: Decoder, drafts: bool, call: Call) -> Subject:
+    """What is measured and where, but for what it writes."""
     size = target.ranks.size
     return Subject(
         command=shlex.join(["triforce", *call.arguments]),
         model=request.model,
-        draft=None if engine.draft is None else request.draft or request.model,
+        draft=(request.draft or request.model) if drafts else None,
         device=target.device.type,
         device_name=device_name(target.device),
         world_size=size,
         dtype=str(target.dtype).removeprefix("torch."),
-        sampling={
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "seed": request.seed,
-        },
-        new_tokens=request.max_new_tokens,
-        repeats=asked.repeats,
-        prompt={
-            "name": prompt.name,
-            "text_tokens": prompt.text_tokens,
-            "repeated": prompt.text_tokens < len(prompt.token_ids),
-        },
         parameters=target.config.num_parameters,
         weight_bytes=size * weights_read(target.part, size) * target.dtype.itemsize,
     )

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..offload.cost_model import Assumptions, weights_read
+from ..offload.cost_model import Assumptions
 from ..offload.pacing import expected_tokens
 from ..offload.settings import Settings
 from ..offload.shape_steps import ROOM, ShapeSteps, StepTimes
-from ..tp.config import ModelConfig
-from ..tp.devices import device_name, resolve_device, resolve_dtype
+from ..tp.devices import resolve_device, resolve_dtype
 from ..tp.registry import published_settings
 from .bench import Asked
 from .bench_report import Bandwidth, Subject, as_document, derived_floor, spread
-from .bench_run import fitting_contexts, measure_bandwidth, publish
+from .bench_run import describe, fitting_contexts, measure_bandwidth, published
 from .options import Request
 from .output import JsonFile, ResultFile
 from .planning import shapes
-from .stopping import Stop
 from .streams import tell
 
 if TYPE_CHECKING:
@@ -55,11 +52,20 @@ def run(
         target, draft if tiers[-1] == 3 else None, settings, dtype=dtype, device=device, context=contexts[-1]
     )
     bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
-    subject = _subject(request, steps, target, bool(draft) and tiers[-1] == 3, call)
+    subject = describe(request, steps.target, steps.draft is not None, call)
     assumed = Assumptions(*acceptance)
     found: list[dict[str, Any]] = []
-    ended: BaseException | None = None
-    try:
+
+    def document(interrupted: bool) -> dict[str, Any]:
+        return as_document(subject, bandwidth, [], interrupted) | {
+            "shape": {
+                "assumed_acceptance": {"retrieval": assumed.acceptance, "draft": assumed.draft_acceptance},
+                "room_tokens": ROOM,
+            },
+            "contexts": found,
+        }
+
+    with published(document, files, call):
         for context in contexts:
             tell(f"{context:,} tokens: steps ...")
             call.signals.allow()
@@ -67,39 +73,6 @@ def run(
             call.signals.hold()
             found.append(_context(times, tiers, assumed, subject, bandwidth))
             tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
-    except (Stop, Exception) as error:  # what was measured by then is not lost
-        call.signals.hold()
-        ended = error
-    if found or ended is None:
-        document = as_document(subject, bandwidth, [], ended is not None) | {
-            "shape": {
-                "assumed_acceptance": {"retrieval": assumed.acceptance, "draft": assumed.draft_acceptance},
-                "room_tokens": ROOM,
-            },
-            "contexts": found,
-        }
-        publish(document, *files)
-    if ended is not None:
-        raise ended
-
-
-def _subject(request: Request, steps: ShapeSteps, target: ModelConfig, drafts: bool, call: Call) -> Subject:
-    decoder = steps.target
-    return Subject(
-        command=shlex.join(["triforce", *call.arguments]),
-        model=request.model,
-        draft=(request.draft or request.model) if drafts else None,
-        device=decoder.device.type,
-        device_name=device_name(decoder.device),
-        world_size=1,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        sampling=None,
-        new_tokens=0,
-        repeats=0,
-        prompt=None,
-        parameters=target.num_parameters,
-        weight_bytes=weights_read(decoder.part, 1) * decoder.dtype.itemsize,
-    )
 
 
 def _context(
