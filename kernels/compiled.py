@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: there if a compiler was when the package was installed, and if the processor can run them.
+"""The compiled CPU kernels: there where a compiler was at hand at install, used where the processor can run them.
 
 They are an optional part: `library` is `None` without them, and plain PyTorch does the same, in another order of sums.
 """
@@ -41,7 +41,13 @@ def loaded() -> ctypes.CDLL | None:
 _LEVELS = (None, "AVX2, attention only", "AVX-512, attention only", "AVX-512 with bfloat16 products")
 
 
+@functools.cache
+def attention_level() -> int:
+    """The instructions attention can use here: 0 none, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16 dot products."""
+    kernels = loaded()
+    return 0 if kernels is None else kernels.triforce_attention_level()
+
+
 def instructions() -> str | None:
     """The instruction set that the kernels take here; `None` where they were not built or have none of their sets."""
-    kernels = loaded()
-    return _LEVELS[kernels.triforce_attention_level()] if kernels else None
+    return _LEVELS[attention_level()]

@@ -5,6 +5,7 @@ A row comes out the same, bit by bit, however many rows come with it and however
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
-from .compiled import loaded
+from .compiled import attention_level, loaded
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -23,13 +24,6 @@ _FOREVER = 1 << 60
 
 TILE = 64
 """Keys that are taken together; blocks of keys must be whole tiles. `TILE` of attention.h."""
-
-
-@functools.cache
-def attention_level() -> int:
-    """The instructions attention can use here: 0 none, 1 AVX2, 2 AVX-512, 3 AVX-512 with bfloat16 dot products."""
-    kernels = loaded()
-    return 0 if kernels is None else kernels.triforce_attention_level()
 
 
 @functools.cache
@@ -157,8 +151,6 @@ def sums_mass(mass: Tensor, m: int) -> bool:
 
 @functools.cache
 def _attend():
-    import ctypes
-
     kernels = loaded()
     assert kernels is not None
     kernels.triforce_attend.argtypes = [ctypes.c_char_p]

@@ -1,22 +1,22 @@
 """What a decoder computes beside attention: projections with the norm before them, the gated MLP, and rotation.
 
-Each is plain PyTorch or, for the few rows of a step on a CPU, one call of a compiled kernel (`kernels/cpu/layers.c`):
-dispatch would take most of the time. There a row comes out the same to the last bit however many rows come with it.
+Each is plain PyTorch or, for the `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
+(`kernels/cpu/layers.c`): dispatch would take most of the time. There a row comes out the same to the last bit however
+many rows come with it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention import FEW_ROWS
 from .compiled import library
-
-FEW_ROWS = 32
-"""Up to this many rows the compiled kernels are taken; a general matrix product pays for more."""
 
 
 def linear(
@@ -36,25 +36,9 @@ def linear(
     kernels = _kernels_for(x, weight, bias, norm)
     if kernels is None:
         return F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight, bias)
-    (n, inputs), outputs = x.shape, weight.shape[0]
-    out = torch.empty((n, outputs), dtype=x.dtype, device=x.device)
-    failed = kernels.triforce_linear(
-        x.data_ptr(),
-        x.stride(0),
-        None if norm is None else norm.data_ptr(),
-        eps,
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        n,
-        inputs,
-        outputs,
-        x.dtype == torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError(f"no memory for {n} rows of {inputs}")
-    return out
+    outputs, inputs = weight.shape
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, out, (inputs, outputs))
 
 
 def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -75,22 +59,36 @@ def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor
         return F.linear(F.silu(gate) * up, down)
     hidden, width = down.shape
     out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
-    failed = kernels.triforce_gated_mlp(
+    return _normed(kernels.triforce_gated_mlp, x, norm, eps, gate_up, down, out, (hidden, width))
+
+
+def _normed(
+    kernel: Any,
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    second: Tensor | None,
+    out: Tensor,
+    sizes: tuple[int, int],
+) -> Tensor:
+    """Calls `triforce_linear` or `triforce_gated_mlp`, whose arguments are alike: `second` is the bias of the one and a
+    matrix of the other."""
+    failed = kernel(
         x.data_ptr(),
         x.stride(0),
-        norm.data_ptr(),
+        None if norm is None else norm.data_ptr(),
         eps,
-        gate_up.data_ptr(),
-        down.data_ptr(),
+        weight.data_ptr(),
+        None if second is None else second.data_ptr(),
         out.data_ptr(),
         x.shape[0],
-        hidden,
-        width,
+        *sizes,
         x.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for {x.shape[0]} rows of {width}")
+        raise MemoryError(f"no memory for {x.shape[0]} rows of {max(sizes)}")
     return out
 
 
@@ -151,14 +149,11 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
     if kernels is None:
         return None
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    kernels.triforce_linear.argtypes = [
-        *(pointer, count, pointer, real, pointer, pointer, pointer),
-        *(count, count, count, flag, flag),
-    ]
-    kernels.triforce_gated_mlp.argtypes = [
-        *(pointer, count, pointer, real, pointer, pointer, pointer),
-        *(count, count, count, flag, flag),
-    ]
+    for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
+        kernel.argtypes = [
+            *(pointer, count, pointer, real, pointer, pointer, pointer),
+            *(count, count, count, flag, flag),
+        ]
     kernels.triforce_rotate.argtypes = [
         *(pointer, count, count, pointer, pointer, count),
         *(pointer, count, count, count, count, count, flag),

@@ -14,10 +14,10 @@ from tiny import save_llama
 from triforce.kernels import attention, cpu_attention
 from triforce.kernels import compiled as compiled_module
 from triforce.kernels.attention import attend, choose_backend
+from triforce.kernels.compiled import attention_level
 from triforce.kernels.cpu_attention import (
     attend_blocks,
     attend_compiled,
-    attention_level,
     compiled_attention,
     takes_blocks,
 )
