@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
-from triforce.offload.graphs import Capture, Graphs, Passes, Replayable
+from triforce.offload.graphs import Graphs, Passes, Replayable, capture_for
 from triforce.offload.link import Link
 from triforce.offload.memory import plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
@@ -64,14 +64,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_capture(device: torch.device) -> Capture | None:
-    if device.type == "cpu":
-        return None
-    from triforce.offload.cuda_graphs import CudaCapture
-
-    return CudaCapture(device)
-
-
 def median_ms(step: Callable[[], object], device: torch.device) -> float:
     return 1e3 * statistics.median(timed(step, device))
 
@@ -89,7 +81,7 @@ class Steps:
         results: dict,
     ) -> None:
         self.config, self.device, self.link, self.options, self.results = target, device, link, options, results
-        self.capture = make_capture(device)
+        self.capture = capture_for(device)
         weights = RandomWeights(target.dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]

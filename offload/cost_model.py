@@ -96,6 +96,12 @@ class Assumptions:
     draft_acceptance: float = Acceptance().rate
     """The same for the draft model's tokens: where the engine starts before it has measured."""
 
+    @classmethod
+    def of(cls, acceptance: float | None, draft_acceptance: float | None) -> Assumptions:
+        """These, but what is assumed by default for `None`."""
+        given = {"acceptance": acceptance, "draft_acceptance": draft_acceptance}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
 
 @dataclass(frozen=True)
 class Estimate:

@@ -14,14 +14,15 @@ from torch import Tensor
 from ..tp.config import ModelConfig
 from ..tp.decoder import Cache, Decoder
 from ..tp.devices import device_name, resolve_device, resolve_dtype
-from ..tp.errors import CapacityError, UsageError
+from ..tp.errors import UsageError
 from ..tp.place import Place
 from ..tp.ranks import ALONE, Ranks
 from ..tp.registry import find_pair, published_settings
 from ..tp.split import check_split
+from .checks import checked_prompt
 from .full_cache import FullCache
 from .generation import Generation, Result
-from .graphs import Capture, Graphs, Passes
+from .graphs import Graphs, Passes, capture_for
 from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
 from .pacing import PassCost
@@ -80,7 +81,7 @@ class Engine:
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
         self._kept = KeptCache(target, settings)
-        self._capture = _capture_for(target.device)
+        self._capture = capture_for(target.device)
         self._running: Generation | None = None
 
     @classmethod
@@ -120,7 +121,7 @@ class Engine:
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
-        place = _checked_place(gpus)
+        place = Place.among(gpus)
         settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, link_gbps)
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
@@ -190,7 +191,7 @@ class Engine:
             CapacityError: more tokens than the model's positions or the memory hold.
         """
         sampling = sampling or Sampling()
-        prompt = self._checked(prompt_ids, max_new_tokens)
+        prompt = checked_prompt(prompt_ids, self.target.config, max_new_tokens)
         most = self.settings.tiers
         if tiers is not None and not 1 <= tiers <= most:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
@@ -266,24 +267,6 @@ class Engine:
         )
         return self._running
 
-    def _checked(self, prompt_ids: Sequence[int] | Tensor, max_new_tokens: int) -> list[int]:
-        config = self.target.config
-        ids = torch.as_tensor(prompt_ids)
-        if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-            raise UsageError(
-                f"the prompt is a {ids.dim()}-dimensional tensor of {ids.dtype}; give a list or 1-D tensor of token ids"
-            )
-        prompt: list[int] = ids.tolist()
-        if not prompt:
-            raise UsageError("the prompt is empty; generation needs at least one token")
-        unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
-        if unknown:
-            raise UsageError(f"the prompt holds token {unknown[0]}; {config.name} knows 0 to {config.vocab_size - 1}")
-        if max_new_tokens < 1:
-            raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
-        check_context(config, len(prompt), max_new_tokens)
-        return prompt
-
     def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int, graphs: Graphs) -> Tier:
         """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
         num_bytes = decoder.part.num_parameters * decoder.dtype.itemsize
@@ -321,43 +304,3 @@ class Engine:
                 "resident_bytes": full.blocks.resident_bytes,
             },
         }
-
-
-def _capture_for(device: torch.device) -> Capture | None:
-    if device.type != "cuda":
-        return None
-    from .cuda_graphs import CudaCapture
-
-    return CudaCapture(device)
-
-
-def _checked_place(gpus: int) -> Place | None:
-    """Where this process stands among its ranks, or `None` if it is alone.
-
-    Raises:
-        UsageError: that is not what `gpus` says.
-    """
-    place = Place.from_environment()
-    if gpus < 1:
-        raise UsageError(f"gpus is {gpus}; it must be 1 or more")
-    if place is None and gpus > 1:
-        raise UsageError(
-            f"gpus is {gpus}, but this process was started alone; start the script with "
-            f"torchrun --nproc-per-node {gpus} (triforce generate --gpus does so by itself)"
-        )
-    if place and gpus not in (1, place.size):
-        raise UsageError(f"gpus is {gpus}, but torchrun started {place.size} ranks; leave it out or make them agree")
-    return place
-
-
-def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises:
-    CapacityError: prompt and answer together pass the model's last position.
-    """
-    limit = config.max_position_embeddings
-    if prompt_tokens + max_new_tokens > limit:
-        raise CapacityError(
-            f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} more are asked for, but {config.name} "
-            f"has {limit:,} positions; shorten the prompt (--truncate head|tail|middle drops that part of it) or "
-            "lower --max-new-tokens"
-        )

@@ -69,6 +69,15 @@ class Replayable(Cache, Protocol):
         ...
 
 
+def capture_for(device: torch.device) -> Capture | None:
+    """What captures passes on `device`; `None` where they run as they come."""
+    if device.type != "cuda":
+        return None
+    from .cuda_graphs import CudaCapture  # only where it is used: a CPU has no streams to capture
+
+    return CudaCapture(device)
+
+
 class Graphs:
     """Whether a run captures passes, and if not, why."""
 
@@ -100,7 +109,7 @@ class Passes:
 
     def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None) -> None:
         """Args: `graphs` captures passes over few tokens, if `cache` lets them be replayed."""
-        self._decoder, self._cache = decoder, cache
+        self.decoder, self.cache = decoder, cache
         self._replayable = cache if isinstance(cache, Replayable) else None
         self._graphs = graphs or Graphs()
         self._memory: object = None
@@ -124,14 +133,14 @@ class Passes:
                 logits = self._replay(cache, capture, token_ids, standing)
                 if logits is not None:
                     return logits[-num_logits:]
-        return self._decoder.forward(token_ids, self._cache, num_logits=num_logits)
+        return self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
 
     def _replay(self, cache: Replayable, capture: Capture, token_ids: Tensor, standing: Standing) -> Tensor | None:
         """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
         start, n = cache.length, token_ids.shape[0]
         captured = self._captured.get(n)
         if captured is None:
-            captured = self._captured[n] = _CapturedPass(self._decoder, cache, n)
+            captured = self._captured[n] = _CapturedPass(self.decoder, cache, n)
             captured.place(token_ids, standing)
             return capture.warm_up(captured.run)
         captured.place(token_ids, standing)

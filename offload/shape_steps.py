@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..tp.config import ModelConfig
-from ..tp.decoder import Cache, Decoder
+from ..tp.decoder import Decoder
 from .bandwidth import timed
 from .cost_model import Assumptions
-from .full_cache import FullCache
+from .graphs import Graphs, Passes, capture_for
 from .kept_cache import KeptCache
 from .memory import check_memory, plan_memory
 from .pacing import PassCost, best_length, seconds_per_token
@@ -25,6 +25,9 @@ from .streaming_cache import StreamingCache
 
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
+
+_UNTIMED = 2
+"""Passes before those that are timed: the first, and the one that is captured."""
 
 
 class RandomWeights:
@@ -103,6 +106,8 @@ class ShapeSteps:
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
+        self.graphs = Graphs(capture_for(device))
+        """Of the steps that draft, as an engine would replay them."""
         self._settings, self._device = settings, device
         self._kept = KeptCache(self.target, settings)
 
@@ -118,46 +123,51 @@ class ShapeSteps:
         full = self._kept.take([0], room, reuse=0)
         full.pretend(context)
         full.begin(keeps_mass=False)
+        verifying = Passes(self.target, full)
         before, read = full.blocks.traffic(), full.bytes_read
-        plain = self._timed(self.target, full, 1)
-        passes = len(plain) + 1
-        streamed = full.blocks.traffic().since(before).bytes_in // passes
-        read = (full.bytes_read - read) // passes
+        plain = self._timed(verifying, 1)
+        count = len(plain) + _UNTIMED
+        streamed = full.blocks.traffic().since(before).bytes_in // count
+        read = (full.bytes_read - read) // count
 
         full.begin(keeps_mass=True)
         budget = settings.budget_for(room)
         retrieval = RetrievalCache(full, self.target.rope, budget=budget, chunk_size=settings.planned_chunk_size)
-        self._step(self.target, full, 1)  # the attention that chunks are chosen by
+        self._step(verifying, 1)  # the attention that chunks are chosen by
         retrieval.refresh()
+        drafting = Passes(self.target, retrieval, self.graphs)
         draft: list[float] = []
         if self.draft is not None:
             streaming = StreamingCache(self.draft)
-            self._step(self.draft, streaming, streaming.sinks + streaming.window, keep=True)
-            draft = self._timed(self.draft, streaming, 1)
-        draft_length = self._length(retrieval, draft, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT)
-        of_retrieval = self._timed(self.target, retrieval, draft_length + 1)
+            small = Passes(self.draft, streaming, self.graphs)
+            self._step(small, streaming.sinks + streaming.window, keep=True)
+            draft = self._timed(small, 1)
+        draft_length = self._length(drafting, draft, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT)
+        of_retrieval = self._timed(drafting, draft_length + 1)
         token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
-        block_length = self._length(full, [token_s], assumed.acceptance, settings.block_length, LONGEST_BLOCK)
-        verify = self._timed(self.target, full, block_length + 1)
+        block_length = self._length(verifying, [token_s], assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+        verify = self._timed(verifying, block_length + 1)
         return StepTimes(
             context, plain, verify, of_retrieval, draft, block_length, draft_length, min(budget, context),
             full.blocks.resident_bytes, read, streamed,
         )  # fmt: skip
 
-    def _length(self, cache: Cache, drafted: list[float], rate: float, fixed: int | None, longest: int) -> int:
-        """The tokens to draft for a pass over `cache`, one of which takes `drafted` seconds."""
+    def _length(self, passes: Passes, drafted: list[float], rate: float, fixed: int | None, longest: int) -> int:
+        """The tokens to draft for one of `passes`, one of which takes `drafted` seconds."""
         if not drafted:
             return 0
         if fixed is not None:
             return fixed
-        one, many = (min(self._timed(self.target, cache, rows)) for rows in (1, longest + 1))
+        one, many = (min(self._timed(passes, rows)) for rows in (1, longest + 1))
         return best_length(PassCost.through(one, many, longest + 1), min(drafted), rate, longest)[0]
 
-    def _timed(self, decoder: Decoder, cache: FullCache | Cache, rows: int) -> list[float]:
-        return timed(lambda: self._step(decoder, cache, rows), self._device)
+    def _timed(self, passes: Passes, rows: int) -> list[float]:
+        self._step(passes, rows)  # a pass is captured the second time, which `timed` does not count
+        return timed(lambda: self._step(passes, rows), self._device)
 
-    def _step(self, decoder: Decoder, cache: Cache, rows: int, *, keep: bool = False) -> None:
+    def _step(self, passes: Passes, rows: int, *, keep: bool = False) -> None:
+        cache = passes.cache
         length = cache.length
-        decoder.forward(torch.zeros(rows, dtype=torch.int64, device=self._device), cache, num_logits=rows)
+        passes.forward(torch.zeros(rows, dtype=torch.int64, device=self._device), rows)
         if not keep:
             cache.rollback(length)

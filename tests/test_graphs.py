@@ -17,10 +17,14 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.report import report_statistics
 from triforce.kernels import attention, layers
-from triforce.offload import Engine, Sampling, sampling
+from triforce.offload import Engine, Sampling, sampling, shape_steps
 from triforce.offload import full_cache as full_cache_module
+from triforce.offload.bandwidth import REPEATS
+from triforce.offload.cost_model import Assumptions
 from triforce.offload.graphs import Graphs, Passes, _CapturedPass
 from triforce.offload.retrieval_cache import RetrievalCache
+from triforce.offload.settings import Settings
+from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.standing import Standing
 from triforce.offload.tiers import Draws
 from triforce.tp.decoder import Decoder
@@ -127,6 +131,17 @@ def test_replays_equal_passes_as_they_come_after_any_history(decoder, make, monk
                 append(decoder, cache, random_tokens(length))
         assert caches[0].length == caches[1].length
     assert recorder.warm_ups + recorder.replays == len(history)
+
+
+def test_steps_of_a_shape_that_draft_are_timed_as_replays(decoder, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(shape_steps, "capture_for", lambda _: recorder)
+    lengths = Settings(tiers=3, budget=64, chunk_size=8, **LENGTHS)
+    steps = ShapeSteps(decoder.config, decoder.config, lengths, dtype=torch.float32, device=CPU, context=300)
+    times = steps.at(300, Assumptions())
+    assert len(times.draft) == len(times.retrieval) == REPEATS
+    assert vars(recorder) == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
+    assert steps.graphs.failure is None
 
 
 def test_memory_that_moves_is_captured_anew(decoder):

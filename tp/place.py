@@ -38,3 +38,24 @@ class Place:
         if not 0 <= place.rank < place.size:
             raise UsageError(f"RANK is {place.rank} and WORLD_SIZE {place.size}; ranks are numbered from 0 to below it")
         return place
+
+    @classmethod
+    def among(cls, gpus: int) -> Place | None:
+        """This process's place among `gpus` ranks; `None` if it is alone.
+
+        Raises:
+            UsageError: that is not what the environment says; see `from_environment`.
+        """
+        place = cls.from_environment()
+        if gpus < 1:
+            raise UsageError(f"gpus is {gpus}; it must be 1 or more")
+        if place is None and gpus > 1:
+            raise UsageError(
+                f"gpus is {gpus}, but this process was started alone; start the script with "
+                f"torchrun --nproc-per-node {gpus} (triforce generate --gpus does so by itself)"
+            )
+        if place and gpus not in (1, place.size):
+            raise UsageError(
+                f"gpus is {gpus}, but torchrun started {place.size} ranks; leave it out or make them agree"
+            )
+        return place

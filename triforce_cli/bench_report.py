@@ -265,6 +265,8 @@ def _shape_notes(document: dict[str, Any]) -> list[str]:
         f"sampling. More tiers' TBT is modelled from steps: assumed, {assumed['retrieval']:.3g} of what the retrieval "
         f"cache drafts stands{small} (--assume-acceptance)."
     ]
+    failed = document["shape"].get("graphs_failed")
+    lines += [f"warning: steps that draft go without CUDA graphs, and slower: {failed}"] if failed else []
     for at in document["contexts"]:
         steps, lengths = at["steps_ms"], at["lengths"]
         drafted = f", a draft step {steps['draft']['median']:.2f} ms" if steps["draft"] else ""

@@ -61,6 +61,7 @@ def run(
             "shape": {
                 "assumed_acceptance": {"retrieval": assumed.acceptance, "draft": assumed.draft_acceptance},
                 "room_tokens": ROOM,
+                "graphs_failed": steps.graphs.failure,
             },
             "contexts": found,
         }

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from ..offload import Sampling
-from ..offload.engine import check_context
+from ..offload.checks import check_context
 from ..offload.settings import Settings
 from ..offload.vocabulary import check_draft
 from ..tp.config import ModelConfig

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from ..offload.calibration import MeasuredMachine, MeasuredPass, fit
@@ -124,7 +125,9 @@ class Measured:
             if run["settings"]["tiers"] > 1
         ]
         line = fit(passes)
-        machine = MeasuredMachine(line, link_bandwidth, _median(drafts), _median(besides) or 0.0)
+        machine = MeasuredMachine(
+            line, link_bandwidth, median_high(drafts) if drafts else None, median_high(besides) if besides else 0.0
+        )
         return Calibration(self, machine, len(passes), line.worst(passes), self._nearest(setup.context))
 
     @property
@@ -154,12 +157,8 @@ class Calibration:
 
     def assumptions(self, given: float | None, given_draft: float | None) -> Assumptions:
         """What was given, else what was measured, else what is assumed without either."""
-        plain = Assumptions()
         _, retrieval, draft = self.accepted
-        return Assumptions(
-            next(value for value in (given, retrieval, plain.acceptance) if value is not None),
-            next(value for value in (given_draft, draft, plain.draft_acceptance) if value is not None),
-        )
+        return Assumptions.of(retrieval if given is None else given, draft if given_draft is None else given_draft)
 
     def terms(self) -> dict[str, Any]:
         """For the JSON: where each term is from."""
@@ -186,10 +185,6 @@ class Calibration:
 
 def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return sorted(runs, key=lambda run: run["tbt_ms"]["mean"])[len(runs) // 2]
-
-
-def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def _passes(run: dict[str, Any], setup: Setup) -> list[MeasuredPass]:

@@ -155,11 +155,7 @@ def make_plan(
     calibration = None
     if measured is None:
         machine: Hardware = Machine(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
-        plain = Assumptions()
-        assumed = Assumptions(
-            plain.acceptance if acceptance is None else acceptance,
-            plain.draft_acceptance if draft_acceptance is None else draft_acceptance,
-        )
+        assumed = Assumptions.of(acceptance, draft_acceptance)
     else:
         measured.check(setup, model)
         calibration = measured.machine(setup, card.link_gb_per_s * 1e9)

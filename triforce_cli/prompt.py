@@ -147,7 +147,7 @@ def build_prompt(
     Raises:
         CapacityError: too long, with `error`, or an instruction that leaves no room.
     """
-    from ..offload.engine import check_context
+    from ..offload.checks import check_context
 
     before, after, special = _surroundings(source.text, ask, tokenizer)
     limit = config.max_position_embeddings - max_new_tokens

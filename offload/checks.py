@@ -1,0 +1,48 @@
+"""What a run can be asked for, checked before anything is done for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..tp.config import ModelConfig
+from ..tp.errors import CapacityError, UsageError
+
+
+def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:
+    """The prompt as a list.
+
+    Raises:
+        UsageError: no token, one outside the vocabulary, or an impossible length.
+        CapacityError: see `check_context`.
+    """
+    ids = torch.as_tensor(prompt_ids)
+    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
+        raise UsageError(
+            f"the prompt is a {ids.dim()}-dimensional tensor of {ids.dtype}; give a list or 1-D tensor of token ids"
+        )
+    prompt: list[int] = ids.tolist()
+    if not prompt:
+        raise UsageError("the prompt is empty; generation needs at least one token")
+    unknown = [token for token in prompt if not 0 <= token < config.vocab_size]
+    if unknown:
+        raise UsageError(f"the prompt holds token {unknown[0]}; {config.name} knows 0 to {config.vocab_size - 1}")
+    if max_new_tokens < 1:
+        raise UsageError(f"max-new-tokens is {max_new_tokens}; it must be 1 or more")
+    check_context(config, len(prompt), max_new_tokens)
+    return prompt
+
+
+def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raises:
+    CapacityError: prompt and answer together pass the model's last position.
+    """
+    limit = config.max_position_embeddings
+    if prompt_tokens + max_new_tokens > limit:
+        raise CapacityError(
+            f"the prompt has {prompt_tokens:,} tokens and {max_new_tokens:,} more are asked for, but {config.name} "
+            f"has {limit:,} positions; shorten the prompt (--truncate head|tail|middle drops that part of it) or "
+            "lower --max-new-tokens"
+        )
