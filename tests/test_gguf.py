@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-from tiny import SHAPES, random_tokens, save_family, save_llama
+from tiny import LLAMA3, SHAPES, random_tokens, save_family, save_llama
 from transformers import LlamaForCausalLM
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
 
 from triforce.cli.baselines.gguf_file import write_gguf  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def tensors_of(path):

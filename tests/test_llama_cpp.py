@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import greedy_oracle, random_tokens, save_family
+from tiny import LLAMA3, greedy_oracle, random_tokens, save_family
 
 pytest.importorskip("gguf", reason="gguf is not installed: pip install llama-cpp-python gguf")
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install llama-cpp-python gguf")
@@ -15,14 +15,6 @@ from triforce.cli.baselines.protocol import Job
 from triforce.offload.sampling import Sampling, distribution
 
 PROMPT = random_tokens(150, seed=4)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def job_for(directory, **changes):

@@ -48,6 +48,16 @@ FAMILIES = {
 }
 """Configuration classes of transformers and differences from the tiny shape, by name."""
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""`rope_parameters` of Llama 3's scaling, for the tiny shape."""
+
 
 def tiny_shape() -> dict:
     """Three layers of width 64 with four heads."""

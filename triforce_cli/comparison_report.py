@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..tp.units import gib
 from .comparison import Comparison, Row
-from .machine import machine, provenance
+from .machine import machine, provenance, sampling_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,11 +70,10 @@ def _speedup(seconds: float, triforce: Row, of: str) -> float | None:
 def report(console: Console, comparison: Comparison, device_name: str) -> None:
     """The table and the lines under it."""
     job = comparison.job
-    sampling = "greedy" if job.greedy else f"temperature {job.temperature}, top-p {job.top_p}, top-k {job.top_k}"
-    runs = f"{comparison.repeats} runs" if comparison.repeats > 1 else "one run"
+    runs = f"medians of {comparison.repeats} runs" if comparison.repeats > 1 else "one run"
     console.print(
         f"{job.asked_model}, {job.dtype} on {device_name}; {len(job.prompt_ids):,} tokens of prompt, "
-        f"{job.max_new_tokens:,} new ones, {sampling}; medians of {runs}",
+        f"{job.max_new_tokens:,} new ones, {sampling_words(vars(job))}; {runs}",
         soft_wrap=True,
         markup=False,
     )
