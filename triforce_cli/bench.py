@@ -37,6 +37,12 @@ PICTURES = (".png", ".svg", ".pdf")
 
 AUTO_CONTEXTS = (4096, 16384, 65536)
 
+_OF_RUNS = (
+    *("prompt", "prompt_file", "model", "new_tokens", "repeat"),
+    *("temperature", "top_p", "top_k", "seed", "refresh"),
+)
+"""Parameters that say nothing of a shape."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -167,7 +173,7 @@ def bench(
     if plot is not None:
         _check_plot(plot)
     if shape is not None:
-        _check_shape(request, asked, {"--model": model != EMBEDDED, "--prompt": prompt, "--prompt-file": prompt_file})
+        _check_shape(request, asked, context)
         with JsonFile.prepare(json_path) as json_file, ResultFile.prepare(plot, "--plot") as plot_file:
             call.signals.hold()
             from .bench_shape import run as run_shape
@@ -185,13 +191,18 @@ def bench(
         run(request, asked, source, directories, (json_file, plot_file), call)
 
 
-def _check_shape(request: Request, asked: Asked, given: dict[str, object]) -> None:
+def _check_shape(request: Request, asked: Asked, context: typer.Context) -> None:
     """Raises:
-    UsageError: `given` options, by name, that a shape has no use for.
+    UsageError: options were given that a shape has no use for.
     """
-    for option, value in given.items():
-        if value:
-            raise UsageError(f"{option} and --shape are both given; a shape has random weights and no text: give one")
+    for name in _OF_RUNS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} and --shape are both given; a shape has random weights and writes no text, only its steps "
+                "are timed: give one"
+            )
     if {2, 3} <= set(asked.tiers):
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
     if request.gpus > 1:

@@ -1,0 +1,157 @@
+"""Measures the steps of the embedded pair on this CPU: with plain PyTorch, with compiled attention, with all of it.
+
+    python examples/cpu_results.py --contexts 32768 131072 --json cpu.json
+
+Each kind of step is timed as a whole and by part, over a cache of zeros, with random weights: its time does not depend
+on them. Beside it stand two bounds, measured too: keys and values over the memory's bandwidth, and the arithmetic of
+attention, from as many rows over keys that fit into the processor's caches. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from triforce.kernels import attention, layers
+from triforce.offload import full_cache, retrieval_cache, streaming_cache
+from triforce.offload.bandwidth import memory_bandwidth, timed
+from triforce.offload.cost_model import Assumptions
+from triforce.offload.settings import Settings
+from triforce.offload.shape_steps import ShapeSteps
+from triforce.tp import decoder, rope
+from triforce.tp.config import ModelConfig
+from triforce.tp.devices import device_name
+from triforce.tp.registry import EMBEDDED, find_pair
+
+CPU = torch.device("cpu")
+CACHED_KEYS = 1024
+"""Keys whose rows are in the processor's caches after the first time."""
+
+NO_ATTENTION = [(attention, "_backend", lambda *_: "plain"), (full_cache, "takes_blocks", lambda *_: False)]
+NO_LAYERS = [(layers, "_kernels", lambda *_: None)]
+VARIANTS = {"plain PyTorch": NO_ATTENTION + NO_LAYERS, "compiled attention": NO_LAYERS, "compiled steps": []}
+"""What is switched off: module, name, and what takes its place."""
+
+PARTS = {
+    "attention": [
+        *((module, "attend") for module in (full_cache, retrieval_cache, streaming_cache)),
+        (full_cache, "attend_blocks"),
+    ],
+    "products": [(decoder, "linear"), (decoder, "gated_mlp")],
+    "rotation": [(rope, "rotate")],
+}
+"""The functions whose time is a part's; the rest of a step is dispatch, copies and the cache's own work."""
+
+STEPS = {
+    "one row, full cache": ("FullCache", 1),
+    "13 rows, full cache": ("FullCache", 13),
+    "5 rows, retrieval cache": ("RetrievalCache", 5),
+    "a draft step": ("StreamingCache", 1),
+}
+
+
+class Profile:
+    """Seconds of passes and of their parts, by kind of cache and number of rows."""
+
+    def __init__(self) -> None:
+        self.passes: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+        self._parts: dict[str, float] = {}
+
+    def part(self, name: str, function: Callable) -> Callable:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - began
+            return result
+
+        return measured
+
+    def whole(self, forward: Callable) -> Callable:
+        def measured(self_: Any, token_ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
+            self._parts = {}
+            began = time.perf_counter()
+            result = forward(self_, token_ids, cache, **kwargs)
+            found = {"whole": time.perf_counter() - began} | self._parts
+            self.passes[type(cache).__name__, len(token_ids)].append(found)
+            return result
+
+        return measured
+
+    def medians_ms(self, kind: tuple[str, int]) -> dict[str, float]:
+        passes = self.passes[kind]
+        return {name: 1e3 * statistics.median(one.get(name, 0.0) for one in passes) for name in ("whole", *PARTS)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
+    parser.add_argument("--rounds", type=int, default=5, help="times that each kind of step is measured anew")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    target, draft = (ModelConfig.load(directory) for directory in find_pair(EMBEDDED, None) if directory)
+    results: dict[str, Any] = {
+        "device": device_name(CPU),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    results["memory_gb_per_s"] = memory_bandwidth(CPU) / 1e9
+    for context in options.contexts:
+        measured = {name: measure(name, target, draft, context, options.rounds) for name in VARIANTS}
+        floor = context * target.kv_bytes_per_token(torch.bfloat16) / results["memory_gb_per_s"] / 1e6
+        bounds = {"memory": floor} | {f"arithmetic of {n} rows": arithmetic_ms(target, n, context) for n in (1, 13)}
+        results[str(context)] = {"bounds_ms": bounds, "steps_ms": measured}
+        print_table(context, results[str(context)])
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(
+    variant: str, target: ModelConfig, draft: ModelConfig, context: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each kind of step, as a whole and by part."""
+    profile = Profile()
+    settings = Settings(tiers=3, draft_length=4, block_length=12)
+    with ExitStack() as patches:
+        for module, name, other in VARIANTS[variant]:
+            patches.enter_context(patch.object(module, name, other))
+        for part, functions in PARTS.items():
+            for module, name in functions:
+                patches.enter_context(patch.object(module, name, profile.part(part, getattr(module, name))))
+        patches.enter_context(patch.object(decoder.Decoder, "forward", profile.whole(decoder.Decoder.forward)))
+        steps = ShapeSteps(target, draft, settings, dtype=torch.bfloat16, device=CPU, context=context)
+        for _ in range(rounds):
+            steps.at(context, Assumptions())
+    return {name: profile.medians_ms(kind) for name, kind in STEPS.items()}
+
+
+@torch.inference_mode()
+def arithmetic_ms(target: ModelConfig, rows: int, context: int) -> float:
+    """What attention of all layers takes for `context` keys, if none of them had to come from memory."""
+    heads, kv_heads, dim = target.num_heads, target.num_kv_heads, target.head_dim
+    q = torch.randn(heads, rows, dim, dtype=torch.bfloat16)
+    k, v = torch.randn(2, kv_heads, CACHED_KEYS, dim, dtype=torch.bfloat16).unbind()
+    seconds = statistics.median(timed(lambda: attention.attend(q, k, v, scale=dim**-0.5), CPU, repeats=200))
+    return 1e3 * seconds * context / CACHED_KEYS * target.num_layers
+
+
+def print_table(context: int, found: dict[str, Any]) -> None:
+    table = Table("", *VARIANTS, title=f"{context:,} tokens, bfloat16, ms (attention + products + rotation)")
+    for step in STEPS:
+        cells = [found["steps_ms"][variant][step] for variant in VARIANTS]
+        table.add_row(step, *(f"{c['whole']:.2f} ({' + '.join(f'{c[part]:.2f}' for part in PARTS)})" for c in cells))
+    console = Console()
+    console.print(table)
+    console.print(", ".join(f"{name}: {ms:.2f} ms" for name, ms in found["bounds_ms"].items()))
+
+
+if __name__ == "__main__":
+    main()
