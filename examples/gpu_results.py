@@ -20,7 +20,7 @@ from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
 from triforce.offload.graphs import Graphs, Passes, Replayable, capture_for
 from triforce.offload.link import Link
-from triforce.offload.memory import plan_memory
+from triforce.offload.memory import available_bytes, plan_memory
 from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
 from triforce.offload.retrieval_cache import RetrievalCache
 from triforce.offload.shape_steps import RandomWeights
@@ -149,7 +149,7 @@ class Steps:
         given = {"dtype": dtype, "capacity": capacity, "chunk_size": CHUNK}
         resident = None if self.options.resident_gib is None else self.options.resident_gib * 2**30
         if resident is None and self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
+            free, total = available_bytes(self.device), torch.cuda.mem_get_info(self.device)[1]
             if self.options.memory_gib:
                 total = min(total, int(self.options.memory_gib * 2**30))
                 free = min(free, total - torch.cuda.memory_allocated(self.device))

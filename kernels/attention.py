@@ -25,8 +25,8 @@ from .packages import OLDEST_GPU, usable_packages
 
 FEW_ROWS = 32
 """Up to this many rows a pass is a decoding step: on a CPU two batched matmuls take no longer than PyTorch's flash
-kernel, nor the products of `layers` longer than general ones. A verification has no more, so that its rows go through
-the arithmetic of a step."""
+kernel, nor the products of `layers` longer than general ones. A verification has no more, unless `--block-length`
+asks for it, so that its rows go through the arithmetic of a step."""
 
 Backend = Literal["plain", "compiled", "flash_cpu", "flash_cuda", "flash_package", "triton"]
 

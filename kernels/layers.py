@@ -88,7 +88,7 @@ def _normed(
         torch.get_num_threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for {x.shape[0]} rows of {max(sizes)}")
+        raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")
     return out
 
 

@@ -40,7 +40,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its tokens and the JSON described in the README."""
+    """A finished run: its tokens and the JSON described in docs/json.md."""
 
     token_ids: list[int]
     stats: dict[str, Any]

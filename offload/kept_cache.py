@@ -9,7 +9,7 @@ import torch
 from ..tp.decoder import Decoder
 from .full_cache import FullCache
 from .link import Link, ThreadLink
-from .memory import MemoryPlan, check_memory, plan_memory, shortage_explained
+from .memory import MemoryPlan, available_bytes, check_memory, plan_memory, shortage_explained
 from .placement import Placement, make_blocks, plan_placement, resident_bytes
 from .settings import Settings
 
@@ -79,8 +79,8 @@ class KeptCache:
             return place(settings.resident * 2**30)
         if decoder.device.type == "cpu":
             return place(None)
-        free, total = torch.cuda.mem_get_info(decoder.device)
-        free += old.blocks.device_bytes if old else 0
+        free = available_bytes(decoder.device) + (old.blocks.device_bytes if old else 0)
+        total = torch.cuda.mem_get_info(decoder.device)[1]
         part = decoder.part
         token_bytes = part.kv_bytes_per_token(decoder.dtype)
         return place(resident_bytes(free, total, self._plan(capacity), place(0.0), token_bytes, part.num_layers))

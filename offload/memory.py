@@ -132,9 +132,10 @@ def shortage_explained(device: torch.device) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory where tensors of `device` live."""
+    """Free memory where tensors of `device` live; on a GPU with what PyTorch keeps of tensors that are gone."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return psutil.virtual_memory().available
 
 

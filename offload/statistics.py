@@ -72,7 +72,7 @@ class Statistics:
         return ordered[max(0, int(rank) - 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The measured part of a run's JSON (`cli.md`); who ran what is added by `Generation.stats`."""
+        """The measured part of a run's JSON (docs/json.md); who ran what is added by `Generation.stats`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,6 +63,22 @@ def check_refusal(outcome: Outcome, code: int, *words: str) -> None:
     assert len(messages) == 1, outcome
     for word in words:
         assert word in messages[0], f"{word!r} is not in {messages[0]!r}"
+
+
+def undocumented(document: Any, *pages: str, but: str = "") -> set[str]:
+    """Keys of a JSON document that no table in these pages of docs/ names; what is under `but` is not looked at."""
+    docs = Path(__file__).parent.parent / "docs"
+    rows = [line for page in pages for line in (docs / page).read_text(encoding="utf-8").splitlines() if "|" in line]
+    named = {word for row in rows for word in re.findall(r"\w+", row.split("|")[1])}
+
+    def keys(value: Any) -> Iterator[str]:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            yield name
+            yield from keys(inner) if name != but else ()
+        for inner in value if isinstance(value, list) else ():
+            yield from keys(inner)
+
+    return set(keys(document)) - named
 
 
 def save_tokenizer(directory: Path, corpus: str = TEXT) -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from command import CONTEXT, TEXT, TRIFORCE, check_refusal, run_here
+from command import CONTEXT, TEXT, TRIFORCE, check_refusal, run_here, undocumented
 from rich.console import Console
 from tiny import greedy_oracle, random_tokens
 from transformers import LlamaForCausalLM
@@ -116,6 +116,7 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
 def test_the_json_says_what_was_measured_and_where_the_floor_is_from(bench, pair, tmp_path):
     outcome, document = bench(tmp_path / "bench.json", tiers="1,3")
     assert outcome.code == 0, outcome
+    assert not undocumented(document, "bench.md", "json.md")
     assert document["kind"] == "triforce bench" and not document["interrupted"]
     assert document["machine"]["device"] == "cpu" and document["machine"]["threads"] >= 1
     assert document["sampling"] == {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "seed": None}

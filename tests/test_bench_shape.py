@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command import check_refusal, run_here
+from command import check_refusal, run_here, undocumented
 from triforce.offload.cost_model import weights_read
 from triforce.tp.config import ModelConfig
 
@@ -39,6 +39,7 @@ def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shap
     assert outcome.code == 0, outcome
     assert document["shape"]["assumed_acceptance"] == {"retrieval": 0.8, "draft": 0.5}
     assert document["sampling"] is document["prompt"] is None
+    assert not undocumented(document, "bench.md", "json.md")
     config = ModelConfig.load(pair[0])
     for at in document["contexts"]:
         steps = {name: times["median"] for name, times in at["steps_ms"].items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer
+from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
 from strange_systems import FLIPPED_AT
 from tiny import greedy_oracle, save_llama
 from transformers import LlamaForCausalLM
@@ -85,6 +85,7 @@ def test_systems_in_float32_write_the_same_tokens_as_transformers_itself(compare
     want = greedy_oracle(model, prompt, TOKENS)
     assert model.config.eos_token_id in want[:-1], "the test is to show that all write past the end of sequence"
 
+    assert not undocumented(document, "json.md", "bench.md", but="details")
     assert [system["name"] for system in document["systems"]] == names
     assert document["prompt_tokens"] == PROMPT_TOKENS
     ours = document["systems"][0]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here
+from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here, undocumented
 from transformers import AutoTokenizer
 from triforce.cli.options import Request
 from triforce.cli.prompt import Source, build_prompt, cut, read_source
@@ -93,6 +93,7 @@ def test_json_on_stdout_is_one_document_with_every_field(pair):
         assert name in document, name
         if parts:
             assert parts <= document[name].keys(), name
+    assert not undocumented(document, "json.md")
     tokenizer = Tokenizer.load(target)
     assert document["prompt_tokens"] == len(tokenizer.encode(TEXT, True))
     assert document["text"] == tokenizer.decode(document["token_ids"])

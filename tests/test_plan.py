@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import check_refusal, run_here
+from command import check_refusal, run_here, undocumented
 from safetensors import safe_open
 from tiny import random_tokens, save_llama
 from triforce.cli.cards import CARDS
@@ -172,18 +172,7 @@ def test_what_does_not_fit_exits_1_with_the_remedy(capfd):
 def test_json_has_every_documented_key_and_no_other(capfd):
     outcome = plan(capfd, "--shape", THIRTEEN, "--gpus", 2, "--json", "-")
     document = json.loads(outcome.out)
-    text = (Path(__file__).parent.parent / "docs" / "plan.md").read_text(encoding="utf-8").split("## JSON")[1]
-
-    def keys(value, depth=0):
-        for name, inner in value.items():
-            yield name
-            if name == "modelled":
-                inner = inner[-1]
-            if isinstance(inner, dict):
-                yield from keys(inner)
-
-    documented = {word.strip("`[]{}| ") for word in text.replace("{", ",").replace("`", ",").split(",")}
-    assert set(keys(document)) <= documented, set(keys(document)) - documented
+    assert not undocumented(document, "plan.md")
     assert document["fits"] is True and document["problems"] == document["remedies"] == []
     assert document["per_gpu_bytes"]["total"] <= document["gpu"]["memory_bytes"]
     assert [row["tiers"] for row in document["modelled"]] == [1, 2, 3]

@@ -201,7 +201,7 @@ def _check_shape(request: Request, asked: Asked, context: typer.Context) -> None
             option = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{option} and --shape are both given; a shape has random weights and writes no text, only its steps "
-                "are timed: give one"
+                "are timed: leave one out"
             )
     if {2, 3} <= set(asked.tiers):
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")

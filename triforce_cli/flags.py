@@ -149,7 +149,7 @@ RefreshOption = Annotated[
     str,
     option(
         SPECULATION,
-        "When those are chosen anew: every round, every N rounds, never; "
+        "When the tokens that the middle tier sees are chosen anew: every round, every N rounds, never; "
         "auto: every round while that costs next to nothing, else when acceptance drops.",
         metavar="auto|round|N|never",
         complete=complete_refresh,
