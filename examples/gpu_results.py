@@ -156,9 +156,10 @@ class Steps:
             plan = plan_memory(
                 self.config, None, dtype=dtype, context=capacity, budget=max(self.options.budgets), chunk_size=CHUNK
             )
-            streamed = plan_placement(part, **given, resident_bytes=0)
+            streamed = plan_placement(part, **given, resident_bytes=0, on_gpu=True)
             resident = resident_bytes(free, total, plan, streamed, part.kv_bytes_per_token(dtype), part.num_layers)
-        placement = plan_placement(part, **given, resident_bytes=resident)
+        on_gpu = self.device.type == "cuda"
+        placement = plan_placement(part, **given, resident_bytes=resident, on_gpu=on_gpu)
         blocks = make_blocks(part, placement, self.link, device=self.device, **given)
         return FullCache(part, self.target.rope, blocks, chunk_size=CHUNK)
 
@@ -167,7 +168,7 @@ def print_table(results: dict) -> None:
     contexts = results["contexts"]
     table = Table("", *(f"{int(context):,}" for context in contexts), title=f"{results['shape']}, {results['device']}")
     for name in next(iter(contexts.values())):
-        table.add_row(name, *(f"{values[name]:,}" for values in contexts.values()))
+        table.add_row(name, *(f"{values[name]:,}" if name in values else "-" for values in contexts.values()))
     console = Console()
     console.print(f"link: {results['link_gb_per_s']} GB/s")
     console.print(table)

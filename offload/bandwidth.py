@@ -9,6 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ..tp.devices import synchronize
 from .link import Link, ThreadLink
 
 READ_BYTES = 2**30
@@ -35,8 +36,7 @@ def timed(step: Callable[[], object], device: torch.device, repeats: int = REPEA
     for _ in range(repeats + 1):
         began = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return times[1:]
 

@@ -54,6 +54,11 @@ class CudaCapture:
         """Ends what a capture that CUDA broke off leaves open in PyTorch's allocator, which would not free any memory
         that two streams have used, nor empty its cache, as long as it takes a capture to be under way."""
         self._broken.append(graph)
+        with suppress(
+            RuntimeError, AttributeError
+        ):  # PyTorch 2.11 would take the generator to be captured from here on
+            generator = torch.cuda.default_generators[self._stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
         with suppress(RuntimeError):  # the capture ended in order, and something else failed
             torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
             torch._C._cuda_releasePool(self._stream.device_index, pool)

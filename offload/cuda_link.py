@@ -57,12 +57,12 @@ class CudaLink:
     def store(self, source: Tensor, target: Tensor) -> None:
         self._outwards.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outwards):
-            source = source.contiguous()
+            dense = source.contiguous()
             if target.is_contiguous():
-                target.copy_(source, non_blocking=True)
+                target.copy_(dense, non_blocking=True)
             else:  # a copy of few tokens' worth to many places: as one to a place of its own, spread by the CPU later
                 staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-                staged.copy_(source, non_blocking=True)
+                staged.copy_(dense, non_blocking=True)
                 self._scattered.append((staged, target))
         source.record_stream(self._outwards)
         self._traffic = replace(
@@ -77,15 +77,22 @@ class CudaLink:
 
     def traffic(self) -> Traffic:
         """What crossed the link so far; copies still under way are not counted yet."""
-        new = self._traffic
+        bytes_in, busy_ms, waited_ms = 0, 0.0, 0.0
         while self._copies and self._copies[0][1].query():
             began, done, num_bytes = self._copies.popleft()
-            new = replace(new, bytes_in=new.bytes_in + num_bytes, busy_s=new.busy_s + began.elapsed_time(done) / 1e3)
+            bytes_in += num_bytes
+            busy_ms += began.elapsed_time(done)
         while self._waits and self._waits[0][1].query():
             began, done = self._waits.popleft()
-            new = replace(new, waited_s=new.waited_s + began.elapsed_time(done) / 1e3)
-        self._traffic = new
-        return new
+            waited_ms += began.elapsed_time(done)
+        old = self._traffic
+        self._traffic = replace(
+            old,
+            bytes_in=old.bytes_in + bytes_in,
+            busy_s=old.busy_s + busy_ms / 1e3,
+            waited_s=old.waited_s + waited_ms / 1e3,
+        )
+        return self._traffic
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -130,7 +137,7 @@ def pin(tensor: Tensor) -> None:
         if int(status) != 0:
             raise CapacityError(
                 f"the system locks no more than {gib(offset)} of the {gib(size)} of host memory for the KV cache "
-                f"({status}); raise the limit (ulimit -l), free memory, or shorten the prompt"
+                f"(CUDA error {int(status)}); raise the limit (ulimit -l), free memory, or shorten the prompt"
             )
         locked.append(start + offset)
 

@@ -144,7 +144,7 @@ class Engine:
             chunk_size=settings.planned_chunk_size,
             ranks=ranks,
         )
-        check_memory(plan, needed, where, ranks)
+        check_memory(plan, needed, where, ranks, resident=settings.resident)
         ranks.share(None)  # no rank loads before every rank has looked at what is free
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None

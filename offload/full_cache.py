@@ -48,7 +48,7 @@ class FullCache:
         self.bytes_read = 0
         """Bytes of keys and values attended so far."""
         self.read_s = 0.0
-        """Seconds that took."""
+        """Seconds that took; on a GPU, which works on its own, it is not known and stays 0."""
         self._keeps_mass = keeps_mass
         self._rope = rope
         self._scale = config.head_dim**-0.5
@@ -122,7 +122,8 @@ class FullCache:
         else:
             out, read = self._attend_pieces(layer, q, start, first, window, rows)
         self.bytes_read += read * self.token_bytes // self.config.num_layers
-        self.read_s += time.perf_counter() - began
+        if self.blocks.device.type == "cpu":
+            self.read_s += time.perf_counter() - began
         return out.to(q.dtype)
 
     def _attend_at_once(self, layer: int, q: Tensor, blocks: Tensor, start: int, window: int, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..tp.devices import to_device
+from ..tp.devices import synchronize, to_device
 from ..tp.errors import TriforceError
 from .full_cache import FullCache
 from .graphs import Graphs
@@ -168,6 +168,8 @@ class Generation(Iterator[Round]):
             self._retrieval.refresh()
         else:
             self._retrieval.adopt()
+        if refreshed and self._draws.measured:
+            synchronize(self._top.decoder.device)  # its cost decides when the next one comes
         seconds = time.perf_counter() - began
         if refreshed:
             self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)

@@ -115,6 +115,8 @@ class Passes:
         self._memory: object = None
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens
+        self.prepared = 0
+        """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, num_logits: int = 1) -> Tensor:
@@ -133,12 +135,16 @@ class Passes:
                 logits = self._replay(cache, capture, token_ids, standing)
                 if logits is not None:
                     return logits[-num_logits:]
+        if not self.prepared and self.decoder.device.type != "cpu":
+            self.prepared = 1
         return self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
 
     def _replay(self, cache: Replayable, capture: Capture, token_ids: Tensor, standing: Standing) -> Tensor | None:
         """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
         start, n = cache.length, token_ids.shape[0]
         captured = self._captured.get(n)
+        if captured is None or captured.replay is None:
+            self.prepared += 1
         if captured is None:
             captured = self._captured[n] = _CapturedPass(self.decoder, cache, n)
             captured.place(token_ids, standing)

@@ -32,15 +32,20 @@ class KeptCache:
             CapacityError: there is not so much memory.
         """
         if reuse == 0:
-            self._cache, self.context = None, []
+            self._drop()
         old, shared = self._cache, self._shared_tokens(prompt)
         shared = shared if reuse is None else min(shared, reuse)
-        placement = self._placement(capacity, old)
-        if old and old.capacity >= capacity and (shared or old.blocks.block_size == placement.block_size):
+        fresh = self._placement(capacity, old.blocks.device_bytes if old else 0)
+        if old and old.capacity >= capacity and (shared or old.blocks.block_size == fresh.block_size):
             old.rollback(shared)
             return old
+        if not shared:
+            self._drop()
+            old = None
+        placement = self._placement(capacity)  # where tokens move, the old memory is taken meanwhile
         if old is None or old.capacity < capacity:
-            check_memory(self._plan(capacity), capacity, self._decoder.device, self._decoder.ranks)
+            resident, device, ranks = self._settings.resident, self._decoder.device, self._decoder.ranks
+            check_memory(self._plan(capacity), capacity, device, ranks, resident=resident)
         decoder, chunk_size = self._decoder, self._settings.planned_chunk_size
         with shortage_explained(decoder.device):
             blocks = make_blocks(
@@ -55,7 +60,16 @@ class KeptCache:
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=chunk_size)
         if old:
             self._cache.take(old, shared)
+            old.on_piece = None
         return self._cache
+
+    def _drop(self) -> None:
+        """Gives the cache's memory back."""
+        if self._cache:
+            self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
+            if self._decoder.device.type == "cuda":
+                torch.cuda.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
+        self._cache, self.context = None, []
 
     def _shared_tokens(self, prompt: list[int]) -> int:
         """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
@@ -63,7 +77,8 @@ class KeptCache:
         pairs = zip(known, prompt[:-1], strict=False)
         return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))
 
-    def _placement(self, capacity: int, old: FullCache | None) -> Placement:
+    def _placement(self, capacity: int, given_back: int = 0) -> Placement:
+        """Args: `given_back` is what will be free on the device besides what is."""
         decoder, settings = self._decoder, self._settings
 
         def place(resident: float | None) -> Placement:
@@ -73,13 +88,14 @@ class KeptCache:
                 capacity=capacity,
                 chunk_size=settings.planned_chunk_size,
                 resident_bytes=resident,
+                on_gpu=decoder.device.type == "cuda",
             )
 
         if settings.resident is not None:
             return place(settings.resident * 2**30)
         if decoder.device.type == "cpu":
             return place(None)
-        free = available_bytes(decoder.device) + (old.blocks.device_bytes if old else 0)
+        free = available_bytes(decoder.device) + given_back
         total = torch.cuda.mem_get_info(decoder.device)[1]
         part = decoder.part
         token_bytes = part.kv_bytes_per_token(decoder.dtype)

@@ -118,6 +118,7 @@ def lay_out(setup: Setup) -> Layout:
             capacity=setup.context,
             chunk_size=settings.planned_chunk_size,
             resident_bytes=resident,
+            on_gpu=True,
         )
 
     if settings.resident is None:

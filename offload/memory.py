@@ -69,8 +69,12 @@ def plan_memory(
     )
 
 
-def check_memory(plan: MemoryPlan, context: int, device: torch.device, ranks: Ranks = ALONE) -> None:
+def check_memory(
+    plan: MemoryPlan, context: int, device: torch.device, ranks: Ranks = ALONE, *, resident: float | None = None
+) -> None:
     """Checks what a rank needs against what is free; a KV cache that does not fit on a GPU goes to host memory.
+
+    Args: `resident` is what of the KV cache is to stay on a GPU, in GiB; `None` is what fits.
 
     Raises:
         CapacityError: it does not fit; the message gives parts and a remedy.
@@ -81,10 +85,11 @@ def check_memory(plan: MemoryPlan, context: int, device: torch.device, ranks: Ra
         return
     free = available_bytes(device)
     on_device = replace(plan, runtime=0)
-    if on_device.total > free:
-        rest = replace(on_device, kv=0)
-        _check(rest, context, free, "GPU memory", ranks)
-        streamed = plan.kv - (free - rest.total)
+    rest = replace(on_device, kv=0)
+    _check(rest, context, free, "GPU memory", ranks)
+    room = free - rest.total if resident is None else min(free - rest.total, resident * 2**30)
+    streamed = plan.kv - int(room)
+    if streamed > 0:
         _check(replace(plan, weights=0, kv=streamed, retrieval=0, prefill=0), context, host, "host memory", ranks)
 
 

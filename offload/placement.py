@@ -34,17 +34,27 @@ class Placement:
 
 
 def plan_placement(
-    config: ModelConfig, *, dtype: torch.dtype, capacity: int, chunk_size: int, resident_bytes: float | None
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    capacity: int,
+    chunk_size: int,
+    resident_bytes: float | None,
+    on_gpu: bool,
 ) -> Placement:
     """Places a cache for `capacity` tokens of a rank's part of a model.
 
     Args:
         resident_bytes: what keys and values may take on the device; `None` is all they need.
+        on_gpu: where nothing streams, 16-bit keys and values are then one block a layer: a GPU has attended to a block
+            before a host has started what the next one takes. (Float32 has a path whose scores take memory by the block.)
     """
     size = block_size_for(capacity, chunk_size)
     layer_token = config.kv_bytes_per_token(dtype) // config.num_layers
     if resident_bytes is None or resident_bytes >= -(-capacity // size) * size * config.kv_bytes_per_token(dtype):
         num_blocks = -(-capacity // size)
+        if on_gpu and dtype.itemsize == 2:
+            return Placement(num_blocks * size, 1, 1)
         return Placement(size, num_blocks, num_blocks)
     size = min(size, -(-max(64, SMALLEST_COPY // layer_token) // chunk_size) * chunk_size)
     num_blocks = -(-capacity // size)

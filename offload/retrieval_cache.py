@@ -152,7 +152,8 @@ class RetrievalCache:
         """The chunks `[num_kv_heads, count]` to keep in each layer; none where there is no whole one."""
         num_chunks = length // self.chunk_size
         if not num_chunks:
-            return [torch.zeros(self.source.config.num_kv_heads, 0, dtype=torch.int64)] * len(self._filled)
+            shape = (self.source.config.num_kv_heads, 0)
+            return [torch.zeros(shape, dtype=torch.int64, device=self.source.blocks.device)] * len(self._filled)
         layers = range(len(self._filled))
         masses = self._join([self.source.recent_mass(layer).mean(dim=1, dtype=torch.float32) for layer in layers])
         scores = [chunk_scores(mass) for mass in masses]

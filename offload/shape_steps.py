@@ -102,7 +102,7 @@ class ShapeSteps:
             budget=settings.budget_for(context),
             chunk_size=settings.planned_chunk_size,
         )
-        check_memory(plan, context + ROOM, device)
+        check_memory(plan, context + ROOM, device, resident=settings.resident)
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]

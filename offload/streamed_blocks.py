@@ -102,7 +102,7 @@ class StreamedBlocks:
             self._resident[layer][:resident] = blocks[:resident]
             self._host[layer][: whole - resident] = blocks[resident:whole]
             stretch[:, :, : self.block_size] = blocks[whole]
-            other._resident[layer] = other._host[layer] = blocks[:0]
+            other._resident[layer] = other._host[layer] = blocks.new_empty(0)
         self._base = whole * self.block_size
         return True
 
@@ -123,12 +123,12 @@ class StreamedBlocks:
     def prepare(self, start: int, n: int) -> None:
         self._link.settle()
         self._stop = start + n
+        self._workspace = None
         if n > OPEN_SLACK:
             shape = (-(-self._stop // self.block_size), *self._block)
             self._workspace = self._open[0].new_zeros(shape)
             self._worked = -1
             return
-        self._workspace = None
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
         self._ring.begin(block for host in self._host for block in self._streamed(host))
@@ -200,6 +200,8 @@ class StreamedBlocks:
         if self._workspace is not None:
             for index in range(first // size, -(-stop // size)):
                 yield index * size, self._workspace[index]
+            if layer == len(self._open) - 1 and stop == self._stop:
+                self._workspace = None  # what is chosen and drafted from next wants its memory
             return
         whole = self._base // size
         for index in range(first // size, min(whole, self.num_resident)):
@@ -220,6 +222,7 @@ class StreamedBlocks:
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
+        self._link.settle()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
         away = self._host[layer]
         picks = []

@@ -76,6 +76,7 @@ class Tier:
     acceptance: Acceptance = field(default_factory=Acceptance)
     counts: Counts = field(default_factory=Counts)
     _last_drafted: int = field(default=0, init=False)
+    _prepared: int = field(default=0, init=False)
 
     def step(self, context: list[int], limit: int, draws: Draws) -> tuple[list[int], Tensor]:
         """Emits 1 to `limit` tokens that follow `context` and their distributions `[tokens, vocab]`.
@@ -149,10 +150,13 @@ class Tier:
         return distribution(cover(logits, self.vocab_size), draws.sampling)
 
     def _measure(self, passes: int, rows: int, seconds: float, draws: Draws) -> None:
-        """Notes passes over so many rows in all, and how long they took."""
+        """Notes passes over so many rows in all, and how long they took; what was compiled or captured meanwhile says
+        nothing of the next ones."""
         self.counts.seconds += seconds
         self.counts.passes += passes
-        if draws.measured:
+        steady = self.passes.prepared == self._prepared
+        self._prepared = self.passes.prepared
+        if draws.measured and steady:
             self.cost.observe(rows / passes, seconds / passes)
 
     def rollback(self, length: int) -> None:

@@ -22,6 +22,7 @@ from triforce.offload import full_cache as full_cache_module
 from triforce.offload.bandwidth import REPEATS
 from triforce.offload.cost_model import Assumptions
 from triforce.offload.graphs import Graphs, Passes, _CapturedPass
+from triforce.offload.pacing import PassCost
 from triforce.offload.retrieval_cache import RetrievalCache
 from triforce.offload.settings import Settings
 from triforce.offload.shape_steps import ShapeSteps
@@ -142,6 +143,20 @@ def test_steps_of_a_shape_that_draft_are_timed_as_replays(decoder, monkeypatch):
     assert len(times.draft) == len(times.retrieval) == REPEATS
     assert vars(recorder) == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
     assert steps.graphs.failure is None
+
+
+def test_what_a_capture_takes_says_nothing_of_a_pass(pairs, monkeypatch):
+    engine, recorder = recorded_engine(pairs["llama"])
+    run = engine.stream(PROMPT, GREEDY, 60)
+    next(run)
+    draft, observed, after_each = run._tiers[-1], [], []
+    monkeypatch.setattr(PassCost, "observe", lambda *given: observed.append(given))
+    for _ in range(4):
+        draft._draw_alone(run._context, 1, run._draws)
+        draft.rollback(len(run._context) - 1)
+        after_each.append(len(observed))
+    assert recorder.warm_ups == recorder.captures == 1
+    assert after_each == [0, 0, 1, 2]
 
 
 def test_memory_that_moves_is_captured_anew(decoder):

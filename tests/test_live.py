@@ -9,8 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pexpect
-import pyte
 import pytest
 from command import TRIFORCE
 from rich.cells import cell_len
@@ -21,6 +19,9 @@ from triforce.cli.run import same_terminal
 from triforce.cli.wrapping import WrappedText
 from triforce.offload import Generation
 from triforce.offload.statistics import Statistics
+
+pexpect = pytest.importorskip("pexpect", reason="pexpect is not installed: pip install '.[test]'")
+pyte = pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
 
 SNAPSHOT = Snapshot(
     title="triforce · embedded · 13,000 tokens read · cpu bfloat16",

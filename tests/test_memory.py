@@ -9,9 +9,10 @@ import psutil
 import pytest
 import torch
 from tiny import save_llama
-from triforce.offload import Engine
+from triforce.offload import Engine, memory
 from triforce.offload.full_cache import LARGEST_BLOCK, block_size_for
 from triforce.offload.memory import MemoryPlan, check_memory, gib, plan_memory, shortage_explained
+from triforce.offload.placement import Placement, plan_placement
 from triforce.tp.config import ModelConfig
 from triforce.tp.errors import CapacityError
 
@@ -60,6 +61,29 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
         check_memory(plan, 1000, CPU)
     with pytest.raises(CapacityError, match="smaller model"):
         check_memory(replace(plan, weights=3 * 2**30), 1000, CPU)
+
+
+def test_what_is_to_leave_a_gpu_must_fit_the_host(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 80 * 2**30)
+    available = psutil.virtual_memory()._replace(available=8 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    plan = MemoryPlan(weights=2**30, kv=20 * 2**30, retrieval=0, prefill=0, runtime=0)
+    gpu = torch.device("cuda")
+    check_memory(plan, 1000, gpu)
+    check_memory(plan, 1000, gpu, resident=12.0)
+    with pytest.raises(CapacityError, match=r"20\.00 GiB of host memory.*8\.00 GiB is available"):
+        check_memory(plan, 1000, gpu, resident=0.0)
+    with pytest.raises(CapacityError, match="of GPU memory"):
+        check_memory(replace(plan, weights=90 * 2**30), 1000, gpu)
+
+
+def test_on_a_gpu_what_does_not_stream_is_one_block_a_layer(tmp_path):
+    save_llama(tmp_path)
+    given: dict = {"capacity": 20_000, "chunk_size": 8, "resident_bytes": None}
+    config = ModelConfig.load(tmp_path)
+    here, there = (plan_placement(config, dtype=torch.bfloat16, **given, on_gpu=on_gpu) for on_gpu in (False, True))
+    assert here.num_blocks > 1 and there == Placement(here.num_blocks * here.block_size, 1, 1)
+    assert plan_placement(config, dtype=torch.float32, **given, on_gpu=True) == here
 
 
 def test_memory_is_checked_before_weights_are_read(tmp_path, monkeypatch):

@@ -1,16 +1,19 @@
 """Keys and values that stream from host memory give the tokens of those that do not, at the speed of the link, once."""
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Sampling, kept_cache
 from triforce.offload.device_blocks import DeviceBlocks
 from triforce.offload.full_cache import FullCache
 from triforce.offload.link import LinkError, ThreadLink
+from triforce.offload.retrieval_cache import RetrievalCache
 from triforce.offload.streamed_blocks import StreamedBlocks
 from triforce.tp.decoder import Decoder
 
@@ -91,6 +94,34 @@ def test_prompt_leaves_the_device_once(models):
     whole_blocks = len(PROMPT) // blocks.block_size
     assert traffic.bytes_out == whole_blocks * block_bytes(engine) * engine.target.config.num_layers
     assert traffic.bytes_in == 0
+
+
+def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(models, monkeypatch):
+    engine, found = load(models, resident=0, budget=64), []
+    refresh = RetrievalCache.refresh
+    monkeypatch.setattr(
+        RetrievalCache, "refresh", lambda cache: found.append(cache.source.blocks._workspace) or refresh(cache)
+    )
+    run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
+    next(run)
+    assert found == [None]
+
+
+@pytest.mark.parametrize("resident", [0, None])
+def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident):
+    engine = load(models, resident=resident, budget=64, refresh="round")
+    engine.generate(PROMPT, Sampling(temperature=0.0), 20)
+    dropped, make = weakref.ref(engine._kept._cache), kept_cache.make_blocks
+    monkeypatch.setattr(
+        kept_cache, "make_blocks", lambda *given, **more: found.append(dropped()) or make(*given, **more)
+    )
+    found: list = []
+    gc.disable()
+    try:
+        engine.generate(random_tokens(950, seed=8), Sampling(temperature=0.0), 20, reuse=0)
+        assert found == [None]
+    finally:
+        gc.enable()
 
 
 def test_follow_up_question_finds_its_book(models):

@@ -53,6 +53,12 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def synchronize(device: torch.device) -> None:
+    """Returns when `device` has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def device_name(device: torch.device) -> str:
     """The device's name as its maker gives it, as far as the system tells."""
     if device.type == "cuda":
