@@ -47,7 +47,7 @@ def plan_placement(
     Args:
         resident_bytes: what keys and values may take on the device; `None` is all they need.
         on_gpu: where nothing streams, 16-bit keys and values are then one block a layer: a GPU has attended to a block
-            before a host has started what the next one takes. (Float32 has a path whose scores take memory by the block.)
+            before a host has started what the next one takes. (Scores of float32 take memory by the block.)
     """
     size = block_size_for(capacity, chunk_size)
     layer_token = config.kv_bytes_per_token(dtype) // config.num_layers
