@@ -17,6 +17,9 @@ from .protocol import Job, Timed
 _KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Numbers of ggml's types (`ggml.h`); the binding does not name all of them."""
 
+TRIAL_TOKENS = 8192
+"""Of a long prompt, what flash attention is tried on: one way may take several times as long as the other."""
+
 
 def prepare(job: Job) -> str:
     """Writes the file that `load` reads, and returns its path.
@@ -36,33 +39,32 @@ def load(job: Job) -> LlamaCpp:
 
 
 class LlamaCpp:
-    """A model in llama.cpp. Its first generation, the warm-up, is done with flash attention off and on; the faster one
-    by the time that the job would take is kept."""
+    """A model in llama.cpp, with flash attention off or on: whichever is faster after at most `TRIAL_TOKENS` of the
+    prompt, by the time that the job's answer would take there."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._model: Any = None
-        self.ran = "not warmed up yet"
+        self.ran = "not tried yet"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        if self._model is not None:
-            return _generate(self._model, self._job, prompt_ids, max_new_tokens)
-        seconds: dict[bool, float] = {}
-        timed: dict[bool, Timed] = {}
+        if self._model is None:
+            self._choose(prompt_ids[:TRIAL_TOKENS], max_new_tokens)
+        return _generate(self._model, self._job, prompt_ids, max_new_tokens)
+
+    def _choose(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+        job, seconds = self._job, dict[bool, float]()
         for flash in (False, True):
             self._model = self._opened(flash)
-            timed[flash] = run = _generate(self._model, self._job, prompt_ids, max_new_tokens)
-            seconds[flash] = run.ttft_s + run.decode_s / max(1, max_new_tokens - 1) * (self._job.max_new_tokens - 1)
+            run = _generate(self._model, job, prompt_ids, max_new_tokens)
+            seconds[flash] = run.ttft_s + run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
-            self._model.close()
             self._model = self._opened(flash)
-        job = self._job
         self.ran = (
             f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and KV cache in one format, "
-            f"flash attention {'on' if flash else 'off'}, the faster of both in the warm-up, {job.place}"
+            f"flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, {job.place}"
         )
-        return timed[flash]
 
     def _opened(self, flash: bool) -> Any:
         if self._model is not None:
