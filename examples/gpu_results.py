@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from triforce.kernels.packages import usable_packages
 from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
 from triforce.offload.full_cache import FullCache
 from triforce.offload.graphs import Graphs, Passes, Replayable, capture_for
@@ -158,7 +159,7 @@ class Steps:
             )
             streamed = plan_placement(part, **given, resident_bytes=0, on_gpu=True)
             resident = resident_bytes(free, total, plan, streamed, part.kv_bytes_per_token(dtype), part.num_layers)
-        on_gpu = self.device.type == "cuda"
+        on_gpu = "triton" in usable_packages(self.device)
         placement = plan_placement(part, **given, resident_bytes=resident, on_gpu=on_gpu)
         blocks = make_blocks(part, placement, self.link, device=self.device, **given)
         return FullCache(part, self.target.rope, blocks, chunk_size=CHUNK)
@@ -167,7 +168,7 @@ class Steps:
 def print_table(results: dict) -> None:
     contexts = results["contexts"]
     table = Table("", *(f"{int(context):,}" for context in contexts), title=f"{results['shape']}, {results['device']}")
-    for name in next(iter(contexts.values())):
+    for name in dict.fromkeys(name for values in contexts.values() for name in values):
         table.add_row(name, *(f"{values[name]:,}" if name in values else "-" for values in contexts.values()))
     console = Console()
     console.print(f"link: {results['link_gb_per_s']} GB/s")

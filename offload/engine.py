@@ -220,6 +220,8 @@ class Engine:
     def _start(self, job: _Job, on_prefill: Callable[[float], None] | None) -> Generation:
         if self._running:
             self._running.close()
+            if self._running.broken:
+                self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
         prompt, sampling = job.prompt, job.sampling
         capacity = len(prompt) + job.max_new_tokens

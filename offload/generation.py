@@ -82,12 +82,19 @@ class Generation(Iterator[Round]):
         self._on_prefill = on_prefill
         self._crossed = full.blocks.traffic()
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
+        self.broken = False
+        """Whether a pass was under way when the run was broken off."""
         self._rounds = self._run()
 
     @torch.inference_mode()
     def __next__(self) -> Round:
+        self.broken = True
         with shortage_explained(self._top.decoder.device):
-            return next(self._rounds)
+            event = next(self._rounds, None)
+        self.broken = False
+        if event is None:
+            raise StopIteration
+        return event
 
     def close(self) -> None:
         """Ends the run where it is; iteration stops, statistics stay."""
@@ -168,7 +175,7 @@ class Generation(Iterator[Round]):
             self._retrieval.refresh()
         else:
             self._retrieval.adopt()
-        if refreshed and self._draws.measured:
+        if refreshed and self._draws.measured and self._refresh.mode == "auto":
             synchronize(self._top.decoder.device)  # its cost decides when the next one comes
         seconds = time.perf_counter() - began
         if refreshed:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
+from ..kernels.packages import usable_packages
 from ..tp.decoder import Decoder
+from ..tp.errors import CapacityError
 from .full_cache import FullCache
-from .link import Link, ThreadLink
+from .link import Link, LinkError, ThreadLink
 from .memory import MemoryPlan, available_bytes, check_memory, plan_memory, shortage_explained
 from .placement import Placement, make_blocks, plan_placement, resident_bytes
 from .settings import Settings
@@ -39,13 +42,11 @@ class KeptCache:
         if old and old.capacity >= capacity and (shared or old.blocks.block_size == fresh.block_size):
             old.rollback(shared)
             return old
-        if not shared:
+        if old and not self._can_move(old, capacity, shared):
             self._drop()
             old = None
-        placement = self._placement(capacity)  # where tokens move, the old memory is taken meanwhile
-        if old is None or old.capacity < capacity:
-            resident, device, ranks = self._settings.resident, self._decoder.device, self._decoder.ranks
-            check_memory(self._plan(capacity), capacity, device, ranks, resident=resident)
+        self._check(capacity)
+        placement = self._placement(capacity)
         decoder, chunk_size = self._decoder, self._settings.planned_chunk_size
         with shortage_explained(decoder.device):
             blocks = make_blocks(
@@ -63,10 +64,38 @@ class KeptCache:
             old.on_piece = None
         return self._cache
 
+    def distrust(self) -> None:
+        """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
+        if self._cache and not self._cache.blocks.at_hand:
+            self.context = []
+
+    def _can_move(self, old: FullCache, capacity: int, shared: int) -> bool:
+        """Whether `shared` tokens of `old` can move to a larger cache while both are there, on every rank: the same
+        tokens must be left to read everywhere."""
+        if not shared:
+            return False
+        fits = self._placement(capacity).streams != old.blocks.at_hand
+        try:
+            self._check(capacity)
+        except CapacityError:
+            fits = False
+        cannot = torch.tensor([0.0 if fits else 1.0])
+        return self._decoder.ranks.sum(cannot, "all_reduce_move").item() == 0
+
+    def _check(self, capacity: int) -> None:
+        """Raises:
+        CapacityError: there is not so much memory.
+        """
+        decoder, resident = self._decoder, self._settings.resident
+        check_memory(self._plan(capacity), capacity, decoder.device, decoder.ranks, resident=resident)
+
     def _drop(self) -> None:
         """Gives the cache's memory back."""
         if self._cache:
             self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
+            if self._link:
+                with suppress(LinkError):  # of what is not wanted any more
+                    self._link.settle()
             if self._decoder.device.type == "cuda":
                 torch.cuda.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self._cache, self.context = None, []
@@ -88,7 +117,7 @@ class KeptCache:
                 capacity=capacity,
                 chunk_size=settings.planned_chunk_size,
                 resident_bytes=resident,
-                on_gpu=decoder.device.type == "cuda",
+                on_gpu="triton" in usable_packages(decoder.device),
             )
 
         if settings.resident is not None:

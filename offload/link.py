@@ -135,6 +135,7 @@ class ThreadLink:
             except Exception as error:  # it belongs to whoever waits for the copy
                 copy.error = error
             copy.done.set()
+            del copy  # or it keeps the memory until there is another
 
     def _carry(self, copy: _Copy) -> None:
         began = time.perf_counter()

@@ -46,14 +46,16 @@ def plan_placement(
 
     Args:
         resident_bytes: what keys and values may take on the device; `None` is all they need.
-        on_gpu: where nothing streams, 16-bit keys and values are then one block a layer: a GPU has attended to a block
-            before a host has started what the next one takes. (Scores of float32 take memory by the block.)
+        on_gpu: on a GPU with Triton, where nothing streams, a layer is one block: it has attended to a block before the
+            host has started what the next one takes. Not in float32, whose scores take memory by the block, nor with
+            sliding windows, which leave out whole blocks.
     """
     size = block_size_for(capacity, chunk_size)
     layer_token = config.kv_bytes_per_token(dtype) // config.num_layers
     if resident_bytes is None or resident_bytes >= -(-capacity // size) * size * config.kv_bytes_per_token(dtype):
         num_blocks = -(-capacity // size)
-        if on_gpu and dtype.itemsize == 2:
+        windows = any(config.sliding_window(layer) for layer in range(config.num_layers))
+        if on_gpu and dtype.itemsize == 2 and not windows:
             return Placement(num_blocks * size, 1, 1)
         return Placement(size, num_blocks, num_blocks)
     size = min(size, -(-max(64, SMALLEST_COPY // layer_token) // chunk_size) * chunk_size)

@@ -38,7 +38,7 @@ class Statistics:
     kv_read_bytes: int = 0
     """Keys and values that the full cache's attention read while decoding."""
     kv_read_s: float = 0.0
-    """Seconds it took for that."""
+    """Seconds it took for that; 0 on a GPU, where it is not known."""
     link: Traffic = field(default_factory=Traffic)
     """What crossed the link while decoding."""
     kv_bytes: int = 0

@@ -107,21 +107,44 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
     assert found == [None]
 
 
+@pytest.mark.parametrize("reuse", [0, None])
 @pytest.mark.parametrize("resident", [0, None])
-def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident):
+def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident, reuse):
     engine = load(models, resident=resident, budget=64, refresh="round")
-    engine.generate(PROMPT, Sampling(temperature=0.0), 20)
-    dropped, make = weakref.ref(engine._kept._cache), kept_cache.make_blocks
-    monkeypatch.setattr(
-        kept_cache, "make_blocks", lambda *given, **more: found.append(dropped()) or make(*given, **more)
-    )
-    found: list = []
+    engine.generate(PROMPT, Sampling(temperature=0.0), 150)  # a block is closed meanwhile
+    memory = blocks_of(engine)._host if resident == 0 else blocks_of(engine)._layers
+    dropped = [weakref.ref(engine._kept._cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
+    del memory
+    assert all(part() is not None for part in dropped)
+    make, found = kept_cache.make_blocks, []
+
+    def noted(*given, **more):
+        found.append([old() for old in dropped])
+        return make(*given, **more)
+
+    monkeypatch.setattr(kept_cache, "make_blocks", noted)
     gc.disable()
     try:
-        engine.generate(random_tokens(950, seed=8), Sampling(temperature=0.0), 20, reuse=0)
-        assert found == [None]
+        engine.generate(random_tokens(1050, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)
+        assert found == [[None] * len(dropped)]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("resident", [0, None])
+def test_a_prefill_that_is_broken_off_leaves_nothing_that_a_later_run_trusts(models, resident):
+    def stop(share: float) -> None:
+        if share > 0.4:
+            raise InterruptedError
+
+    engine, more = load(models, resident=resident, budget=64), [*PROMPT, *random_tokens(700, seed=5)]
+    engine.generate(PROMPT, Sampling(temperature=0.0), 60)
+    with pytest.raises(InterruptedError):
+        for _ in engine.stream(more, Sampling(temperature=0.0), 20, on_prefill=stop):
+            pass
+    again = engine.generate(more, Sampling(temperature=0.0), 20)
+    fresh = load(models, resident=resident, budget=64).generate(more, Sampling(temperature=0.0), 20)
+    assert again.token_ids == fresh.token_ids
 
 
 def test_follow_up_question_finds_its_book(models):

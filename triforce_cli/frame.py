@@ -162,8 +162,8 @@ def _lengths(s: Snapshot) -> Line:
 
 
 def _read(s: Snapshot) -> Line:
-    rate = "-" if s.gb_per_s is None else f"{s.gb_per_s:.1f}"
-    return _labelled("KV read", _spans("", f"{s.bytes_read / 1e9:.2f} GB", " at ", f"{rate} GB/s"))
+    rate = () if s.gb_per_s is None else (" at ", f"{s.gb_per_s:.1f} GB/s")
+    return _labelled("KV read", _spans("", f"{s.bytes_read / 1e9:.2f} GB", *rate))
 
 
 def _memory(s: Snapshot, width: int) -> Line:

@@ -58,7 +58,8 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(what, gib(device) if device else "-", gib(host) if host else "-")
 
     placement = layout.placement
-    blocks = f"{placement.num_blocks} blocks of {placement.block_size:,} tokens"
+    plural = "s" if placement.num_blocks > 1 else ""
+    blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
     row("weights" + (", draft included" if plan.draft else ""), layout.weights)
     row(f"KV cache, {blocks}", layout.resident_kv, layout.streamed_kv * setup.gpus)
     # The larger of these two counts: they are never there together.

@@ -110,18 +110,23 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
             rows["accepted"] = ", ".join([*shares, per_round])
         total = max(sum(seconds.values()), 1e-9)
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
-        if read["gb_per_s"] is not None:
-            rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB at {read['gb_per_s']:.1f} GB/s"
+        if read["bytes"]:
+            rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB{_at(read['gb_per_s'])}"
         link = stats["link"]
         if link["bytes_streamed"]:
-            speed = f" at {link['gb_per_s']:.1f} GB/s" if link["gb_per_s"] is not None else ""
-            rows["link"] = f"{link['bytes_streamed'] / 1e9:.2f} GB{speed}; computation waited {link['waited_s']:.2f} s"
+            crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
+            rows["link"] = f"{crossed}; computation waited {link['waited_s']:.2f} s"
     device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
     if stats["new_tokens"]:
         rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
     if stats["warnings"]:
         rows["warning"] = "; ".join(stats["warnings"])
     _print_rows(console, rows)
+
+
+def _at(gb_per_s: float | None) -> str:
+    """A speed, if it is known."""
+    return "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
 
 
 def _print_rows(console: Console, rows: dict[str, str]) -> None:

@@ -40,7 +40,7 @@ def load(job: Job) -> LlamaCpp:
 
 class LlamaCpp:
     """A model in llama.cpp, with flash attention off or on: whichever is faster after at most `TRIAL_TOKENS` of the
-    prompt, by the time that the job's answer would take there."""
+    prompt, by the time that the job would take at that speed."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -57,7 +57,8 @@ class LlamaCpp:
         for flash in (False, True):
             self._model = self._opened(flash)
             run = _generate(self._model, job, prompt_ids, max_new_tokens)
-            seconds[flash] = run.ttft_s + run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
+            seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(prompt_ids)
+            seconds[flash] += run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
             self._model = self._opened(flash)
