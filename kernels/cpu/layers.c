@@ -19,6 +19,10 @@
 #define OUTPUTS 4 /* rows of a matrix that are taken together, */
 #define ROWS 4    /* and rows of the input: 16 sums in registers */
 
+/* How far ahead of the products a matrix is fetched: it is read once, in rows too short for the processor to see what
+ * comes next. */
+#define FETCH_AHEAD (16 * 1024)
+
 /* Bytes of a matrix below which other threads cost more than they take over. All of them or none: OpenMP ends threads
  * that a smaller team has no use for, and a larger one has to start them again. */
 #define SMALL_MATRIX (192 * 1024)
@@ -107,7 +111,9 @@ INLINE void linear_part(const void *x, const void *w, const void *bias, void *ou
     float sums[OUTPUTS][ROWS];
     for (int64_t o = first; o < stop; o += OUTPUTS) {
         const int count = stop - o < OUTPUTS ? (int)(stop - o) : OUTPUTS;
-        const void *matrix = at(w, o * inputs, is_bf16);
+        const char *matrix = at(w, o * inputs, is_bf16);
+        for (int64_t i = 0; i < OUTPUTS * inputs * (is_bf16 ? 2 : 4); i += 64)
+            __builtin_prefetch(matrix + FETCH_AHEAD + i);
         for (int64_t r = 0; r < n; r += ROWS) {
             const int rows = n - r < ROWS ? (int)(n - r) : ROWS;
             const void *input = at(x, r * inputs, is_bf16);
