@@ -28,7 +28,7 @@ EFFICIENCY = 1397.31 / 2039
 Llama-2-7B at 1,397.31 GB/s (its README) on an A100-80GB, whose data sheet says 2,039."""
 
 LAUNCH_SECONDS = 0.8e-3
-"""Starting one layer's operations from Python, without CUDA graphs: between the 0.5 ms or so that a draft's layer takes in
+"""Starting one layer's operations from Python, without CUDA graphs: between the 0.5 ms that a draft's layer takes in
 plain PyTorch on two EPYC cores, nearly all of it dispatch (docs/cpu-results.md), and the 1.2 ms of the basic version in
 "Accelerating Generative AI with PyTorch II" (pytorch.org, 25.5 tokens/s with 32 layers on an A100's host)."""
 
