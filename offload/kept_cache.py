@@ -9,6 +9,7 @@ import torch
 
 from ..kernels.packages import usable_packages
 from ..tp.decoder import Decoder
+from ..tp.devices import synchronize
 from ..tp.errors import CapacityError
 from .full_cache import FullCache
 from .link import Link, LinkError, ThreadLink
@@ -96,8 +97,7 @@ class KeptCache:
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
                     self._link.settle()
-            if self._decoder.device.type == "cuda":
-                torch.cuda.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
+            synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self._cache, self.context = None, []
 
     def _shared_tokens(self, prompt: list[int]) -> int:
