@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from triforce.cli import bench_report, comparison_report
+from triforce.cli.bench import report as bench_report
+from triforce.cli.compare import report as comparison_report
 from triforce.cli.machine import on, sampling_words
 from triforce.tp.units import gib
 

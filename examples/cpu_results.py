@@ -22,15 +22,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from triforce.kernels import attention, layers
-from triforce.offload import full_cache, retrieval_cache, streaming_cache
-from triforce.offload.bandwidth import memory_bandwidth, timed
-from triforce.offload.cost_model import Assumptions
+from triforce.offload.caches import full as full_cache
+from triforce.offload.caches import retrieval as retrieval_cache
+from triforce.offload.caches import streaming as streaming_cache
+from triforce.offload.planning.cost_model import Assumptions
+from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
-from triforce.offload.shape_steps import ShapeSteps
-from triforce.tp import decoder, rope
-from triforce.tp.config import ModelConfig
+from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
 from triforce.tp.devices import device_name
-from triforce.tp.registry import EMBEDDED, find_pair
+from triforce.tp.model import decoder, rope
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.registry import EMBEDDED, find_pair
 
 CPU = torch.device("cpu")
 CACHED_KEYS = 1024

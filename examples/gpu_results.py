@@ -17,19 +17,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from triforce.kernels.packages import usable_packages
-from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
-from triforce.offload.full_cache import FullCache
-from triforce.offload.graphs import Graphs, Passes, Replayable, capture_for
-from triforce.offload.link import Link
-from triforce.offload.memory import available_bytes, plan_memory
-from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
-from triforce.offload.retrieval_cache import RetrievalCache
-from triforce.offload.shape_steps import RandomWeights
-from triforce.offload.streaming_cache import StreamingCache
-from triforce.tp.config import ModelConfig
-from triforce.tp.decoder import Decoder
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.graphs.passes import Graphs, Passes, Replayable, capture_for
+from triforce.offload.planning.memory import available_bytes, plan_memory
+from triforce.offload.planning.placement import make_blocks, plan_placement, resident_bytes
+from triforce.offload.planning.shape_steps import RandomWeights
+from triforce.offload.transfer.bandwidth import REPEATS, link_bandwidth, make_link, timed
+from triforce.offload.transfer.link import Link
 from triforce.tp.devices import device_name
-from triforce.tp.registry import PRESETS
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.decoder import Decoder
+from triforce.tp.weights.registry import PRESETS
 
 CHUNK = 8
 

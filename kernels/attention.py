@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
-from .cpu_attention import attend_compiled, compiled_attention, sums_mass, takes
+from .cpu.attention import attend_compiled, compiled_attention, sums_mass, takes
 from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
 
@@ -102,7 +102,7 @@ def attend(
         known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # on a CPU there is nothing to wait for
         out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=at_hand)
     elif backend == "triton":
-        from .triton_attention import attend_triton  # only where it is used: a CPU has no need of Triton
+        from .triton.attention import attend_triton  # only where it is used: a CPU has no need of Triton
 
         out, lse = attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
     elif backend != "plain" and not isinstance(diagonal, Tensor):

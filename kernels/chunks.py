@@ -38,7 +38,7 @@ def chunk_mass(
     num_heads, n, head_dim = q.shape
     num_kv_heads, m, _ = k.shape
     if lse.dtype == torch.float32 and "triton" in usable_packages(k.device):
-        from .triton_chunks import chunk_mass_triton, takes_chunks
+        from .triton.chunks import chunk_mass_triton, takes_chunks
 
         if takes_chunks(m // mass.shape[-1], num_heads // num_kv_heads, head_dim, q.dtype):
             chunk_mass_triton(q, k, lse, mass, scale=scale, diagonal=diagonal, window=window)
@@ -103,7 +103,7 @@ def copy_chunks(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor,
         k, v: `[num_kv_heads, count * chunk_size, head_dim]`, written in part.
     """
     if "triton" in usable_packages(block.device):
-        from .triton_chunks import copy_chunks_triton
+        from .triton.chunks import copy_chunks_triton
 
         copy_chunks_triton(block, first, chunks, k, v, chunk_size)
         return
@@ -126,7 +126,7 @@ def gather_chunks(blocks: Tensor, indices: Tensor, chunk_size: int) -> Tensor:
         `[num_kv_heads, count * chunk_size, head_dim]`.
     """
     if "triton" in usable_packages(blocks.device):
-        from .triton_chunks import gather_chunks_triton
+        from .triton.chunks import gather_chunks_triton
 
         return gather_chunks_triton(blocks, indices, chunk_size)
     num_kv_heads, count = indices.shape

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import FEW_ROWS
-from .compiled import library
+from .cpu.library import library
 
 
 def linear(

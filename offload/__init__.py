@@ -2,6 +2,6 @@
 
 from .engine import Engine
 from .generation import Generation, Result, Round
-from .sampling import Sampling
+from .speculation.sampling import Sampling
 
 __all__ = ["Engine", "Generation", "Result", "Round", "Sampling"]

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.config import ModelConfig
-from ..tp.decoder import Cache, Decoder
 from ..tp.devices import device_name, resolve_device, resolve_dtype
 from ..tp.errors import UsageError
-from ..tp.place import Place
-from ..tp.ranks import ALONE, Ranks
-from ..tp.registry import find_pair, published_settings
-from ..tp.split import check_split
+from ..tp.model.config import ModelConfig
+from ..tp.model.decoder import Cache, Decoder
+from ..tp.parallel.place import Place
+from ..tp.parallel.ranks import ALONE, Ranks
+from ..tp.parallel.split import check_split
+from ..tp.weights.registry import find_pair, published_settings
+from .caches.full import FullCache
+from .caches.kept import KeptCache
+from .caches.retrieval import RetrievalCache
+from .caches.streaming import StreamingCache
 from .checks import checked_prompt
-from .full_cache import FullCache
 from .generation import Generation, Result
-from .graphs import Graphs, Passes, capture_for
-from .kept_cache import KeptCache
-from .memory import check_memory, plan_memory
-from .pacing import PassCost
-from .refresh import RefreshPolicy
-from .retrieval_cache import RetrievalCache
-from .sampling import Sampling
+from .graphs.passes import Graphs, Passes, capture_for
+from .planning.memory import check_memory, plan_memory
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
-from .streaming_cache import StreamingCache
-from .tiers import Draws, Tier
-from .vocabulary import check_draft
+from .speculation.pacing import PassCost
+from .speculation.refresh import RefreshPolicy
+from .speculation.sampling import Sampling
+from .speculation.tiers import Draws, Tier
+from .speculation.vocabulary import check_draft
 
 _MODELLED_BANDWIDTH = 40e9
 """Bytes a second that two cores read; with the two below, where adaptation starts from."""

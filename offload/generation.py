@@ -11,16 +11,16 @@ import torch
 
 from ..tp.devices import synchronize, to_device
 from ..tp.errors import TriforceError
-from .full_cache import FullCache
-from .graphs import Graphs
-from .memory import device_peak_bytes, host_peak_bytes, shortage_explained
-from .refresh import RefreshPolicy
-from .retrieval_cache import RetrievalCache
-from .sampling import distribution, draw, read
+from .caches.full import FullCache
+from .caches.retrieval import RetrievalCache
+from .caches.streaming import StreamingCache, prefill_streaming
+from .graphs.passes import Graphs
+from .planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from .settings import MOST_BLOCK_LENGTH
+from .speculation.refresh import RefreshPolicy
+from .speculation.sampling import distribution, draw, read
+from .speculation.tiers import Counts, Draws, Tier
 from .statistics import Statistics
-from .streaming_cache import StreamingCache, prefill_streaming
-from .tiers import Counts, Draws, Tier
 
 
 @dataclass(frozen=True)

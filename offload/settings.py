@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..tp.errors import UsageError
-from .refresh import RefreshPolicy
-from .retrieval_cache import planned_budget
+from .caches.retrieval import planned_budget
+from .speculation.refresh import RefreshPolicy
 
 MOST_BLOCK_LENGTH = 256
 """Tokens that a pass over the full cache may be asked to verify."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .link import Traffic
+from .transfer.link import Traffic
 
 
 @dataclass(frozen=True)

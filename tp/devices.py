@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
 from .errors import UsageError
+from .model.config import ModelConfig
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..tp.errors import PeerError, TriforceError
-from ..tp.launch import record, still_joined
-from ..tp.place import Place
-from .stopping import Signals, Stop
-from .streams import abandon, tell
+from ..tp.parallel.launch import record, still_joined
+from ..tp.parallel.place import Place
+from .terminal.stopping import Signals, Stop
+from .terminal.streams import abandon, tell
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from .bench import EPILOG as BENCH_EPILOG
-from .bench import bench
-from .compare import EPILOG as COMPARE_EPILOG
-from .compare import compare
+from .bench.command import EPILOG as BENCH_EPILOG
+from .bench.command import bench
+from .compare.command import EPILOG as COMPARE_EPILOG
+from .compare.command import compare
 from .doctor import doctor
-from .generate import EPILOG, generate
+from .generate.command import EPILOG, generate
 from .models import models
-from .plan import EPILOG as PLAN_EPILOG
-from .plan import plan
+from .plan.command import EPILOG as PLAN_EPILOG
+from .plan.command import plan
 
 app = typer.Typer(
     name="triforce",

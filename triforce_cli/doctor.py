@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..tp.registry import EMBEDDED, find_pair
 from ..tp.units import gib
+from ..tp.weights.registry import EMBEDDED, find_pair
 
 _OPTIONAL = {
     "flash-attn": ("faster attention on NVIDIA GPUs", "flash-attn"),
@@ -147,7 +147,7 @@ def _look_at_memory(found: Findings) -> None:
 def _look_at_kernels(found: Findings) -> None:
     """The compiled kernels for this processor, which are optional."""
     try:
-        from ..kernels.compiled import instructions, loaded
+        from ..kernels.cpu.library import instructions, loaded
     except Exception:  # they need PyTorch, whose failure is reported already
         return
     found.compiled_kernels = instructions()
@@ -166,8 +166,8 @@ def _look_at_embedded(found: Findings) -> None:
     except Exception:  # reported already; whether the files are good cannot be told
         return
     try:
-        from ..tp.decoder import Decoder
-        from .tokenizer import Tokenizer
+        from ..tp.model.decoder import Decoder
+        from .generate.tokenizer import Tokenizer
 
         target, draft = find_pair(EMBEDDED)
         for directory in (target, draft):

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ..tp.errors import ModelError
-from ..tp.registry import PRESETS, Preset, published_settings
 from ..tp.units import gib
+from ..tp.weights.registry import PRESETS, Preset, published_settings
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
-    from ..offload.memory import available_bytes, plan_memory
-    from ..offload.retrieval_cache import planned_budget
+    from ..offload.caches.retrieval import planned_budget
+    from ..offload.planning.memory import available_bytes, plan_memory
     from ..tp.devices import resolve_device
-    from ..tp.weight_files import weight_files
+    from ..tp.weights.weight_files import weight_files
 
     target_directory, draft_directory = preset.directories()
     there = {"target": target_directory is not None, "draft": draft_directory is not None}

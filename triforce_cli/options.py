@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..tp.errors import UsageError
-from ..tp.registry import PRESETS
+from ..tp.weights.registry import PRESETS
 
 
 class Device(StrEnum):

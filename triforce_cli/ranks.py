@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..tp.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
-from ..tp.place import Place
-from ..tp.registry import find_pair
-from .streams import tell
+from ..tp.parallel.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
+from ..tp.parallel.place import Place
+from ..tp.weights.registry import find_pair
+from .terminal.streams import tell
 
 if TYPE_CHECKING:
     from .app import Call
@@ -28,8 +28,8 @@ def leads(request: Request, call: Call) -> bool:
     if place is None and request.gpus > 1:
         target, _ = find_pair(request.model, request.wanted_draft, tell)  # one download for all ranks
         call.signals.hold()  # importing PyTorch may swallow what a signal raises
-        from ..tp.config import ModelConfig
-        from ..tp.split import check_split
+        from ..tp.model.config import ModelConfig
+        from ..tp.parallel.split import check_split
 
         check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
         command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
@@ -38,7 +38,7 @@ def leads(request: Request, call: Call) -> bool:
         Guard(GRACE_S if place.rank else RANK_0_GRACE_S)
     if place and place.rank:
         call.signals.disregard()
-        from .run import follow
+        from .generate.run import follow
 
         follow(request)
         return False

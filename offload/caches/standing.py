@@ -1,0 +1,39 @@
+"""Where the tokens of a pass stand in a cache of fixed size: numbers as a rule, tensors in a pass that is replayed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...tp.model.rope import Rope, Rows
+
+
+class Standing(NamedTuple):
+    """The places of `n` tokens that come together.
+
+    A pass that was captured runs the same kernels on the same addresses each time, so what changes with the position
+    has to be in memory that they read: the tensors here, which are set before each replay (see `graphs`).
+    """
+
+    turn: int | Rows
+    """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's table."""
+    slot: int | Tensor
+    """The slot of the first token, or of each, `[n]` int64."""
+
+    @property
+    def diagonal(self) -> int | Tensor:
+        """The last slot that the first token sees: its own."""
+        return self.slot if isinstance(self.slot, int) else self.slot[0]
+
+    def put(self, buffer: Tensor, rows: Tensor, rope: Rope | None = None) -> None:
+        """Writes `rows` `[heads, n, head_dim]`, rotated by `rope` if it is given, to their slots of `buffer`
+        `[heads, slots, head_dim]`."""
+        if isinstance(self.slot, int):
+            place = buffer[:, self.slot : self.slot + rows.shape[1]]
+            if rope:
+                rope.rotate(rows, self.turn, out=place)
+            else:
+                place.copy_(rows)
+        else:
+            buffer.index_copy_(1, self.slot, rope.rotate(rows, self.turn) if rope else rows)

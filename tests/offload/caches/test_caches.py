@@ -1,0 +1,242 @@
+"""Rollback is exact: after any pattern of appending and forgetting, a cache equals one that only saw what is left."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny import random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
+from triforce.tp.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+PROBE = torch.tensor([1, 2, 3])
+
+forgotten_tokens = st.one_of(st.integers(0, 12), st.integers(0, 60))
+steps = st.lists(st.tuples(st.integers(1, 30), forgotten_tokens), min_size=1, max_size=14)
+"""Tokens appended, then tokens forgotten, again and again."""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
+    return Decoder.load(directory, dtype=torch.float32, device=CPU)
+
+
+def full_cache(decoder):
+    return FullCache.on_device(
+        decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500, chunk_size=4
+    )
+
+
+def streaming_cache(decoder):
+    return StreamingCache(decoder, sinks=4, window=20)
+
+
+def append(decoder, cache, tokens):
+    if tokens:
+        decoder.forward(torch.tensor(tokens), cache)
+
+
+def play(decoder, cache, history, seed=0, floor=0):
+    """Runs `history` on a cache; the tokens that are left. Never forgets below `floor` tokens."""
+    tokens = []
+    source = iter(random_tokens(1000, seed=seed))
+    for appended, forgotten in history:
+        new = [next(source) for _ in range(appended)]
+        append(decoder, cache, new)
+        tokens += new
+        tokens = tokens[: max(floor, len(tokens) - forgotten)]
+        cache.rollback(len(tokens))
+        if cache.length < len(tokens):  # allowed to forget more, as long as it says so
+            append(decoder, cache, tokens[cache.length :])
+    return tokens
+
+
+def probe(decoder, cache):
+    return decoder.forward(PROBE, cache, num_logits=3)
+
+
+@pytest.fixture
+def little_slack(monkeypatch):
+    """Makes the streaming window move every dozen tokens, and rollbacks reach beyond what it kept."""
+    monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)
+
+
+@given(history=steps)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("make", [full_cache, streaming_cache])
+def test_rollback_equals_replay(decoder, make, little_slack, history):
+    cache, replayed = make(decoder), make(decoder)
+    tokens = play(decoder, cache, history)
+    append(decoder, replayed, tokens)
+    assert cache.length == replayed.length == len(tokens)
+    error = (probe(decoder, cache) - probe(decoder, replayed)).abs().max()
+    assert error < 1e-4, f"logits differ by {error} after {len(tokens)} tokens"
+
+
+@given(history=steps, prompt_length=st.integers(1, 120), adopted=st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, adopted):
+    def start():
+        full = full_cache(decoder)
+        append(decoder, full, random_tokens(prompt_length, seed=1))
+        cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
+        cache.refresh()
+        append(decoder, full, random_tokens(adopted, seed=2))
+        return full, cache
+
+    full, cache = start()
+    floor = cache.length
+    tokens = random_tokens(0)
+    source = iter(random_tokens(1000, seed=3))
+    for appended, forgotten in history:
+        new = [next(source) for _ in range(appended)]
+        append(decoder, cache, new)
+        tokens = (tokens + new)[: max(0, len(tokens) + appended - forgotten)]
+        cache.rollback(floor + len(tokens))
+    _, replayed = start()
+    append(decoder, replayed, tokens)
+    assert cache.length == replayed.length
+    assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
+    # After a verification all drafted tokens go and the full cache's own take their place.
+    for each in (cache, replayed):
+        each.rollback(floor)
+        each.adopt()
+    assert cache.length == replayed.length == full.length
+    assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
+
+
+def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder, little_slack):
+    cache = streaming_cache(decoder)
+    append(decoder, cache, random_tokens(200))
+    assert cache._origins[0] > 4
+    cache.rollback(195)
+    assert cache.length == 195
+    cache.rollback(100)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
+@pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7)])
+def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head_dim):
+    model = save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
+    model.set_attn_implementation("eager")
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    full = full_cache(decoder)
+    tokens = random_tokens(sum(parts))
+    taken = 0
+    for n in parts:
+        # Each part is followed by tokens that are taken back, as a verification's rejected ones are.
+        append(decoder, full, tokens[taken : taken + n] + random_tokens(3, seed=n))
+        taken += n
+        full.rollback(taken)
+    with torch.inference_mode():
+        attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        got = full.recent_mass(layer)
+        by_head = attention[0, :, -got.shape[1] :].unflatten(-1, (-1, 4)).sum(-1)  # [4, rows, 25]
+        error = (got - by_head.unflatten(0, (2, 2)).mean(1)).abs().max()
+        assert error < 1e-5, f"layer {layer}: shares differ by {error}"
+    assert full.recent_mass(0).shape[1] == (5 if parts == (100,) else 8)
+
+
+def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(61))
+    cache = RetrievalCache(full, decoder.rope, budget=16, chunk_size=4)
+    cache.refresh()
+    append(decoder, cache, random_tokens(9, seed=1))
+    cache.rollback(61)
+    append(decoder, full, random_tokens(9, seed=1))
+    cache.adopt()
+    for layer in range(2):
+        keys, values = cache._buffers[layer]
+        want_keys, want_values = full.blocks.slice(layer, 60, 70)
+        assert torch.equal(keys[:, 16:26], want_keys)
+        assert torch.equal(values[:, 16:26], want_values)
+
+
+@pytest.mark.parametrize("budget", [500, 64])
+def test_refreshed_retrieval_with_room_for_all_equals_full(decoder, budget):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(150))
+    cache = RetrievalCache(full, decoder.rope, budget=budget, chunk_size=4)
+    cache.refresh()
+    equal = torch.allclose(probe(decoder, cache), probe(decoder, full), atol=1e-4)
+    assert equal == (budget == 500)
+
+
+@pytest.mark.parametrize("n", [5, 30, 300, 900])
+def test_streaming_prefill_of_the_reachable_tokens_equals_all_tokens(decoder, n):
+    tokens = random_tokens(n)
+    short, long = streaming_cache(decoder), streaming_cache(decoder)
+    prefill_streaming(decoder, short, tokens)
+    append(decoder, long, tokens)
+    for forgotten in (0, 3, 40):
+        if forgotten < n:
+            for cache in (short, long):
+                cache.rollback(n - forgotten)
+                if cache.length < n - forgotten:
+                    append(decoder, cache, tokens[cache.length : n - forgotten])
+        assert torch.allclose(probe(decoder, short), probe(decoder, long), atol=1e-4)
+        for cache in (short, long):
+            cache.rollback(min(n, n - forgotten))
+
+
+def test_streaming_attends_to_sinks_and_window_only(decoder):
+    """Against a plain softmax over the kept tokens, each at its distance within the window, for one layer."""
+    cache = streaming_cache(decoder)
+    config, rope = decoder.config, decoder.rope
+    g = torch.Generator().manual_seed(4)
+    n = 70
+    q = torch.randn(config.num_heads, n, config.head_dim, generator=g)
+    k = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
+    v = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
+    got = [cache.attend(layer, q, k, v) for layer in range(config.num_layers)][-1]
+    for t in range(n):
+        kept = [j for j in range(t + 1) if j < 4 or j > t - 20]
+        place = {j: i for i, j in enumerate(kept)}  # positions within the cache
+        rotated = torch.cat([rope.rotate(k[:, j : j + 1], place[j]) for j in kept], dim=1)
+        query = rope.rotate(q[:, t : t + 1], place[t])
+        group = config.num_heads // config.num_kv_heads
+        scores = query @ rotated.repeat_interleave(group, 0).transpose(1, 2) * config.head_dim**-0.5
+        want = scores.softmax(-1) @ v[:, kept].repeat_interleave(group, 0)
+        assert torch.allclose(got[:, t : t + 1], want, atol=1e-4), f"row {t}"
+
+
+def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
+    save_llama(tmp_path / "target", seed=1)
+    save_llama(tmp_path / "draft", seed=2, num_hidden_layers=1)
+    engine = Engine.load(
+        tmp_path / "target", tmp_path / "draft", device="cpu", budget=32, draft_length=3, block_length=6, refresh=4
+    )
+    assert engine.draft is not None
+    prompt = random_tokens(100)
+    run = engine.stream(prompt, Sampling(temperature=1.5, top_p=1.0, seed=3), 150)
+    tokens = list(prompt)
+    for event in run:
+        tokens += event.tokens
+        assert run._full.length == len(tokens) - 1
+        if event.index % 7 or run._retrieval is None or run._streaming is None:
+            continue
+        fresh = FullCache.on_device(
+            engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
+        )
+        append(engine.target, fresh, tokens[:-1])
+        for layer in range(3):
+            for got, want in zip(
+                run._full.blocks.slice(layer, 0, fresh.length), fresh.blocks.slice(layer, 0, fresh.length), strict=True
+            ):
+                assert torch.allclose(got, want, atol=1e-4)
+        assert run._retrieval.length == fresh.length
+        assert run._streaming.length <= fresh.length
+        replayed = StreamingCache(engine.draft)
+        append(engine.draft, replayed, tokens[: run._streaming.length])
+        kept = run._streaming.length
+        got, want = probe(engine.draft, run._streaming), probe(engine.draft, replayed)
+        run._streaming.rollback(kept)
+        assert torch.allclose(got, want, atol=1e-4)

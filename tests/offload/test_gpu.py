@@ -1,0 +1,183 @@
+"""What only a GPU can show: copies beside computation, and a CPU's tokens. Its kernels are in `test_triton`."""
+
+import pytest
+import torch
+from spmd import run_jobs
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.transfer.ring import Ring
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.model.decoder import Decoder
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = (2, 4, 256, 64)
+LENGTHS = {"budget": 64, "draft_length": 3, "block_length": 7}
+
+
+@pytest.fixture
+def link():
+    from triforce.offload.transfer.cuda_link import CudaLink
+
+    link = CudaLink(torch.device("cuda"))
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    model = save_llama(root / "target", seed=1, num_key_value_heads=2, head_dim=32)
+    prompt = random_tokens(900, seed=3)
+    return root, prompt, greedy_oracle(model, prompt, 60)
+
+
+def test_blocks_come_in_order_and_are_whole(link):
+    host = link.host_memory((40, *BLOCK), torch.float32)
+    host.copy_(torch.arange(40.0).view(-1, 1, 1, 1, 1).expand(40, *BLOCK))
+    ring = Ring(link, [torch.empty(BLOCK, device="cuda") for _ in range(3)])
+    ring.begin(iter(host))
+    sums = [block.mean() for block in ring.take(40)]  # nothing waits on the host until the end
+    assert torch.stack(sums).tolist() == list(map(float, range(40)))
+    torch.cuda.synchronize()
+    traffic = link.traffic()
+    assert traffic.bytes_in == host.numel() * 4
+    assert traffic.busy_s > 0
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_fetch_sees_what_was_stored_before(link, contiguous):
+    host = link.host_memory(BLOCK, torch.float32)
+    host.zero_()
+    target = host if contiguous else host[:, :, :100]
+    stored = torch.rand(target.shape, device="cuda")
+    link.store(stored, target)
+    buffer = torch.empty(BLOCK, device="cuda")
+    link.fetch(host, buffer).wait()
+    assert torch.equal(buffer[:, :, : target.shape[2]], stored)
+    link.settle()
+    assert torch.equal(target, stored.cpu())
+
+
+def test_host_memory_is_page_locked(link):
+    assert link.host_memory((3, 5, 7), torch.bfloat16).is_pinned()
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_greedy_tokens_equal_transformers_on_a_cpu(models, tiers, resident):
+    root, prompt, want = models
+    engine = Engine.load(
+        root / "target", root / "draft", device="cuda", dtype="float32", tiers=tiers, resident=resident, budget=64
+    )
+    result = engine.generate(prompt, Sampling(temperature=0.0), 60)
+    assert result.token_ids == want
+    assert (result.stats["link"]["bytes_streamed"] > 0) == (resident is not None)
+    assert result.stats["memory"]["device_peak_bytes"] > 0
+
+
+def test_streamed_logits_equal_those_at_hand(models, link):
+    root, prompt, _ = models
+    decoder = Decoder.load(root / "target", dtype=torch.float32, device=torch.device("cuda"))
+    given = {"dtype": torch.float32, "device": decoder.device, "capacity": 1400}
+    blocks = StreamedBlocks(decoder.part, link, **given, block_size=64, chunk_size=4, num_resident=2)
+    streamed = FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
+    at_hand = FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=4)
+    tokens = torch.tensor(prompt + prompt[:400], device="cuda")
+    for start, stop in ((0, 800), (800, 805), (805, 869), (869, 1200)):
+        got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, at_hand))
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A list that grows with every pass that is captured."""
+    from triforce.offload.graphs.cuda import CudaCapture
+
+    capture, done = CudaCapture.capture, []
+    monkeypatch.setattr(CudaCapture, "capture", lambda *given: done.append(None) or capture(*given))
+    return done
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_change_no_token(models, captures, tiers, temperature):
+    root, prompt, want = models
+    sampling = Sampling(temperature, 0.95, seed=5)
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="float32", tiers=tiers, **LENGTHS)
+    captured = engine.generate(prompt, sampling, 60)
+    assert captured.stats["warnings"] == []
+    assert len(captures) >= tiers - 1
+    engine._capture = None
+    plain = engine.generate(prompt, sampling, 60, reuse=0)  # or other rows say which chunks matter
+    assert captured.token_ids == plain.token_ids
+    assert captured.token_ids == want or temperature > 0
+
+
+def test_a_draft_does_not_wait_for_the_gpu(models, captures):
+    root, prompt, _ = models
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="bfloat16", **LENGTHS)
+    run = engine.stream(prompt, Sampling(0.8, 0.9, 40, seed=1), 60)
+    next(run)
+    with torch.inference_mode():
+        for tier in (run._tiers[2], run._tiers[1]):
+            for mode in ("default", "default", "error"):  # warmed up, captured, replayed
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    tokens, _ = tier.draw_ahead(run._context, 4, run._draws)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                assert tokens.shape == (4,)
+                tier.rollback(len(run._context) - 1)
+    assert len(captures) >= 2
+    assert run.warnings == []
+
+
+def test_a_capture_that_fails_leaves_the_tokens_and_a_warning(models, monkeypatch):
+    root, prompt, want = models
+    attend = RetrievalCache.attend
+
+    def waiting(self, layer, q, k, v):
+        if layer == 1 and torch.cuda.is_current_stream_capturing():
+            q.amax().item()
+        return attend(self, layer, q, k, v)
+
+    monkeypatch.setattr(RetrievalCache, "attend", waiting)
+    engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="float32", **LENGTHS)
+    stats = engine.generate(prompt, Sampling(temperature=0.0), 60).stats
+    assert stats["token_ids"] == want
+    assert len(stats["warnings"]) == 1
+    assert "without CUDA graphs" in stats["warnings"][0]
+    assert "\n" not in stats["warnings"][0]
+    torch.cuda.empty_cache()  # which PyTorch refuses while it takes a capture to be under way
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_gpus_capture_their_sums(models, temperature):
+    root, prompt, want = models
+    job = {"model": str(root / "target"), "draft": str(root / "draft"), "device": "cuda", "prompt": prompt}
+    job |= {"new_tokens": 60, "temperature": temperature, "seed": 5, "settings": LENGTHS}
+    (reports,) = run_jobs([job], 2)
+    assert [report["warnings"] for report in reports] == [[], []]
+    assert reports[0]["token_ids"] == reports[1]["token_ids"]
+    assert reports[0]["token_ids"] == want or temperature > 0
+    assert reports[0]["collectives"]["all_reduce_graphs"] >= 2  # asked of each other after a capture
+
+
+def test_memory_that_runs_out_is_explained(models):
+    root, prompt, _ = models
+    engine = Engine.load(root / "target", device="cuda", dtype="float32")
+    run = engine.stream(prompt, Sampling(temperature=0.0), 60)
+    next(run)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / total)
+    try:
+        torch.cuda.empty_cache()
+        with pytest.raises(Exception, match="GPU memory ran out"):
+            list(run)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,482 @@
+"""Every supported family and RoPE scaling computes what transformers computes, in either spelling of its config."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.tp.errors import ModelError
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.decoder import Decoder
+from triforce.tp.weights.checkpoint import Checkpoint
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0.0)
+LENGTHS = (20, 300)
+"""Tokens within the original context of every scaling below, and far beyond it."""
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 6.0},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn-given-factor": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 0.7,
+        "beta_fast": 6.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.5,
+        "mscale_all_dim": 0.5,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def save_scaled(directory: Path, scaling: str, family: str = "llama", theta: float = 1000.0) -> PreTrainedModel:
+    """A random model with heads of 32 and one of `ROPES`, whose original context is 64."""
+    positions = 64 if scaling in ("linear", "dynamic") else 512
+    rope = ROPES[scaling] | {"rope_theta": theta}
+    return save_family(directory, family, head_dim=32, max_position_embeddings=positions, rope_parameters=rope)
+
+
+def ours(directory: Path, tokens: list[int], parts: int | None = None) -> torch.Tensor:
+    """All logits of our decoder."""
+    decoder = Decoder.load(directory, dtype=torch.float32, device=CPU)
+    decoder.rope.begin(len(tokens))
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=len(tokens))
+    pieces = torch.tensor(tokens).split(parts or len(tokens))
+    return torch.cat([decoder.forward(piece, cache, num_logits=len(piece)) for piece in pieces])
+
+
+@torch.inference_mode()
+def theirs(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """All logits of transformers, from a model that has seen nothing before."""
+    return AutoModelForCausalLM.from_pretrained(directory).eval()(torch.tensor([tokens])).logits[0]
+
+
+def assert_equal_logits(directory: Path, parts: int | None = None) -> None:
+    for n in LENGTHS:
+        tokens = random_tokens(n, seed=n)
+        error = (ours(directory, tokens, parts) - theirs(directory, tokens)).abs().max()
+        assert error < 1e-4, f"logits over {n} tokens differ by {error}"
+
+
+def change_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_family_equal_transformers(tmp_path, family):
+    save_family(tmp_path, family)
+    assert_equal_logits(tmp_path)
+    assert_equal_logits(tmp_path, parts=37)
+
+
+def test_a_window_ends_at_the_right_key_wherever_a_block_begins(tmp_path):
+    save_family(tmp_path, "mistral-window")
+    assert_equal_logits(tmp_path, parts=1)
+
+
+@pytest.mark.parametrize("scaling", ROPES)
+def test_logits_under_every_rope_scaling_equal_transformers(tmp_path, scaling):
+    save_scaled(tmp_path, scaling)
+    assert_equal_logits(tmp_path)
+    assert_equal_logits(tmp_path, parts=37)
+
+
+@pytest.mark.parametrize(("family", "scaling"), [("qwen2", "yarn"), ("qwen3", "yarn"), ("llama-tied", "llama3")])
+def test_logits_of_the_published_combinations_equal_transformers(tmp_path, family, scaling):
+    save_scaled(tmp_path, scaling, family)
+    assert_equal_logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "without"),
+    [
+        ("llama-bias", {"attention_bias": False}),
+        ("mistral-window", {"sliding_window": None}),
+        ("qwen2", {"architectures": ["LlamaForCausalLM"]}),
+        ("qwen2-window", {"max_window_layers": 2}),
+        ("qwen2-layer-types", {"layer_types": ["full_attention"] * 3}),
+        ("qwen3", {"architectures": ["LlamaForCausalLM"]}),
+        ("qwen3-bias", {"attention_bias": False}),
+    ],
+)
+def test_the_features_of_these_tests_matter(tmp_path, monkeypatch, family, without):
+    save_family(tmp_path, family)
+    tokens = random_tokens(100)
+    with_it = ours(tmp_path, tokens)
+    changes = {"layer_types": "absent"} | without if family.startswith("qwen") else without
+    change_config(tmp_path, **changes)
+    monkeypatch.setattr(Checkpoint, "check_all_read", lambda self: None)  # the tensors of what is taken away
+    assert (ours(tmp_path, tokens) - with_it).abs().max() > 0.1
+
+
+def test_the_scalings_of_these_tests_matter(tmp_path):
+    tokens = random_tokens(100)
+    found = []
+    for scaling in ROPES:
+        save_scaled(tmp_path / scaling, scaling)
+        found.append(ours(tmp_path / scaling, tokens))
+    change_config(tmp_path / "linear", rope_parameters={"rope_type": "default", "rope_theta": 1000.0})
+    found.append(ours(tmp_path / "linear", tokens))
+    for i, a in enumerate(found):
+        for b in found[:i]:
+            assert (a - b).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_every_family_equal_transformers(tmp_path, family):
+    prompt = random_tokens(150, seed=3)
+    want = greedy_oracle(save_family(tmp_path / "target", family, seed=1), prompt, 40)
+    save_family(tmp_path / "draft", family, seed=2)
+    for tiers in (1, 3):
+        engine = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", tiers=tiers, budget=32)
+        assert engine.generate(prompt, GREEDY, 40).token_ids == want, f"{tiers} tiers"
+
+
+@pytest.mark.parametrize("scaling", ROPES)
+@pytest.mark.parametrize("prompt_length", [40, 150])
+def test_greedy_tokens_under_every_rope_scaling_equal_transformers(tmp_path, scaling, prompt_length):
+    prompt = random_tokens(prompt_length, seed=3)
+    want = greedy_oracle(save_scaled(tmp_path, scaling), prompt, 40)
+    for tiers in (1, 3):
+        engine = Engine.load(tmp_path, tmp_path, device="cpu", tiers=tiers, budget=32)
+        assert engine.generate(prompt, GREEDY, 40).token_ids == want, f"{tiers} tiers"
+
+
+def test_dynamic_scaling_reuses_no_key_that_was_rotated_otherwise(tmp_path):
+    save_scaled(tmp_path, "dynamic")
+    engine = Engine.load(tmp_path, device="cpu", budget=32)
+    prompt = random_tokens(100, seed=3)
+    for length, reused in ((30, 0), (50, 30), (100, 0), (80, 0), (40, 0)):
+        fresh = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        result = engine.generate(prompt[:length], GREEDY, 30)
+        assert result.token_ids == greedy_oracle(fresh, prompt[:length], 30), f"prompt of {length}"
+        assert result.stats["reused_tokens"] == reused, f"prompt of {length}"
+
+
+def test_a_retrieval_cache_that_holds_the_window_equals_the_full_cache(tmp_path):
+    save_family(tmp_path, "mistral-window")
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    probe = torch.tensor([1, 2, 3])
+    for budget, equal in ((64, True), (24, False)):
+        full = FullCache.on_device(
+            decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=400, chunk_size=4
+        )
+        decoder.forward(torch.tensor(random_tokens(303)), full)
+        cache = RetrievalCache(full, decoder.rope, budget=budget, chunk_size=4)
+        cache.refresh()
+        got = decoder.forward(probe, cache, num_logits=3)
+        want = decoder.forward(probe, full, num_logits=3)
+        assert torch.allclose(got, want, atol=1e-4) == equal
+
+
+def test_a_window_is_read_where_it_reaches_only(tmp_path):
+    save_family(tmp_path, "mistral-window")
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=640)
+    decoder.forward(torch.tensor(random_tokens(600)), cache)
+    cache.bytes_read = 0
+    decoder.forward(torch.tensor([1]), cache)
+    assert cache.bytes_read < (50 + 2 * cache.blocks.block_size) * cache.token_bytes < 600 * cache.token_bytes
+
+
+LEGACY = {
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64, "type": "yarn", "finetuned": True},
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"type": "dynamic", "factor": 6.0},
+    "llama3": ROPES["llama3"],
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("scaling", LEGACY)
+def test_the_spelling_of_older_checkpoints_is_read_as_transformers_reads_it(tmp_path, scaling):
+    save_scaled(tmp_path, scaling if scaling in ROPES else "yarn")
+    change_config(
+        tmp_path,
+        rope_parameters="absent",
+        rope_scaling=LEGACY[scaling],
+        rope_theta=5000.0,
+        dtype="absent",
+        torch_dtype="float32",
+        transformers_version="4.33.0",
+        pretraining_tp=1,
+        a_key_of_the_future={"of": "any kind"},
+    )
+    assert_equal_logits(tmp_path)
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(tmp_path):
+    save_scaled(tmp_path, "yarn")
+    before = ours(tmp_path, random_tokens(100))
+    auto_map = {"AutoConfig": "configuration_llama.LlamaConfig", "AutoModelForCausalLM": "modeling_llama.Llama"}
+    change_config(tmp_path, auto_map=auto_map)
+    for name in ("configuration_llama.py", "modeling_llama.py"):
+        (tmp_path / name).write_text("raise SystemExit('remote code ran')")
+    assert torch.equal(ours(tmp_path, random_tokens(100)), before)
+
+
+LLAMA_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+YARN_LLAMA_2 = LLAMA_2 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"factor": 32.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn"},
+}
+LLAMA_3 = LLAMA_2 | {
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128}
+
+# What each config.json says of the model's shape, its parameters (millions), bytes of KV a token in 16 bit, positions.
+PUBLISHED = {
+    "Yarn-Llama-2-7b-128k": (YARN_LLAMA_2, 6738, 524288, 131072),
+    "Yarn-Llama-2-13b-128k": (
+        YARN_LLAMA_2
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 40,
+        },
+        13016,
+        819200,
+        131072,
+    ),
+    "LWM-Text-Chat-128K": (
+        LLAMA_2 | {"max_position_embeddings": 131072, "rope_theta": 10000000.0},
+        6738,
+        524288,
+        131072,
+    ),
+    "Llama-3.1-8B": (LLAMA_3, 8030, 131072, 131072),
+    "Llama-3.2-1B": (
+        LLAMA_3
+        | {
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "rope_scaling": LLAMA_3["rope_scaling"] | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+        1236,
+        32768,
+        131072,
+    ),
+    "Qwen2.5-7B-Instruct": (
+        QWEN2
+        | {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+            "sliding_window": 131072,
+            "vocab_size": 152064,
+        },
+        7616,
+        57344,
+        131072,
+    ),
+    "Qwen2.5-0.5B": (
+        QWEN2
+        | {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        494,
+        12288,
+        32768,
+    ),
+    "Qwen3-8B": (
+        QWEN3
+        | {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 36,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 151936,
+        },
+        8191,
+        147456,
+        40960,
+    ),
+    "Mistral-7B-v0.1": (
+        LLAMA_3
+        | {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "max_position_embeddings": 32768,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "vocab_size": 32000,
+        },
+        7242,
+        131072,
+        32768,
+    ),
+    "llama-68m": (
+        LLAMA_2
+        | {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "max_position_embeddings": 2048,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": "absent",
+            "rms_norm_eps": 1e-06,
+        },
+        68,
+        6144,
+        2048,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_describe_the_models_they_should(tmp_path, name):
+    raw, millions, kv_bytes, positions = PUBLISHED[name]
+    raw = {key: value for key, value in raw.items() if value != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.load(tmp_path)
+    assert round(config.num_parameters / 1e6) == millions
+    assert config.kv_bytes_per_token(torch.float16) == kv_bytes
+    assert config.max_position_embeddings == positions
+    published = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(published)
+    assert config.num_parameters == model.num_parameters()
+    window = getattr(published, "sliding_window", None)
+    assert config.sliding_windows == ((window,) * config.num_layers if window else ())
+    frequencies = config.rope.inverse_frequencies(config.head_dim, torch.ones(1, dtype=torch.int64))
+    with torch.device("cpu"):
+        rotary = type(model.model.rotary_emb)(published)
+    assert torch.allclose(frequencies, rotary.inv_freq, rtol=1e-5)
+    assert config.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "GemmaForCausalLM, which is not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "RoPE scaling 'longrope', which is not supported; supported: default, linear, dynamic, yarn, llama3",
+        ),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "RoPE parameters that differ by layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "RoPE scaling by 0.5 from 4096 positions"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}},
+            "does not give 'high_freq_factor'",
+        ),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "low_freq_factor 4 and high_freq_factor 1",
+        ),
+        ({"rope_theta": 0.5, "rope_parameters": "absent"}, "rope_theta 0.5, which must be above 1"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window 0"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3},
+            "sliding_window None",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked_attention"]},
+            "known: sliding_attention, full_attention; one a layer",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named_with_what_is(tmp_path, changes, words):
+    save_llama(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.load(tmp_path)
+    assert words in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_end_of_sequence_that_is_not_given_is_that_of_transformers(tmp_path, family):
+    save_family(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if key != "eos_token_id"}
+    path.write_text(json.dumps(raw))
+    (tmp_path / "generation_config.json").unlink()
+    theirs = AutoConfig.from_pretrained(tmp_path).eos_token_id
+    assert ModelConfig.load(tmp_path).eos_token_ids == (() if theirs is None else (theirs,))

@@ -1,0 +1,140 @@
+"""One run of `triforce compare`: from checked options to the job, the measurements, the table and the JSON."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...offload import Sampling
+from ...offload.checks import check_context
+from ...offload.settings import Settings
+from ...offload.speculation.vocabulary import check_draft
+from ...tp.devices import device_name, resolve_device, resolve_dtype
+from ...tp.errors import TriforceError, UsageError
+from ...tp.model.config import ModelConfig
+from ..generate.prompt import Source, build_prompt
+from ..generate.tokenizer import Tokenizer, check_same_vocabulary
+from ..terminal.output import JsonFile, result_console
+from ..terminal.stopping import Signals
+from ..terminal.streams import tell
+from .baselines.catalogue import Entry
+from .baselines.protocol import Job
+from .command import Asked
+from .comparison import Row, compare
+from .report import as_document, report
+
+
+def run(
+    asked: Asked,
+    baselines: Sequence[Entry],
+    source: Source,
+    directories: tuple[Path, Path | None],
+    json_file: JsonFile,
+    signals: Signals,
+) -> None:
+    """Measures and reports. `directories` are the target's and the draft's.
+
+    Raises:
+        TriforceError: the request cannot be met, or nothing could be compared; the table is out then.
+        Stop: it was interrupted; what was measured is out.
+    """
+    with tempfile.TemporaryDirectory(prefix="triforce-compare-") as folder:
+        job = make_job(asked, source, directories, folder)
+        signals.allow()
+        comparison = compare(
+            job,
+            baselines,
+            repeats=asked.repeats,
+            limit_s=asked.limit_s,
+            settings=asked.settings,
+            on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
+            on_end=lambda row: _tell_of(row, asked.debug),
+        )
+        signals.hold()
+    name = device_name(torch.device(job.device))
+    with ExitStack() as last_first:  # the table last, which a pipe that nobody reads further ends, and in any case
+        last_first.callback(report, result_console(json_file), comparison, name)
+        json_file.write(as_document(comparison, name, asked.command))
+    if comparison.interrupted:
+        raise comparison.interrupted
+    if not comparison.possible:
+        raise TriforceError(
+            "there is nothing to compare: "
+            + ("no baseline ran" if comparison.triforce.runs else f"triforce failed ({comparison.triforce.failure})")
+        )
+
+
+def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None], folder: str) -> Job:
+    """What every system will be asked for.
+
+    Raises:
+        TriforceError: it cannot be met.
+    """
+    target, draft = directories
+    Settings(**asked.settings)
+    Sampling(asked.temperature, asked.top_p, asked.top_k, asked.seed)
+    config = ModelConfig.load(target)
+    if draft:
+        check_draft(config, ModelConfig.load(draft))
+        check_same_vocabulary(target, draft)
+    # A CUDA context would take GPU memory from those that are measured, so none is made here.
+    cuda = torch.cuda.is_available() and asked.device != "cpu"
+    device = "cuda" if cuda else resolve_device(asked.device).type
+    token_ids = _token_ids(asked, source, Tokenizer.load(target), config)
+    return Job(
+        system="",
+        model=str(target.resolve()),
+        draft=str(draft.resolve()) if draft else None,
+        asked_model=asked.model,
+        asked_draft=asked.draft,
+        device=device,
+        dtype=str(resolve_dtype(asked.dtype, config)).removeprefix("torch."),
+        prompt_ids=token_ids,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        seed=asked.seed,
+        threads=threads(),
+        folder=folder,
+    )
+
+
+def _token_ids(asked: Asked, source: Source, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """The prompt, or as many of its first tokens as were asked for."""
+    wanted, new = asked.prompt_tokens, asked.max_new_tokens
+    if wanted is None:
+        return build_prompt(source, asked.ask, tokenizer, config, new, asked.truncate).token_ids
+    if asked.ask is not None:
+        raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
+    check_context(config, wanted, new)
+    token_ids = build_prompt(source, None, tokenizer, config, new, "tail").token_ids
+    if len(token_ids) < wanted:
+        raise UsageError(f"--prompt-tokens is {wanted:,}, but the prompt has {len(token_ids):,} tokens")
+    return token_ids[:wanted]
+
+
+def threads() -> int:
+    """Threads that every system computes with: `OMP_NUM_THREADS`, or the cores that this process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, psutil.cpu_count(logical=False) or usable)
+
+
+def _tell_of(row: Row, debug: bool) -> None:
+    """A line for people about what just ended."""
+    if row.failure:
+        tell(f"{row.entry.name}: {row.failure}")
+        if debug and row.log:
+            tell(row.log)
+        return
+    last = row.runs[-1]
+    tell(f"{row.entry.name}: TTFT {last.ttft_s:.2f} s, TBT {last.tbt_s * 1e3:.1f} ms")
