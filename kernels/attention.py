@@ -96,11 +96,11 @@ def attend(
         diagonal = None
     flash_mask = window is None and not isinstance(diagonal, Tensor)
     backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask, takes(q, k, v))
-    at_hand = None  # mass that is summed from the scores at hand
+    fused_mass = None  # mass that is summed from the scores at hand
     if backend == "compiled":
-        at_hand = mass if mass is not None and sums_mass(mass, m) else None
+        fused_mass = mass if mass is not None and sums_mass(mass, m) else None
         known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # on a CPU there is nothing to wait for
-        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=at_hand)
+        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass)
     elif backend == "triton":
         from .triton.attention import attend_triton  # only where it is used: a CPU has no need of Triton
 
@@ -108,11 +108,11 @@ def attend(
     elif backend != "plain" and not isinstance(diagonal, Tensor):
         out, lse = _attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
     else:
-        at_hand = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
+        fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch(), at_hand)
+        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch(), fused_mass)
         out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
-    if mass is not None and at_hand is None:
+    if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first
         chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)

@@ -28,7 +28,7 @@ from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.memory import check_memory, plan_memory
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
-from .speculation.pacing import PassCost
+from .speculation.lengths import PassCost
 from .speculation.refresh import RefreshPolicy
 from .speculation.sampling import Sampling
 from .speculation.tiers import Draws, Tier
@@ -228,7 +228,7 @@ class Engine:
         if self.target.rope.begin(len(prompt)):
             self._kept.context = []  # what the cache holds was rotated otherwise
         budget = replace(self.settings, tiers=job.tiers).budget_for(capacity)
-        full = self._kept.take(prompt, capacity, job.reuse)
+        full = self._kept.prepare(prompt, capacity, job.reuse)
         full.begin(keeps_mass=budget > 0)
         retrieval = streaming = None
         graphs = Graphs(self._capture, self.target.ranks)
@@ -251,7 +251,7 @@ class Engine:
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
-            measured=not job.seeded,
+            adapts_to_time=not job.seeded,
         )
         self._kept.context = prompt
         self._running = Generation(
@@ -284,7 +284,7 @@ class Engine:
             upper.drafter = lower
             upper.longest = longest
             upper.fixed = length is not None
-            upper.lookahead = length or upper.lookahead
+            upper.draft_tokens = length or upper.draft_tokens
 
     def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
         device = self.target.device

@@ -80,7 +80,7 @@ class Generation(Iterator[Round]):
         self._refresh = refresh
         self._identity = identity
         self._on_prefill = on_prefill
-        self._crossed = full.blocks.traffic()
+        self._traffic_before = full.blocks.traffic()
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self.broken = False
         """Whether a pass was under way when the run was broken off."""
@@ -103,8 +103,8 @@ class Generation(Iterator[Round]):
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
-        lookaheads = {tier.name: tier.lookahead if tier.drafter else 0 for tier in self._tiers}
-        return {"draft_length": lookaheads.get("retrieval", 0), "block_length": lookaheads["verify"]}
+        lengths = {tier.name: tier.draft_tokens if tier.drafter else 0 for tier in self._tiers}
+        return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths["verify"]}
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far."""
@@ -135,12 +135,12 @@ class Generation(Iterator[Round]):
             self._retrieval.refresh()
         if self._streaming:
             prefill_streaming(self._tiers[-1].decoder, self._streaming, self._context)
-        self._top.pace()
+        self._top.choose_lengths()
         self._agree([token], False)
         self._context.append(token)
         seconds = time.perf_counter() - began
         self._full.bytes_read, self._full.read_s = 0, 0.0
-        self._crossed = self._full.blocks.traffic()
+        self._traffic_before = self._full.blocks.traffic()
         self._record([token], prefill_s=seconds, ttft_s=seconds)
         return Round(0, [token], seconds, 0, 0, False)
 
@@ -152,9 +152,9 @@ class Generation(Iterator[Round]):
         tokens, _ = self._top.step(self._context, limit, self._draws)
         self._context += tokens
         proposed, accepted = counts.proposed - proposed, counts.accepted - accepted
-        self._top.pace()
+        self._top.choose_lengths()
         refreshed = self._agree(tokens, self._refresh.due(accepted, proposed))
-        refresh_s = self._settle(refreshed, time.perf_counter() - began)
+        refresh_s = self._update_retrieval(refreshed, time.perf_counter() - began)
 
         now, old = time.perf_counter(), self.statistics
         self._record(
@@ -166,7 +166,7 @@ class Generation(Iterator[Round]):
         )
         return Round(old.rounds + 1, tokens, now - began, proposed, accepted, refreshed), now
 
-    def _settle(self, refreshed: bool, round_seconds: float) -> float:
+    def _update_retrieval(self, refreshed: bool, round_seconds: float) -> float:
         """Brings the retrieval cache up to what was verified, with its chunks chosen anew or not; the seconds."""
         if self._retrieval is None:
             return 0.0
@@ -174,12 +174,12 @@ class Generation(Iterator[Round]):
         if refreshed:
             self._retrieval.refresh()
         else:
-            self._retrieval.adopt()
-        if refreshed and self._draws.measured and self._refresh.mode == "auto":
+            self._retrieval.update_tail()
+        if refreshed and self._draws.adapts_to_time and self._refresh.mode == "auto":
             synchronize(self._top.decoder.device)  # its cost decides when the next one comes
         seconds = time.perf_counter() - began
         if refreshed:
-            self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
+            self._refresh.done(seconds if self._draws.adapts_to_time else 0.0, round_seconds)
         return seconds
 
     def _agree(self, tokens: list[int], refreshed: bool) -> bool:
@@ -192,17 +192,17 @@ class Generation(Iterator[Round]):
         """
         refreshed = refreshed and self._retrieval is not None
         ranks = self._top.decoder.ranks
-        lookaheads = [tier.lookahead for tier in self._tiers]
-        room = 1 + len(lookaheads) + MOST_BLOCK_LENGTH + 1
-        word = ranks.share_numbers([int(refreshed), *lookaheads, *tokens], room)
-        refreshed, lookaheads, theirs = bool(word[0]), word[1 : len(lookaheads) + 1], word[len(lookaheads) + 1 :]
+        lengths = [tier.draft_tokens for tier in self._tiers]
+        room = 1 + len(lengths) + MOST_BLOCK_LENGTH + 1
+        word = ranks.share_numbers([int(refreshed), *lengths, *tokens], room)
+        refreshed, lengths, theirs = bool(word[0]), word[1 : len(lengths) + 1], word[len(lengths) + 1 :]
         if theirs != tokens:
             raise TriforceError(
                 f"rank {ranks.rank} drew the tokens {tokens} where rank 0 drew {theirs}: the ranks compute differently "
                 "(other hardware or versions?), so nothing further would be the model's"
             )
-        for tier, lookahead in zip(self._tiers, lookaheads, strict=True):
-            tier.lookahead = lookahead
+        for tier, draft_tokens in zip(self._tiers, lengths, strict=True):
+            tier.draft_tokens = draft_tokens
         return refreshed
 
     def _record(self, tokens: list[int], **measured: Any) -> None:
@@ -231,7 +231,7 @@ class Generation(Iterator[Round]):
             draft_tested=retrieval.tested,
             kv_read_bytes=self._full.bytes_read,
             kv_read_s=self._full.read_s,
-            link=self._full.blocks.traffic().since(self._crossed),
+            link=self._full.blocks.traffic().since(self._traffic_before),
             **measured,
         )
 

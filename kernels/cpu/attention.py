@@ -133,9 +133,9 @@ def attend_blocks(
         blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
     """
     k, v = blocks[:, 0], blocks[:, 1]
-    at_hand = mass if mass is not None and sums_mass(mass, m) else None
-    out, lse = attend_compiled(q, k, v, m=m, scale=scale, diagonal=diagonal, window=window, mass=at_hand)
-    if mass is not None and at_hand is None:
+    fused_mass = mass if mass is not None and sums_mass(mass, m) else None
+    out, lse = attend_compiled(q, k, v, m=m, scale=scale, diagonal=diagonal, window=window, mass=fused_mass)
+    if mass is not None and fused_mass is None:
         flat = k.transpose(0, 1).flatten(1, 2)[:, :m]
         first = q.shape[1] - mass.shape[1]
         chunk_mass(q[:, first:], flat, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window)

@@ -195,9 +195,9 @@ class FullCache:
         self.blocks.pretend(length)
         self._filled = [length] * len(self._filled)
 
-    def take(self, other: FullCache, length: int) -> None:
+    def move_from(self, other: FullCache, length: int) -> None:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
-        if self.blocks.take(other.blocks, length):
+        if self.blocks.move_from(other.blocks, length):
             self._filled = [length] * len(self._filled)
 
     def rollback(self, length: int) -> None:

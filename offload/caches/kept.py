@@ -28,7 +28,7 @@ class KeptCache:
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
 
-    def take(self, prompt: list[int], capacity: int, reuse: int | None = None) -> FullCache:
+    def prepare(self, prompt: list[int], capacity: int, reuse: int | None = None) -> FullCache:
         """A full cache with room for `capacity` tokens that holds what it shares with `prompt` already, of that at most
         `reuse` tokens; if that is 0, the memory of the old one is given back first.
 
@@ -61,13 +61,13 @@ class KeptCache:
             )
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=chunk_size)
         if old:
-            self._cache.take(old, shared)
+            self._cache.move_from(old, shared)
             old.on_piece = None
         return self._cache
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
-        if self._cache and not self._cache.blocks.at_hand:
+        if self._cache and not self._cache.blocks.all_on_device:
             self.context = []
 
     def _can_move(self, old: FullCache, capacity: int, shared: int) -> bool:
@@ -75,7 +75,7 @@ class KeptCache:
         tokens must be left to read everywhere."""
         if not shared:
             return False
-        fits = self._placement(capacity).streams != old.blocks.at_hand
+        fits = self._placement(capacity).streams != old.blocks.all_on_device
         try:
             self._check(capacity)
         except CapacityError:
@@ -96,7 +96,7 @@ class KeptCache:
             self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
-                    self._link.settle()
+                    self._link.wait_for_stores()
             synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self._cache, self.context = None, []
 

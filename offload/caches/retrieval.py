@@ -17,7 +17,7 @@ from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ...tp.model.rope import Rope
 from .full import FullCache
-from .standing import Standing
+from .token_slots import TokenSlots
 
 _FIRST_TAIL = 64
 """Tokens of room behind the chunks; doubled whenever it runs out."""
@@ -64,7 +64,7 @@ class RetrievalCache:
         self._base = 0  # position of the first token of the tail
         self._exact = 0  # tokens before this position hold the full cache's own keys and values
         self._filled = [0] * num_layers
-        self.at: Standing | None = None
+        self.at: TokenSlots | None = None
 
     @property
     def length(self) -> int:
@@ -74,11 +74,11 @@ class RetrievalCache:
     def memory(self) -> object:
         return self._buffers
 
-    def standing(self, n: int) -> Standing:
-        return self._stand(self.length)
+    def token_slots(self, n: int) -> TokenSlots:
+        return self._slots_from(self.length)
 
-    def _stand(self, start: int) -> Standing:
-        return Standing(start, self._kept + start - self._base)
+    def _slots_from(self, start: int) -> TokenSlots:
+        return TokenSlots(start, self._kept + start - self._base)
 
     def advance(self, length: int) -> None:
         self._filled = [length] * len(self._filled)
@@ -88,8 +88,8 @@ class RetrievalCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
-        at = self.at or self._stand(start)
-        q = self._rope.rotate(q, at.turn)
+        at = self.at or self._slots_from(start)
+        q = self._rope.rotate(q, at.rotation)
         keys, values = self._buffers[layer]
         at.put(keys, k, self._rope)
         at.put(values, v)
@@ -116,8 +116,8 @@ class RetrievalCache:
         length = self.source.length
         base = length // self.chunk_size * self.chunk_size
         chosen = self._choose(length)
-        if self._buffers and not self.source.blocks.at_hand:
-            self.adopt()
+        if self._buffers and not self.source.blocks.all_on_device:
+            self.update_tail()
             self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
             self._coming = _Selection(chosen, base)
             self.source.on_piece = self._collect
@@ -130,10 +130,10 @@ class RetrievalCache:
                 k, v = self.source.blocks.gather(layer, chosen[layer], self.chunk_size)
                 keys[:, : self._kept], values[:, : self._kept] = k, v
         self._filled = [self._base] * len(self._filled)
-        self.adopt()
+        self.update_tail()
 
     @torch.inference_mode()
-    def adopt(self) -> None:
+    def update_tail(self) -> None:
         """Puts the full cache's keys and values in place of the tail's own, up to the last token it has seen."""
         length = self.source.length
         if self._coming:  # the pass that ended has brought it

@@ -16,7 +16,7 @@ from ...kernels.attention import Scratch, attend, merge_partials
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
 from ..speculation.vocabulary import readable
-from .standing import Standing
+from .token_slots import TokenSlots
 
 _SLACK = 256
 """Tokens kept besides the window: how far a rollback may reach, and how rarely the window is moved."""
@@ -45,7 +45,7 @@ class StreamingCache:
         self._origins = [sinks] * config.num_layers  # position of slot 0
         self._right_from = [sinks] * config.num_layers  # recent tokens from here on are as if none had been skipped
         self._filled = [0] * config.num_layers
-        self.at: Standing | None = None
+        self.at: TokenSlots | None = None
 
     @property
     def length(self) -> int:
@@ -55,11 +55,11 @@ class StreamingCache:
     def memory(self) -> object:
         return self._keys
 
-    def standing(self, n: int) -> Standing | None:
+    def token_slots(self, n: int) -> TokenSlots | None:
         if not self._steady(n):
             return None
         slot = self.length - self._origins[0]
-        return Standing(slot, slot)
+        return TokenSlots(slot, slot)
 
     def _steady(self, n: int) -> bool:
         """Whether the next `n` tokens are treated as all that follow will be: past the place where the sinks' distance
@@ -101,12 +101,12 @@ class StreamingCache:
         if start < self.sinks:
             return sink_part[0].to(q.dtype)
         slot = self._make_slots(layer, start, n)
-        at = self.at or Standing(slot, slot)
+        at = self.at or TokenSlots(slot, slot)
         at.put(self._keys[layer], k)
         at.put(self._rotated[layer], k, self._rope)
         at.put(self._values[layer], v)
         recent_part = attend(
-            self._rope.rotate(q, at.turn),
+            self._rope.rotate(q, at.rotation),
             self._rotated[layer],
             self._values[layer],
             scale=self._scale,

@@ -21,7 +21,7 @@ from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
-from ..caches.standing import Standing
+from ..caches.token_slots import TokenSlots
 
 
 class Capture(Protocol):
@@ -51,7 +51,7 @@ class Capture(Protocol):
 class Replayable(Cache, Protocol):
     """A cache in which passes over as many tokens are alike, but for where these stand."""
 
-    at: Standing | None
+    at: TokenSlots | None
     """Where the tokens of the pass under way stand, if that is to be read on the device."""
 
     @property
@@ -59,7 +59,7 @@ class Replayable(Cache, Protocol):
         """The same object as long as passes use the same memory."""
         ...
 
-    def standing(self, n: int) -> Standing | None:
+    def token_slots(self, n: int) -> TokenSlots | None:
         """Where the next `n` tokens will stand, in numbers; `None` where a pass over them is not like others. Comes
         after `prepare`."""
         ...
@@ -128,18 +128,18 @@ class Passes:
         cache, capture, n = self._replayable, self._graphs.capture, token_ids.shape[0]
         if cache is not None and capture is not None and num_logits <= n <= FEW_ROWS:
             cache.prepare(n)
-            standing = cache.standing(n)
-            if standing is not None:
+            slots = cache.token_slots(n)
+            if slots is not None:
                 if self._memory is not cache.memory:
                     self._memory, self._pool, self._captured = cache.memory, capture.pool(), {}
-                logits = self._replay(cache, capture, token_ids, standing)
+                logits = self._replay(cache, capture, token_ids, slots)
                 if logits is not None:
                     return logits[-num_logits:]
         if not self.prepared and self.decoder.device.type != "cpu":
             self.prepared = 1
         return self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
 
-    def _replay(self, cache: Replayable, capture: Capture, token_ids: Tensor, standing: Standing) -> Tensor | None:
+    def _replay(self, cache: Replayable, capture: Capture, token_ids: Tensor, slots: TokenSlots) -> Tensor | None:
         """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
         start, n = cache.length, token_ids.shape[0]
         captured = self._captured.get(n)
@@ -147,9 +147,9 @@ class Passes:
             self.prepared += 1
         if captured is None:
             captured = self._captured[n] = _CapturedPass(self.decoder, cache, n)
-            captured.place(token_ids, standing)
+            captured.place(token_ids, slots)
             return capture.warm_up(captured.run)
-        captured.place(token_ids, standing)
+        captured.place(token_ids, slots)
         if captured.replay is None:
             failure = captured.capture(capture, self._pool)
             cache.advance(start)
@@ -170,22 +170,22 @@ class _CapturedPass:
         self._steps = torch.arange(n, device=decoder.device)
         self._token_ids, self._slots = torch.zeros_like(self._steps), torch.zeros_like(self._steps)
         cos, sin = decoder.rope.rows(0, n)
-        self._turn = torch.zeros_like(cos), torch.zeros_like(sin)
+        self._rotation = torch.zeros_like(cos), torch.zeros_like(sin)
         self._table: Rows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
 
-    def place(self, token_ids: Tensor, standing: Standing) -> None:
+    def place(self, token_ids: Tensor, slots: TokenSlots) -> None:
         """Sets what the next run or replay reads. Copies on the device: nothing is waited for."""
-        assert isinstance(standing.turn, int) and isinstance(standing.slot, int)
+        assert isinstance(slots.rotation, int) and isinstance(slots.slot, int)
         self._token_ids.copy_(token_ids)
-        torch.add(self._steps, standing.slot, out=self._slots)
-        for ours, rows in zip(self._turn, self._decoder.rope.rows(standing.turn, len(token_ids)), strict=True):
+        torch.add(self._steps, slots.slot, out=self._slots)
+        for ours, rows in zip(self._rotation, self._decoder.rope.rows(slots.rotation, len(token_ids)), strict=True):
             ours.copy_(rows)
 
     def run(self) -> Tensor:
         """The pass itself; logits of all its tokens."""
-        self._cache.at = Standing(self._turn, self._slots)
+        self._cache.at = TokenSlots(self._rotation, self._slots)
         try:
             return self._decoder.forward(self._token_ids, self._cache, num_logits=len(self._token_ids))
         finally:

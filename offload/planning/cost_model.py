@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ...tp.model.config import ModelConfig
 from ..settings import LONGEST_BLOCK, LONGEST_DRAFT
-from ..speculation.pacing import Acceptance, PassCost, best_length, expected_tokens, seconds_per_token
+from ..speculation.lengths import Acceptance, PassCost, best_length, expected_tokens, seconds_per_token
 from .layout import Layout, Setup
 
 EFFICIENCY = 1397.31 / 2039

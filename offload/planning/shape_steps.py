@@ -18,7 +18,7 @@ from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..graphs.passes import Graphs, Passes, capture_for
 from ..settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
-from ..speculation.pacing import PassCost, best_length, seconds_per_token
+from ..speculation.lengths import PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed
 from .cost_model import Assumptions
 from .memory import check_memory, plan_memory
@@ -120,7 +120,7 @@ class ShapeSteps:
             CapacityError: there is not so much memory.
         """
         settings, room = self._settings, context + ROOM
-        full = self._kept.take([0], room, reuse=0)
+        full = self._kept.prepare([0], room, reuse=0)
         full.pretend(context)
         full.begin(keeps_mass=False)
         verifying = Passes(self.target, full)

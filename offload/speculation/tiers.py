@@ -17,7 +17,7 @@ from ...tp.devices import to_device
 from ...tp.model.decoder import Cache, Decoder
 from ..graphs.passes import Passes
 from .acceptance import accept
-from .pacing import Acceptance, PassCost, best_length
+from .lengths import Acceptance, PassCost, best_length
 from .sampling import Sampling, distribution, draw, read
 from .vocabulary import cover, readable
 
@@ -47,7 +47,7 @@ class Draws:
     sampling: Sampling
     generator: torch.Generator
     eos_token_ids: frozenset[int]
-    measured: bool
+    adapts_to_time: bool
     """Whether lengths adapt to measured times; if not, the same seed gives the same tokens again."""
 
 
@@ -67,12 +67,12 @@ class Tier:
     vocab_size: int
     """Tokens of the target, which every tier's distributions cover."""
     drafter: Tier | None = None
-    lookahead: int = 4
+    draft_tokens: int = 4
     """Tokens to ask of the drafter for one pass."""
     fixed: bool = False
-    """Whether `lookahead` was set by hand."""
+    """Whether `draft_tokens` was set by hand."""
     longest: int = 8
-    """The most `lookahead` may become."""
+    """The most `draft_tokens` may become."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     counts: Counts = field(default_factory=Counts)
     _last_drafted: int = field(default=0, init=False)
@@ -86,7 +86,7 @@ class Tier:
         if self.drafter is None:
             return self._draw_alone(context, 1, draws)
         start = len(context)
-        wanted = min(self.lookahead, limit - 1)
+        wanted = min(self.draft_tokens, limit - 1)
         drafted, draft = self.drafter.extend(context, wanted, draws) if wanted else ([], None)
 
         began = time.perf_counter()
@@ -156,7 +156,7 @@ class Tier:
         self.counts.passes += passes
         steady = self.passes.prepared == self._prepared
         self._prepared = self.passes.prepared
-        if draws.measured and steady:
+        if draws.adapts_to_time and steady:
             self.cost.observe(rows / passes, seconds / passes)
 
     def rollback(self, length: int) -> None:
@@ -166,11 +166,11 @@ class Tier:
         if self.drafter:
             self.drafter.rollback(length)
 
-    def pace(self) -> float:
-        """Sets the lookahead of this tier and those below to what is expected to be fastest; seconds per token."""
+    def choose_lengths(self) -> float:
+        """Sets the draft_tokens of this tier and those below to what is expected to be fastest; seconds per token."""
         if self.drafter is None:
             return self.cost.seconds(1)
-        draft_seconds = self.drafter.pace()
+        draft_seconds = self.drafter.choose_lengths()
         best, seconds = best_length(self.cost, draft_seconds, self.acceptance.rate, self.longest)
         if self.fixed:
             return seconds
@@ -178,7 +178,7 @@ class Tier:
             self._last_drafted = self.counts.passes
         elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
             best, self._last_drafted = 1, self.counts.passes
-        self.lookahead = best
+        self.draft_tokens = best
         return seconds
 
 

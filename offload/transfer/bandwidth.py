@@ -63,6 +63,6 @@ def link_bandwidth(link: Link, device: torch.device, repeats: int = REPEATS) -> 
 
     def store() -> None:
         link.store(buffer, host)
-        link.settle()
+        link.wait_for_stores()
 
     return {way: COPY_BYTES / min(timed(step, device, repeats)) for way, step in (("in", fetch), ("out", store))}

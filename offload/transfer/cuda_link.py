@@ -44,7 +44,7 @@ class CudaLink:
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
         if self._scattered:
-            self.settle()
+            self.wait_for_stores()
         self._inwards.wait_stream(torch.cuda.current_stream(self._device))  # whose work may still read the buffer
         self._inwards.wait_stream(self._outwards)
         with torch.cuda.stream(self._inwards):
@@ -69,7 +69,7 @@ class CudaLink:
             self._traffic, bytes_out=self._traffic.bytes_out + source.numel() * source.element_size()
         )
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         self._outwards.synchronize()
         for staged, target in self._scattered:
             target.copy_(staged)

@@ -24,7 +24,7 @@ class Blocks(Protocol):
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    at_hand: bool
+    all_on_device: bool
     """Whether chunks can be gathered at any time for nothing, or should be copied while their blocks pass."""
 
     @property
@@ -79,7 +79,7 @@ class Blocks(Protocol):
         """Says that the first `length` tokens are there, all zeros: for measuring what they cost."""
         ...
 
-    def take(self, other: Blocks, length: int) -> bool:
+    def move_from(self, other: Blocks, length: int) -> bool:
         """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
         held twice; whether that could be done. `other` must not be used afterwards."""
         ...
@@ -88,7 +88,7 @@ class Blocks(Protocol):
 class DeviceBlocks:
     """Blocks on the compute device. See `Blocks`."""
 
-    at_hand = True
+    all_on_device = True
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
@@ -143,7 +143,7 @@ class DeviceBlocks:
             blocks[:whole].zero_()
             self._clean[layer] = whole
 
-    def take(self, other: Blocks, length: int) -> bool:
+    def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):
             return False
         for layer in range(len(self._layers)):

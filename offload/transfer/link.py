@@ -67,10 +67,10 @@ class Link(Protocol):
 
     def store(self, source: Tensor, target: Tensor) -> None:
         """Begins to copy `source`, on the device, to `target`, in host memory. `source` may be dropped at once, but not
-        overwritten before the next `Arrival.wait` or `settle`."""
+        overwritten before the next `Arrival.wait` or `wait_for_stores`."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         """Returns when all stores are done.
 
         Raises:
@@ -109,7 +109,7 @@ class ThreadLink:
     def store(self, source: Tensor, target: Tensor) -> None:
         self._stores.append(self._ask(_Copy(self, source, target, inwards=False)))
 
-    def settle(self) -> None:
+    def wait_for_stores(self) -> None:
         stores, self._stores = self._stores, []
         for copy in stores:
             copy.wait()

@@ -34,7 +34,7 @@ class Ring:
         for buffer, block in zip(self.buffers, islice(blocks, len(self.buffers)), strict=False):
             self._under_way.append((buffer, self._link.fetch(block, buffer)))
 
-    def take(self, count: int) -> Iterator[Tensor]:
+    def next_blocks(self, count: int) -> Iterator[Tensor]:
         """The next `count` blocks, each on the device and there until the next one is asked for.
 
         Raises:

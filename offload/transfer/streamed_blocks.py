@@ -30,7 +30,7 @@ OPEN_SLACK = 512
 class StreamedBlocks:
     """Blocks whose home is host memory, but for the first `num_resident` of each layer. See `device_blocks.Blocks`."""
 
-    at_hand = False
+    all_on_device = False
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class StreamedBlocks:
             host.zero_()
         self._base = length // self.block_size * self.block_size
 
-    def take(self, other: Blocks, length: int) -> bool:
+    def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
             return False
         other.rollback(length)
-        other._link.settle()
+        other._link.wait_for_stores()
         whole = length // self.block_size
         resident = min(whole, self.num_resident)
         for layer, stretch in enumerate(self._open):
@@ -121,7 +121,7 @@ class StreamedBlocks:
         return self._link.traffic()
 
     def prepare(self, start: int, n: int) -> None:
-        self._link.settle()
+        self._link.wait_for_stores()
         self._stop = start + n
         self._workspace = None
         if n > OPEN_SLACK:
@@ -167,7 +167,7 @@ class StreamedBlocks:
     def _take_up(self, layer: int, length: int) -> None:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
-        self._link.settle()  # the blocks of the layer before leave from the same memory
+        self._link.wait_for_stores()  # the blocks of the layer before leave from the same memory
         self._worked = layer
         whole = self._base // self.block_size
         resident = min(whole, self.num_resident)
@@ -207,7 +207,7 @@ class StreamedBlocks:
         for index in range(first // size, min(whole, self.num_resident)):
             yield index * size, self._resident[layer][index]
         yield self._base, self._open[layer]
-        for index, block in enumerate(self._ring.take(max(0, whole - self.num_resident)), self.num_resident):
+        for index, block in enumerate(self._ring.next_blocks(max(0, whole - self.num_resident)), self.num_resident):
             if index >= first // size:
                 yield index * size, block
 
@@ -222,7 +222,7 @@ class StreamedBlocks:
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
-        self._link.settle()  # blocks may be on their way there
+        self._link.wait_for_stores()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
         away = self._host[layer]
         picks = []
@@ -243,7 +243,7 @@ class StreamedBlocks:
     def rollback(self, length: int) -> None:
         if length >= self._base:
             return
-        self._link.settle()
+        self._link.wait_for_stores()
         self._workspace = None
         index = length // self.block_size
         for layer, stretch in enumerate(self._open):

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import block_size_for
-from triforce.offload.speculation.pacing import Acceptance, PassCost
+from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.tp.errors import ModelError, UsageError
 
@@ -48,9 +48,9 @@ def test_adapted_lengths_follow_acceptance(pair, stood, shortest, longest):
     for tier in (verify, retrieval):
         tier.acceptance = Acceptance(accepted=stood, tested=1000)
     draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
-    verify.pace()
-    assert shortest <= retrieval.lookahead <= longest
-    assert (verify.lookahead <= 1) == (stood == 0)
+    verify.choose_lengths()
+    assert shortest <= retrieval.draft_tokens <= longest
+    assert (verify.draft_tokens <= 1) == (stood == 0)
 
 
 def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
@@ -61,8 +61,8 @@ def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
     tries = []
     for _ in range(300):
         retrieval.counts.passes += 11  # passes of a round; not a divisor of the interval
-        run._top.pace()
-        tries.append(retrieval.lookahead)
+        run._top.choose_lengths()
+        tries.append(retrieval.draft_tokens)
     assert set(tries) == {0, 1}
     assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
 

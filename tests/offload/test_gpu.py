@@ -40,7 +40,7 @@ def test_blocks_come_in_order_and_are_whole(link):
     host.copy_(torch.arange(40.0).view(-1, 1, 1, 1, 1).expand(40, *BLOCK))
     ring = Ring(link, [torch.empty(BLOCK, device="cuda") for _ in range(3)])
     ring.begin(iter(host))
-    sums = [block.mean() for block in ring.take(40)]  # nothing waits on the host until the end
+    sums = [block.mean() for block in ring.next_blocks(40)]  # nothing waits on the host until the end
     assert torch.stack(sums).tolist() == list(map(float, range(40)))
     torch.cuda.synchronize()
     traffic = link.traffic()
@@ -58,7 +58,7 @@ def test_fetch_sees_what_was_stored_before(link, contiguous):
     buffer = torch.empty(BLOCK, device="cuda")
     link.fetch(host, buffer).wait()
     assert torch.equal(buffer[:, :, : target.shape[2]], stored)
-    link.settle()
+    link.wait_for_stores()
     assert torch.equal(target, stored.cpu())
 
 
@@ -85,10 +85,10 @@ def test_streamed_logits_equal_those_at_hand(models, link):
     given = {"dtype": torch.float32, "device": decoder.device, "capacity": 1400}
     blocks = StreamedBlocks(decoder.part, link, **given, block_size=64, chunk_size=4, num_resident=2)
     streamed = FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
-    at_hand = FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=4)
+    all_on_device = FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=4)
     tokens = torch.tensor(prompt + prompt[:400], device="cuda")
     for start, stop in ((0, 800), (800, 805), (805, 869), (869, 1200)):
-        got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, at_hand))
+        got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, all_on_device))
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
 
 

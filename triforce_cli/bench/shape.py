@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...offload.planning.cost_model import Assumptions
 from ...offload.planning.shape_steps import ROOM, ShapeSteps, StepTimes
 from ...offload.settings import Settings
-from ...offload.speculation.pacing import expected_tokens
+from ...offload.speculation.lengths import expected_tokens
 from ...tp.devices import resolve_device, resolve_dtype
 from ...tp.weights.registry import published_settings
 from ..options import Request

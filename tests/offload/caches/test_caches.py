@@ -105,7 +105,7 @@ def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, adopt
     # After a verification all drafted tokens go and the full cache's own take their place.
     for each in (cache, replayed):
         each.rollback(floor)
-        each.adopt()
+        each.update_tail()
     assert cache.length == replayed.length == full.length
     assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
 
@@ -152,7 +152,7 @@ def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):
     append(decoder, cache, random_tokens(9, seed=1))
     cache.rollback(61)
     append(decoder, full, random_tokens(9, seed=1))
-    cache.adopt()
+    cache.update_tail()
     for layer in range(2):
         keys, values = cache._buffers[layer]
         want_keys, want_values = full.blocks.slice(layer, 60, 70)

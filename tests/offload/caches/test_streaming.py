@@ -65,9 +65,9 @@ def test_streamed_tokens_equal_transformers(models, tiers, resident_blocks):
 def test_streamed_samples_equal_those_at_hand(models):
     sampling = Sampling(1.0, 1.0, 0, 11)
     settings = {"budget": 64, "refresh": "never"}  # a refresh that rides on verification comes a round later
-    at_hand = load(models, **settings).generate(PROMPT, sampling, NEW_TOKENS)
+    all_on_device = load(models, **settings).generate(PROMPT, sampling, NEW_TOKENS)
     streamed = load(models, resident=0, **settings).generate(PROMPT, sampling, NEW_TOKENS)
-    assert streamed.token_ids == at_hand.token_ids
+    assert streamed.token_ids == all_on_device.token_ids
 
 
 @pytest.mark.parametrize("refresh", ["round", "never", 2])
@@ -90,7 +90,7 @@ def test_prompt_leaves_the_device_once(models):
     engine = load(models, resident=0, tiers=1)
     engine.generate(PROMPT, Sampling(temperature=0.0), 1)
     blocks = blocks_of(engine)
-    blocks._link.settle()
+    blocks._link.wait_for_stores()
     traffic = blocks.traffic()
     whole_blocks = len(PROMPT) // blocks.block_size
     assert traffic.bytes_out == whole_blocks * block_bytes(engine) * engine.target.config.num_layers
@@ -177,21 +177,21 @@ def cache_of(decoder, link, block_size, num_resident, capacity=1400):
 @pytest.mark.parametrize(("block_size", "num_resident"), [(64, 0), (64, 3), (128, 1)])
 def test_any_steps_and_rollbacks_equal_those_at_hand(decoder, steps, block_size, num_resident):
     link = ThreadLink()
-    streamed, at_hand = cache_of(decoder, link, block_size, num_resident), cache_of(decoder, None, block_size, 0)
+    streamed, all_on_device = cache_of(decoder, link, block_size, num_resident), cache_of(decoder, None, block_size, 0)
     tokens = torch.tensor(random_tokens(2000, seed=8))
     for n, undone in steps:
-        rows = tokens[at_hand.length : at_hand.length + n]
-        got, want = (decoder.forward(rows, cache, num_logits=min(n, 4)) for cache in (streamed, at_hand))
+        rows = tokens[all_on_device.length : all_on_device.length + n]
+        got, want = (decoder.forward(rows, cache, num_logits=min(n, 4)) for cache in (streamed, all_on_device))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(streamed.recent_mass(1), at_hand.recent_mass(1), atol=1e-5, rtol=1e-3)
-        for cache in (streamed, at_hand):
+        torch.testing.assert_close(streamed.recent_mass(1), all_on_device.recent_mass(1), atol=1e-5, rtol=1e-3)
+        for cache in (streamed, all_on_device):
             cache.rollback(cache.length - undone)
     for length in (200, 70, 3):  # far back, where the open stretch does not reach
-        if length < at_hand.length:
-            for cache in (streamed, at_hand):
+        if length < all_on_device.length:
+            for cache in (streamed, all_on_device):
                 cache.rollback(length)
             rows = tokens[length : length + 6]
-            got, want = (decoder.forward(rows, cache, num_logits=6) for cache in (streamed, at_hand))
+            got, want = (decoder.forward(rows, cache, num_logits=6) for cache in (streamed, all_on_device))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     link.close()
 
@@ -228,7 +228,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
     blocks = blocks_of(engine)
-    blocks._link.settle()
+    blocks._link.wait_for_stores()
     blocks._host[1] = blocks._host[1][..., :-1]  # what cannot be copied to a block
     with pytest.raises(LinkError, match="KV cache"):
         list(run)

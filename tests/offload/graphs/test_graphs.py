@@ -20,14 +20,14 @@ from triforce.kernels import attention, layers
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches import full as full_cache_module
 from triforce.offload.caches.retrieval import RetrievalCache
-from triforce.offload.caches.standing import Standing
+from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
 from triforce.offload.planning import shape_steps
 from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
 from triforce.offload.speculation import sampling
-from triforce.offload.speculation.pacing import PassCost
+from triforce.offload.speculation.lengths import PassCost
 from triforce.offload.speculation.tiers import Draws
 from triforce.offload.transfer.bandwidth import REPEATS
 from triforce.tp.errors import ModelError
@@ -198,7 +198,7 @@ def test_early_and_long_passes_run_as_they_come(decoder):
 
 def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch):
     def run(self):
-        self._cache.at = self._cache.standing(len(self._token_ids))
+        self._cache.at = self._cache.token_slots(len(self._token_ids))
         try:
             return self._decoder.forward(self._token_ids, self._cache, num_logits=len(self._token_ids))
         finally:
@@ -305,12 +305,12 @@ def test_what_one_rank_cannot_capture_none_replays(decoder):
 def test_tokens_stand_where_their_slots_say():
     rows = torch.randn(2, 3, 4)
     by_number, by_tensor = torch.zeros(2, 9, 4), torch.zeros(2, 9, 4)
-    Standing(0, 5).put(by_number, rows)
-    slots = Standing(0, torch.tensor([5, 6, 7]))
+    TokenSlots(0, 5).put(by_number, rows)
+    slots = TokenSlots(0, torch.tensor([5, 6, 7]))
     slots.put(by_tensor, rows)
     assert torch.equal(by_number, by_tensor)
     assert torch.equal(by_number[:, 5:8], rows)
-    assert slots.diagonal == Standing(0, 5).diagonal == 5
+    assert slots.diagonal == TokenSlots(0, 5).diagonal == 5
 
 
 def as_one_operation(function):

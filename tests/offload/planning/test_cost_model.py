@@ -10,7 +10,7 @@ from triforce.cli.plan.cards import CARDS
 from triforce.offload.planning.cost_model import Assumptions, Machine, estimate, link_seconds, pass_seconds
 from triforce.offload.planning.layout import Setup, lay_out
 from triforce.offload.settings import Settings
-from triforce.offload.speculation.pacing import expected_tokens
+from triforce.offload.speculation.lengths import expected_tokens
 from triforce.tp.weights.registry import PRESETS
 
 GIB = 2**30

@@ -25,14 +25,14 @@ def blocks(count):
 def test_blocks_come_in_order_however_many_buffers(link, depth):
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(depth)])
     ring.begin(iter(blocks(20)))
-    seen = [float(block.mean()) for part in (3, 0, 17) for block in ring.take(part)]
+    seen = [float(block.mean()) for part in (3, 0, 17) for block in ring.next_blocks(part)]
     assert seen == list(map(float, range(20)))
 
 
 def test_block_is_untouched_while_it_is_in_use(link):
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(2)])
     ring.begin(iter(blocks(6)))
-    for i, block in enumerate(ring.take(6)):
+    for i, block in enumerate(ring.next_blocks(6)):
         time.sleep(0.02)  # more than enough for the link to run ahead
         assert torch.all(block == i), f"block {i} was overwritten"
 
@@ -42,7 +42,7 @@ def test_no_more_is_copied_ahead_than_there_are_buffers(link):
     num_bytes = sources[0].numel() * sources[0].element_size()
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
     ring.begin(iter(sources))
-    for i, _ in enumerate(ring.take(8)):
+    for i, _ in enumerate(ring.next_blocks(8)):
         time.sleep(0.02)
         assert link.traffic().bytes_in == min(8, i + 3) * num_bytes
 
@@ -50,15 +50,15 @@ def test_no_more_is_copied_ahead_than_there_are_buffers(link):
 def test_beginning_anew_drops_what_was_under_way(link):
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
     ring.begin(iter(blocks(9)))
-    next(ring.take(1))
+    next(ring.next_blocks(1))
     ring.begin(iter([torch.full(BLOCK, 100.0 + i) for i in range(5)]))
-    assert [float(block.mean()) for block in ring.take(5)] == [100.0, 101.0, 102.0, 103.0, 104.0]
+    assert [float(block.mean()) for block in ring.next_blocks(5)] == [100.0, 101.0, 102.0, 103.0, 104.0]
 
 
 def test_failing_copy_is_raised_where_its_block_is_taken(link):
     ring = Ring(link, [torch.empty(BLOCK) for _ in range(2)])
     ring.begin(iter([torch.zeros(BLOCK), torch.zeros(3, 5), torch.ones(BLOCK)]))
-    taken = ring.take(3)
+    taken = ring.next_blocks(3)
     next(taken)
     with pytest.raises(LinkError, match="KV cache"):
         next(taken)
@@ -67,7 +67,7 @@ def test_failing_copy_is_raised_where_its_block_is_taken(link):
 def test_failing_store_is_raised_when_stores_settle(link):
     link.store(torch.zeros(4), torch.zeros(3))
     with pytest.raises(LinkError):
-        link.settle()
+        link.wait_for_stores()
 
 
 def test_fetch_sees_what_was_stored_before(link):
@@ -84,7 +84,7 @@ def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
     ring = Ring(link, [torch.empty_like(source) for _ in range(3)])
     began = time.perf_counter()
     ring.begin(source for _ in range(12))
-    for _ in ring.take(12):
+    for _ in ring.next_blocks(12):
         time.sleep(0.015)  # computation, shorter than the 21 ms of a copy
     seconds = time.perf_counter() - began
     traffic = link.traffic()

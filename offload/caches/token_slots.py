@@ -9,14 +9,14 @@ from torch import Tensor
 from ...tp.model.rope import Rope, Rows
 
 
-class Standing(NamedTuple):
+class TokenSlots(NamedTuple):
     """The places of `n` tokens that come together.
 
     A pass that was captured runs the same kernels on the same addresses each time, so what changes with the position
     has to be in memory that they read: the tensors here, which are set before each replay (see `graphs`).
     """
 
-    turn: int | Rows
+    rotation: int | Rows
     """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's table."""
     slot: int | Tensor
     """The slot of the first token, or of each, `[n]` int64."""
@@ -32,8 +32,8 @@ class Standing(NamedTuple):
         if isinstance(self.slot, int):
             place = buffer[:, self.slot : self.slot + rows.shape[1]]
             if rope:
-                rope.rotate(rows, self.turn, out=place)
+                rope.rotate(rows, self.rotation, out=place)
             else:
                 place.copy_(rows)
         else:
-            buffer.index_copy_(1, self.slot, rope.rotate(rows, self.turn) if rope else rows)
+            buffer.index_copy_(1, self.slot, rope.rotate(rows, self.rotation) if rope else rows)

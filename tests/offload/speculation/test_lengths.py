@@ -1,7 +1,7 @@
 """Lengths follow from costs and acceptance; the refresh policy from what a refresh costs and brings."""
 
 import pytest
-from triforce.offload.speculation.pacing import Acceptance, PassCost, best_length, expected_tokens
+from triforce.offload.speculation.lengths import Acceptance, PassCost, best_length, expected_tokens
 from triforce.offload.speculation.refresh import RefreshPolicy
 from triforce.tp.errors import UsageError
 

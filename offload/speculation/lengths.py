@@ -1,6 +1,6 @@
 """How far to draft: the lengths that maximise expected tokens per second, from acceptance and costs.
 
-A tier that is offered `n` drafted tokens, each standing with probability `a`, keeps `1 + a + ... + a^n` tokens for
+A tier that is offered `n` drafted tokens, each slots with probability `a`, keeps `1 + a + ... + a^n` tokens for
 `n` times the time per drafted token plus one pass over `n + 1` rows (Leviathan et al., arXiv 2211.17192, section 3.3).
 The same sum decides both levels, the inner one first, as its time per token is what the outer one pays.
 """
