@@ -82,6 +82,7 @@ class Engine:
         self._names = names
         self._kept = KeptCache(target, settings)
         self._capture = capture_for(target.device)
+        self._graphs = Graphs()  # of the last run
         self._running: Generation | None = None
 
     @classmethod
@@ -214,7 +215,9 @@ class Engine:
         self.target.ranks.share(None)
 
     def close(self) -> None:
-        """Parts with the other ranks, if any; every rank calls it when no run is left."""
+        """Parts with the other ranks, if any; every rank calls it when no run is left. Captured passes are freed first,
+        whoever holds a run, as NCCL waits for them."""
+        self._graphs.clear()
         self.target.ranks.leave()
 
     def _start(self, job: _Job, on_prefill: Callable[[float], None] | None) -> Generation:
@@ -231,7 +234,8 @@ class Engine:
         full = self._kept.prepare(prompt, capacity, job.reuse)
         full.begin(keeps_mass=budget > 0)
         retrieval = streaming = None
-        graphs = Graphs(self._capture, self.target.ranks)
+        self._graphs.clear()
+        graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         tiers = [self._tier("verify", self.target, full, capacity, graphs)]
         if budget:
             retrieval = RetrievalCache(

@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recorder import NoWaiting, Recorder, Tape, count_waits
-from test_caches import append, full_cache, streaming_cache
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from recorder import FAMILIES, PROMPT, NoWaiting, Recorder, Tape, count_waits, recorded_engine
+from tiny import random_tokens, save_llama
+from tiny_caches import append, retrieval_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
-from triforce.kernels import attention, layers
-from triforce.offload import Engine, Sampling
-from triforce.offload.caches import full as full_cache_module
+from triforce.kernels import attention
+from triforce.offload import Sampling
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -26,7 +25,6 @@ from triforce.offload.planning import shape_steps
 from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
-from triforce.offload.speculation import sampling
 from triforce.offload.speculation.lengths import PassCost
 from triforce.offload.speculation.tiers import Draws
 from triforce.offload.transfer.bandwidth import REPEATS
@@ -36,51 +34,7 @@ from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
-PROMPT = random_tokens(300, seed=3)
 LENGTHS = {"draft_length": 3, "block_length": 7}
-FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
-
-
-@pytest.fixture(autouse=True)
-def plain_pytorch(monkeypatch):
-    """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
-    sorts, where a CPU first looks at a sum."""
-    monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
-    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
-    monkeypatch.setattr(full_cache_module, "takes_blocks", lambda *_: False)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
-    return Decoder.load(directory, dtype=torch.float32, device=CPU)
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """For each family: a model's directory, a draft that is often right, and greedy tokens of transformers."""
-    root = tmp_path_factory.mktemp("pairs")
-    made = {}
-    for name in FAMILIES:
-        model = save_family(root / name, name, seed=1)
-        made[name] = root / name, root / name, greedy_oracle(model, PROMPT, 80)
-    return made
-
-
-def recorded_engine(pair, **changes):
-    engine = Engine.load(pair[0], pair[1], device="cpu", dtype="float32", **({"budget": 64} | LENGTHS | changes))
-    engine._capture = recorder = Recorder()
-    return engine, recorder
-
-
-def retrieval_cache(decoder):
-    full = full_cache(decoder)
-    append(decoder, full, random_tokens(90, seed=1))
-    cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
-    cache.refresh()
-    return cache
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
@@ -89,7 +43,7 @@ def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     engine, recorder = recorded_engine(pairs[family], tiers=tiers)
     result = engine.generate(PROMPT, GREEDY, 80)
     assert result.token_ids == pairs[family][2]
-    assert recorder.replays > 30, vars(recorder)
+    assert recorder.replays > 30, recorder.counts
     assert result.stats["warnings"] == []
 
 
@@ -102,7 +56,7 @@ def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, r
     want = engine.generate(random_tokens(5), sampling, 1), engine.generate(PROMPT, sampling, 120)
     assert got.token_ids == want[1].token_ids
     assert got.stats["acceptance"] == want[1].stats["acceptance"]
-    assert recorder.replays > 50, vars(recorder)
+    assert recorder.replays > 50, recorder.counts
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=5, max_size=40)
@@ -143,7 +97,7 @@ def test_steps_of_a_shape_that_draft_are_timed_as_replays(decoder, monkeypatch):
     steps = ShapeSteps(decoder.config, decoder.config, lengths, dtype=torch.float32, device=CPU, context=300)
     times = steps.at(300, Assumptions())
     assert len(times.draft) == len(times.retrieval) == REPEATS
-    assert vars(recorder) == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
+    assert recorder.counts == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
     assert steps.graphs.failure is None
 
 
@@ -193,7 +147,7 @@ def test_early_and_long_passes_run_as_they_come(decoder):
     passes = Passes(decoder, cache, Graphs(recorder))
     for tokens in (random_tokens(3), random_tokens(3), random_tokens(60), random_tokens(60)):
         passes.forward(torch.tensor(tokens))
-    assert vars(recorder) == {"warm_ups": 0, "captures": 0, "replays": 0}
+    assert recorder.counts == {"warm_ups": 0, "captures": 0, "replays": 0}
 
 
 def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch):
@@ -244,7 +198,7 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     with torch.inference_mode():
         tokens, rows = retrieval.extend(run._context, 8, run._draws)
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
-        draws = Draws(GREEDY, run._draws.generator, frozenset({tokens[end]}), measured=False)
+        draws = Draws(GREEDY, run._draws.generator, frozenset({tokens[end]}), adapts_to_time=False)
         retrieval.rollback(len(run._context) - 1)
         cut, cut_rows = retrieval.extend(run._context, 8, draws)
     assert cut == tokens[: end + 1]
@@ -298,7 +252,7 @@ def test_what_one_rank_cannot_capture_none_replays(decoder):
     passes, plain = Passes(decoder, retrieval_cache(decoder), graphs), Passes(decoder, retrieval_cache(decoder))
     for token in torch.tensor(random_tokens(5)).split(1):
         assert torch.allclose(passes.forward(token), plain.forward(token), atol=1e-5)
-    assert vars(recorder) == {"warm_ups": 1, "captures": 1, "replays": 0}
+    assert recorder.counts == {"warm_ups": 1, "captures": 1, "replays": 0}
     assert graphs.failure == "another rank could not capture it"
 
 
