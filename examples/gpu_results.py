@@ -304,9 +304,10 @@ def link(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     """Gigabytes a second of page-locking, of the link each way by the size of a copy, and of the device's memory."""
     import torch
     from triforce.offload.transfer import bandwidth
+    from triforce.offload.transfer.make import make_link
 
     where = torch.device(device)
-    connection = bandwidth.make_link(where)
+    connection = make_link(where)
     size = 2**24 if quick else 4 * 2**30
     if quick:
         bandwidth.READ_BYTES = 2**24
@@ -328,6 +329,7 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     from triforce.offload.caches.full import FullCache
     from triforce.offload.caches.kept import KeptCache
     from triforce.offload.planning.cost_model import weights_read
+    from triforce.offload.planning.request import RunRequest
     from triforce.offload.planning.shape_steps import RandomWeights
     from triforce.offload.settings import Settings
     from triforce.offload.transfer.bandwidth import timed
@@ -343,7 +345,8 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     )
     decoder = Decoder(config, RandomWeights(config.dtype, where), where)  # pyright: ignore[reportArgumentType]
     for tokens, resident in itertools.product((300,) if quick else (8192, 32768), (None, 0.0)):
-        cache = KeptCache(decoder, Settings(tiers=1, resident=resident)).prepare([0], tokens + 64, reuse=0)
+        request = RunRequest(config, None, config.dtype, tokens + 64, Settings(tiers=1, resident=resident))
+        cache, _ = KeptCache(decoder).prepare([0], request, reuse=0)
         prompt = torch.zeros(tokens, dtype=torch.int64, device=where)
 
         def read_prompt(cache: FullCache = cache, prompt: torch.Tensor = prompt) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import random_tokens, save_family
 from triforce.offload.caches.full import FullCache
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -30,11 +31,11 @@ def decoder(request, tmp_path_factory):
 
 
 def cache_of(decoder, link, num_resident=0) -> Any:
-    given = {"dtype": torch.float32, "device": CPU, "capacity": 1400, "block_size": SIZE}
+    given = {"dtype": torch.float32, "device": CPU}
     if link is None:
-        blocks = DeviceBlocks(decoder.part, **given)
+        blocks = DeviceBlocks(decoder.part, **given, capacity=1400, block_size=SIZE)
     else:
-        blocks = StreamedBlocks(decoder.part, link, **given, chunk_size=4, num_resident=num_resident)
+        blocks = StreamedBlocks(decoder.part, link, Placement.streaming(1400, SIZE, num_resident, 4), **given)
     return FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
 
 
