@@ -29,6 +29,8 @@ LARGEST_PIECE = 4 * 2**30
 MOST_THREADS = 16
 """Threads that write to new pages; more would wait for the system's locks."""
 
+_PAGES_A_THREAD = 4096
+
 Progress = Callable[[int, int], None]
 """Called with the bytes that are locked so far, and with how many there will be."""
 
@@ -94,11 +96,19 @@ def _pages(size: int) -> mmap.mmap:
 
 
 def _touch(memory: Tensor) -> None:
-    """Writes to every page, from several threads: each is given to the process then."""
+    """Writes to every page, from several threads: the system makes it then."""
     pages = memory[:: mmap.PAGESIZE]
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // _PAGES_A_THREAD))
+    if threads == 1:
+        pages.zero_()
+        return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(Tensor.zero_, pages.chunk(4 * threads)))
+        list(pool.map(_write, pages.chunk(4 * threads)))
+
+
+@torch.inference_mode()  # which is a thread's own, and may be what the memory was made in
+def _write(pages: Tensor) -> None:
+    pages.zero_()
 
 
 def _unlock(runtime: PageLocking, addresses: list[int]) -> None:

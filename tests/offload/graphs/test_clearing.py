@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_graphs_that_broke_are_reset_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     good, broken, released = FakeGraph(), FakeGraph(), FakeGraph()
     released.fails = True
-    capture = CudaCapture.__new__(CudaCapture)
+    capture: Any = CudaCapture.__new__(CudaCapture)
     capture._device, capture._graphs = torch.device("cuda"), weakref.WeakSet([good])
     monkeypatch.setattr(CudaCapture, "_broken", [released, broken])
     capture.clear()

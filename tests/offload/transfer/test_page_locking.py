@@ -98,3 +98,12 @@ def test_no_blocks_are_no_memory():
     runtime = Runtime()
     assert locked_memory((0, 2, 64), torch.float32, runtime).shape == (0, 2, 64)
     assert not runtime.locked
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_memory_is_made_by_several_threads_in_any_mode(monkeypatch, mode):
+    monkeypatch.setattr(page_locking, "_PAGES_A_THREAD", 2)
+    monkeypatch.setattr(page_locking.os, "cpu_count", lambda: 3)
+    with torch.inference_mode(mode):
+        memory = locked_memory((30, mmap.PAGESIZE), torch.uint8, Runtime())
+        assert not memory.any()
