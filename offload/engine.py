@@ -28,9 +28,9 @@ from .checks import checked_prompt
 from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
-from .planning.memory import Available, plan_loaded
+from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import CUDA_CONTEXT, RunPlan, make_plan
+from .planning.run_plan import RunPlan
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
 from .speculation.refresh import RefreshPolicy
 from .speculation.sampling import Sampling
@@ -130,9 +130,7 @@ class Engine:
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         request = RunRequest(target_config, draft_config, kind, context or 1, settings, ranks.size)
-        held_on_gpu = CUDA_CONTEXT if where.type == "cuda" else 0
-        available = Available.here(where, ranks, held_on_gpu=held_on_gpu)  # no rank loads before all have looked
-        make_plan(available.to(request)).check()
+        plan_here(request, where, ranks).check()  # no rank loads before all have looked at what is free
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         return cls(target, small, settings, (str(model), str(draft or model) if small else None))
@@ -271,7 +269,7 @@ class Engine:
 
     def plan(self, context: int) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, in the memory that is free now."""
-        return plan_loaded(self._request(self.settings, context), self.target.device, ALONE)
+        return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
     def _link_tiers(self, tiers: list[Tier]) -> None:
         """Makes each tier draft for the one before it, with the lengths of the settings."""

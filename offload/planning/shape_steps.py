@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
-from ...tp.parallel.ranks import ALONE
 from ..caches.kept import KeptCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
@@ -22,9 +21,8 @@ from ..settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import fastest_length, seconds_per_token
 from ..transfer.bandwidth import timed
 from .cost_model import Assumptions
-from .memory import Available
+from .memory import plan_here
 from .request import RunRequest
-from .run_plan import CUDA_CONTEXT, make_plan
 
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
@@ -98,8 +96,7 @@ class ShapeSteps:
             CapacityError: weights or the longest cache do not fit.
         """
         self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
-        held_on_gpu = CUDA_CONTEXT if device.type == "cuda" else 0
-        make_plan(Available.here(device, ALONE, held_on_gpu=held_on_gpu).to(self._request)).check()
+        plan_here(self._request, device).check()
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
