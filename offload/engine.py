@@ -21,6 +21,7 @@ from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, published_settings
 from .caches.full import FullCache
 from .caches.kept import KeptCache
+from .caches.refreshing import RefreshingCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
 from .checks import checked_prompt
@@ -30,8 +31,8 @@ from .planning.memory import check_memory, plan_memory
 from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
 from .speculation.lengths import PassCost
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampling
-from .speculation.tiers import Draws, Tier
+from .speculation.sampling import Sampler, Sampling
+from .speculation.tiers import Tier
 from .speculation.vocabulary import check_draft
 
 _MODELLED_BANDWIDTH = 40e9
@@ -229,11 +230,12 @@ class Engine:
             self._kept.context = []  # what the cache holds was rotated otherwise
         budget = replace(self.settings, tiers=job.tiers).budget_for(capacity)
         full = self._kept.prepare(prompt, capacity, job.reuse)
-        full.begin(keeps_mass=budget > 0)
+        full.begin(mass_rows=(self.settings.block_length or LONGEST_BLOCK) + 1 if budget else 0)
         retrieval = streaming = None
         graphs = Graphs(self._capture, self.target.ranks)
-        tiers = [self._tier("verify", self.target, full, capacity, graphs)]
-        if budget:
+        if not budget:
+            tiers = [self._tier("verify", self.target, full, capacity, graphs)]
+        else:
             retrieval = RetrievalCache(
                 full,
                 self.target.rope,
@@ -241,13 +243,15 @@ class Engine:
                 chunk_size=self.settings.planned_chunk_size,
                 join=self.target.mean_over_copies,
             )
+            verified = RefreshingCache(full, retrieval)
+            tiers = [self._tier("verify", self.target, verified, capacity, graphs)]
             tiers.append(self._tier("retrieval", self.target, retrieval, budget, graphs))
             if self.draft and job.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(self._tier("draft", self.draft, streaming, streaming.window, graphs))
         self._link_tiers(tiers)
         eos = () if job.ignore_eos else self.target.config.eos_token_ids
-        draws = Draws(
+        sampler = Sampler(
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
@@ -262,7 +266,7 @@ class Engine:
             streaming=streaming,
             tiers=tiers,
             graphs=graphs,
-            draws=draws,
+            sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
             identity=self._identity(sampling, len(tiers), budget, full),
             on_prefill=on_prefill,

@@ -62,7 +62,6 @@ class KeptCache:
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=chunk_size)
         if old:
             self._cache.move_from(old, shared)
-            old.on_piece = None
         return self._cache
 
     def distrust(self) -> None:
@@ -93,7 +92,6 @@ class KeptCache:
     def _drop(self) -> None:
         """Gives the cache's memory back."""
         if self._cache:
-            self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
                     self._link.wait_for_stores()
