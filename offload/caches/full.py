@@ -17,12 +17,10 @@ from torch import Tensor
 from ...kernels.attention import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
+from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks
 from .block_attention import BlockAttention, Rows
 from .recent_mass import RECENT_ROWS, RecentMass
-
-LARGEST_BLOCK = 4096
-"""Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
 BlockCollector = Callable[[int, int, Tensor], None]
 """Is handed each block that a pass attends to: layer, position of the block's first token, and the block's keys and
@@ -183,11 +181,3 @@ class FullCache:
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
         self.blocks.rollback(self.length)
-
-
-def block_size_for(capacity: int, chunk_size: int) -> int:
-    """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, and hardly more room in all than
-    asked for. A multiple of 64, then of `chunk_size`."""
-    num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
-    size = -(-capacity // num_blocks // 64) * 64
-    return -(-size // chunk_size) * chunk_size

@@ -11,6 +11,7 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
@@ -184,8 +185,8 @@ def test_a_cache_filled_with_zeros_holds_zeros_up_to_its_length(decoder, streams
     link = ThreadLink()
     full = full_cache(decoder)
     if streams:
-        given = {"dtype": torch.float32, "device": CPU, "capacity": 500, "block_size": 64}
-        blocks = StreamedBlocks(decoder.config, link, **given, chunk_size=4, num_resident=1)
+        place = Placement.streaming(500, 64, num_resident=1, chunk_size=4)
+        blocks = StreamedBlocks(decoder.config, link, place, dtype=torch.float32, device=CPU)
         full = FullCache(decoder.config, decoder.rope, blocks, chunk_size=4)
     append(decoder, full, random_tokens(300))
     full.rollback(0)
