@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from triforce.kernels import attention, layers
-from triforce.offload.caches import full as full_cache
+from triforce.offload.caches import block_attention
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
 from triforce.offload.planning.cost_model import Assumptions
@@ -38,15 +38,15 @@ CPU = torch.device("cpu")
 CACHED_KEYS = 1024
 """Keys whose rows are in the processor's caches after the first time."""
 
-NO_ATTENTION = [(attention, "_backend", lambda *_: "plain"), (full_cache, "takes_blocks", lambda *_: False)]
+NO_ATTENTION = [(attention, "_backend", lambda *_: "plain"), (block_attention, "takes_blocks", lambda *_: False)]
 NO_LAYERS = [(layers, "_kernels", lambda *_: None)]
 VARIANTS = {"plain PyTorch": NO_ATTENTION + NO_LAYERS, "compiled attention": NO_LAYERS, "compiled steps": []}
 """What is switched off: module, name, and what takes its place."""
 
 PARTS = {
     "attention": [
-        *((module, "attend") for module in (full_cache, retrieval_cache, streaming_cache)),
-        (full_cache, "attend_blocks"),
+        *((module, "attend") for module in (block_attention, retrieval_cache, streaming_cache)),
+        (block_attention, "attend_blocks"),
     ],
     "products": [(decoder, "linear"), (decoder, "gated_mlp")],
     "rotation": [(rope, "rotate")],

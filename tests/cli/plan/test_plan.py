@@ -82,7 +82,7 @@ def test_what_is_planned_to_fit_is_within_the_memory(preset, gpus, memory):
     whole = request.token_bytes * request.context
     assert planned.resident_kv + planned.streamed_kv >= whole
     if planned.resident_kv:
-        assert planned.device_total <= request.gpu_bytes and not shortfalls(request)
+        assert request.gpu_bytes is not None and planned.device_total <= request.gpu_bytes and not shortfalls(request)
         if planned.placement.streams:
             block = planned.resident_kv // planned.placement.num_resident
             assert request.gpu_bytes - planned.device_total < block, "one more block of each layer would fit"

@@ -58,7 +58,7 @@ def logits(job: Job) -> list[list[float]]:
         dtype=target.dtype,
         device=target.device,
         capacity=len(job.prompt_ids) + len(answer),
-        keeps_mass=False,
+        mass_rows=0,
     )
     tokens = torch.tensor([*job.prompt_ids, *answer[:last]], device=target.device)
     rows = target.forward(tokens, cache, num_logits=last + 1)
