@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS, Scratch, attend, merge_partials
-from ...kernels.cpu.attention import attend_blocks, takes_blocks
+from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, takes_blocks
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
 from ..transfer.device_blocks import Blocks, DeviceBlocks
