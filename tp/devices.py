@@ -56,8 +56,8 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 def set_threads(count: int | None) -> None:
     """Sets how many CPU threads this process computes with, where computation is on a CPU.
 
-    It applies to PyTorch's operations and to the compiled kernels, which read `torch.get_num_threads()` at each call and
-    whose results do not depend on it.
+    It applies to PyTorch's operations and to the compiled kernels, which read `torch.get_num_threads()` at each call
+    and whose results do not depend on it.
 
     Args:
         count: the number of threads; `None` leaves PyTorch's default (`OMP_NUM_THREADS`, or the number of cores).

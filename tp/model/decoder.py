@@ -129,8 +129,7 @@ class Decoder:
     ) -> Tensor:
         """Runs `n` tokens that follow those in `cache` through the model, layer by layer, and adds them to the cache.
 
-        All tokens pass one layer before the next begins, so that a long prompt's keys of one layer at a time have to be on
-        the device.
+        All tokens pass one layer before the next begins, so that a long prompt needs the keys of one layer at a time.
 
         Args:
             token_ids: `[n]` int64.

@@ -330,8 +330,8 @@ def as_one_operation(function):
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from test_triton import OLD_INTERPRETER
     from triforce.kernels.triton import attention as triton_attention
+    from triton_runs import OLD_INTERPRETER
 
     if OLD_INTERPRETER:
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
