@@ -16,9 +16,8 @@ from test_caches import append, full_cache, streaming_cache
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
-from triforce.kernels import attention, layers
+from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import full as full_cache_module
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -46,9 +45,8 @@ def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
     sorts, where a CPU first looks at a sum."""
     monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
-    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
-    monkeypatch.setattr(full_cache_module, "takes_blocks", lambda *_: False)
+    with use_kernels(attention="plain", layers="plain"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +342,7 @@ def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch)
     want = [plain.forward(pair, 2) for pair in tokens]
     kernel = as_one_operation(triton_attention.attend_triton)
     monkeypatch.setattr(triton_attention, "attend_triton", kernel)
-    monkeypatch.setattr(attention, "_backend", lambda *_: "triton")
     for pair, logits in zip(tokens, want, strict=True):
-        error = (passes.forward(pair, 2) - logits).abs().max()
+        with use_kernels(attention="triton", layers="plain"):
+            error = (passes.forward(pair, 2) - logits).abs().max()
         assert error < 1e-4, f"logits differ by {error}"
