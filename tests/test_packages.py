@@ -143,8 +143,8 @@ def test_no_folder_holds_many_files():
 
 
 def test_a_wheel_holds_every_module_the_data_and_the_library(tmp_path):
-    """Built in a copy of the tree, so that nothing of an earlier build gets in; the library is not optimised, which would
-    take most of the time."""
+    """Built in a copy of the tree, so that nothing of an earlier build gets in; the library is compiled without
+    optimisation, which would take most of the time."""
     pytest.importorskip("setuptools", "77", reason="the wheel is built by setuptools 77 or later")
     source, out = tmp_path / "source", tmp_path / "wheel"
     for path in (ROOT / name for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE")):
