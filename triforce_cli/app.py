@@ -8,21 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..tp.errors import PeerError, TriforceError
 from ..tp.parallel.launch import record, still_joined
 from ..tp.parallel.place import Place
+from .call import Call
 from .terminal.stopping import Signals, Stop
 from .terminal.streams import abandon, tell
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a subcommand needs of the process it runs in: its arguments, to start itself again, and its signals."""
-
-    arguments: list[str]
-    signals: Signals
 
 
 def main() -> None:
@@ -118,7 +110,7 @@ def _usage_message(error: Exception) -> str | None:
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""  # making this error has printed the help
     context = getattr(error, "ctx", None)
-    message = format_message().replace("Value error, ", "")  # the parser's own words, of no use to anyone
+    message = format_message()
     return f"error: {message}\nsee {context.command_path if context else 'triforce'} --help"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -10,12 +9,15 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ..tp.units import gib
 from ..tp.weights.registry import EMBEDDED, find_pair
+from .call import Call
+from .options import ReportRequest
+from .terminal.output import JsonFile
 
 _OPTIONAL = {
     "flash-attn": ("faster attention on NVIDIA GPUs", "flash-attn"),
@@ -47,16 +49,16 @@ class Findings:
     missing: list[str] = field(default_factory=list)
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
-) -> None:
-    """Says what is there (versions, processor, GPUs, memory), what is missing, and the command that adds it.
+def doctor(request: ReportRequest, call: Call) -> None:
+    """Says what this machine has (versions, processor, GPUs, memory), what is missing, and the command that adds it.
 
     Exits 1 if something that [cyan]triforce generate[/] needs is broken.
     """
-    findings = examine()
-    print(json.dumps(asdict(findings), indent=2) if as_json else describe(findings))
+    with JsonFile.prepare(request.json) as json_file:
+        findings = examine()
+        json_file.write(asdict(findings))
+    if not json_file.on_stdout:
+        print(describe(findings))
     if findings.broken:
         raise typer.Exit(1)
 

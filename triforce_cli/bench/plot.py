@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from ..machine import on, sampling_words
+from ..measurement import on, sampling_words
 from .report import conditions, modelled
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a bench found: for scripts (JSON), and for people (a table, and what its figures are)."""
+"""What a bench measured: for scripts (JSON), and for people (a table, and what its figures mean)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..machine import machine, on, provenance, sampling_words
-from .measure import AtContext, Run, first_difference
+from ..measurement import first_difference, machine, on, provenance, sampling_words, spread
+from ..terminal.tables import make_table, print_lines
+from .measure import AtContext, Run
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 KIND = "triforce bench"
 """The document's `kind`."""
@@ -103,7 +103,6 @@ def as_document(subject: Subject, bandwidth: Bandwidth, found: list[AtContext], 
 
 
 def _context(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any]:
-    plain = at.of(1)
     counts = sorted({run.tiers for run in at.runs})
     return {
         "context": at.context,
@@ -111,58 +110,46 @@ def _context(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str,
         "prefill_s": at.prefill_s,
         "resident_bytes": at.resident_bytes,
         "floor": floor_of(at, subject, bandwidth),
-        "tiers": [_tiers(at.of(count), plain, subject) for count in counts],
+        "tiers": [_tiers(at.of(count), at.of(1), subject) for count in counts],
     }
 
 
 def _tiers(runs: list[Run], plain: list[Run], subject: Subject) -> dict[str, Any]:
+    """Runs of one number of tiers, beside those of plain decoding."""
     greedy = subject.sampling is not None and subject.sampling["temperature"] == 0
+    times = [run.tbt_ms for run in runs]
+    accepted = [run.stats["acceptance"] for run in runs]
+    shares = {name: [one[name] for one in accepted if one[name] is not None] for name in accepted[0]}
     return {
         "tiers": runs[0].tiers,
         "modelled": False,
-        "tbt_ms": spread([run.tbt_ms for run in runs]),
-        "speedup": median(run.tbt_ms for run in plain) / median(run.tbt_ms for run in runs) if plain else None,
-        "acceptance": {
-            name: _median([run.stats["acceptance"][name] for run in runs])
-            for name in ("draft", "retrieval", "draft_per_token", "retrieval_per_token", "tokens_per_round")
-        },
+        "tbt_ms": spread(times),
+        "speedup": median(run.tbt_ms for run in plain) / median(times) if plain else None,
+        "acceptance": {name: median(known) if known else None for name, known in shares.items()},
         "first_difference": first_difference(runs, plain[0]) if greedy and plain else None,
-        "runs": [_run(run) for run in runs],
+        "runs": [
+            {"repeat": run.repeat, **{name: run.stats[name] for name in _OF_A_RUN}}
+            | {"passes": run.passes, "proposed": run.proposed}
+            for run in runs
+        ],
     }
 
 
-def _run(run: Run) -> dict[str, Any]:
-    kept = (
-        "new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read",
-        "memory", "warnings",
-    )  # fmt: skip
-    return (
-        {"repeat": run.repeat}
-        | {name: run.stats[name] for name in kept}
-        | {
-            "passes": run.passes,
-            "proposed": run.proposed,
-        }
-    )
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
-def _median(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return median(there) if there else None
+_OF_A_RUN = (
+    *("new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read"),
+    *("memory", "warnings"),
+)
+"""What is kept of the JSON of `triforce generate`."""
 
 
 def report(console: Console, document: dict[str, Any]) -> None:
     """The table of a document, and the lines around it."""
     head = f"{document['model']}, {document['dtype']} on {on(document['machine'])}; {conditions(document)}"
-    console.print(head, soft_wrap=True, markup=False)
-    console.print(_table(document))
-    console.print()
-    for note in notes(document):
-        console.print(note, soft_wrap=True, markup=False)
+    print_lines(console, [head])
+    titles = ("context", "tiers", "TBT, ms", "", "speed-up", "accepted", "a round", "floor", "prefill")
+    rows = [_cells(at, row, row is at["tiers"][0]) for at in document["contexts"] for row in at["tiers"]]
+    console.print(make_table(titles, rows, left=("context", "")))
+    print_lines(console, ["", *notes(document)])
 
 
 def conditions(document: dict[str, Any]) -> str:
@@ -180,33 +167,21 @@ def modelled(row: dict[str, Any]) -> bool:
     return row["modelled"]
 
 
-def _table(document: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table("context", box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits a terminal of 80 columns
-    for title in ("tiers", "TBT, ms", "", "speed-up", "accepted", "a round", "floor", "prefill"):
-        table.add_column(title, justify="left" if not title else "right", no_wrap=True)
-    for at in document["contexts"]:
-        for index, row in enumerate(at["tiers"]):
-            tbt, accepted = row["tbt_ms"], row["acceptance"]
-            first = index == 0
-            table.add_row(
-                f"{at['context']:,}" if first else "",
-                str(row["tiers"]),
-                f"{tbt['median']:.1f}",
-                "modelled" if modelled(row) else f"({tbt['min']:.1f} to {tbt['max']:.1f})",
-                f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-",
-                _shares(accepted),
-                f"{accepted['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-",
-                f"{at['floor']['ms']:.1f}" if first and at["floor"] else "",
-                f"{at['prefill_s']:.1f} s" if first and at["prefill_s"] else "",
-            )
-    return table
-
-
-def _shares(accepted: dict[str, float | None]) -> str:
-    shares = [accepted["draft_per_token"], accepted["retrieval_per_token"]]
-    return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
+def _cells(at: dict[str, Any], row: dict[str, Any], first: bool) -> list[str]:
+    """A line of the table; the first of a context has what its lines share."""
+    tbt, accepted, speculates = row["tbt_ms"], row["acceptance"], row["tiers"] > 1
+    shares = [accepted[name] for name in ("draft_per_token", "retrieval_per_token") if accepted[name] is not None]
+    return [
+        f"{at['context']:,}" if first else "",
+        str(row["tiers"]),
+        f"{tbt['median']:.1f}",
+        "modelled" if modelled(row) else f"({tbt['min']:.1f} to {tbt['max']:.1f})",
+        f"{row['speedup']:.2f}" if row["speedup"] and speculates else "-",
+        " ".join(f"{share:.2f}" for share in shares) or "-",
+        f"{accepted['tokens_per_round']:.1f}" if speculates else "-",
+        f"{at['floor']['ms']:.1f}" if first and at["floor"] else "",
+        f"{at['prefill_s']:.1f} s" if first and at["prefill_s"] else "",
+    ]
 
 
 def notes(document: dict[str, Any]) -> list[str]:
@@ -215,10 +190,10 @@ def notes(document: dict[str, Any]) -> list[str]:
     link = carried["link_gb_per_s"]
     measured = f"memory {carried['memory_gb_per_s']:.1f} GB/s" + (f", link {link:.1f} GB/s" if link else "")
     lines = [
-        "TBT: decoding ÷ the tokens after the first. accepted: of the tokens tested, the small model's and the "
-        "retrieval cache's. a round: tokens for each pass over the full cache.",
-        f"floor, ms: derived, the bytes of one pass over what was measured before the runs ({measured}); speculation "
-        "goes below it, by writing several tokens a pass.",
+        "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
+        "and of the retrieval cache. a round: tokens for each pass over the full cache.",
+        f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}); speculation "
+        "goes below it, as a pass gives several tokens.",
     ]
     if document["shape"]:
         lines += _shape_notes(document)
@@ -242,7 +217,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     }
     lines += [f"warning: {warning}" for warning in sorted(warned)]
     if document["interrupted"]:
-        lines.append("Interrupted: this is what was measured by then.")
+        lines.append("Interrupted: this was measured by then.")
     return lines
 
 
@@ -262,8 +237,8 @@ def _shape_notes(document: dict[str, Any]) -> list[str]:
     small = f", {assumed['draft']:.3g} of the small model's" if document["draft"] else ""
     lines = [
         "Steps are measured, with random weights and zeros for keys and values; one tier's TBT is such a step, without "
-        f"sampling. More tiers' TBT is modelled from steps: assumed, {assumed['retrieval']:.3g} of what the retrieval "
-        f"cache drafts stands{small} (--assume-acceptance)."
+        f"sampling. More tiers' TBT is modelled from steps: assumed, {assumed['retrieval']:.3g} of the tested tokens "
+        f"that the retrieval cache drafts are accepted{small} (--assume-acceptance)."
     ]
     failed = document["shape"].get("graphs_failed")
     lines += [f"warning: steps that draft go without CUDA graphs, and slower: {failed}"] if failed else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...offload.planning.cost_model import Assumptions
 from ...offload.planning.shape_steps import ROOM, ShapeSteps, StepTimes
@@ -11,16 +11,14 @@ from ...offload.settings import Settings
 from ...offload.speculation.lengths import expected_tokens
 from ...tp.devices import resolve_device, resolve_dtype
 from ...tp.weights.registry import published_settings
+from ..call import Call
 from ..options import Request
 from ..plan.planning import shapes
 from ..terminal.output import JsonFile, ResultFile
 from ..terminal.streams import tell
-from .command import Asked
 from .report import Bandwidth, Subject, as_document, derived_floor, spread
+from .request import Asked
 from .run import describe, fitting_contexts, measure_bandwidth, published
-
-if TYPE_CHECKING:
-    from ..app import Call
 
 
 def run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -18,16 +17,17 @@ from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
+from ..call import Call
 from ..generate.prompt import Source, build_prompt
 from ..generate.tokenizer import Tokenizer, check_same_vocabulary
-from ..terminal.output import JsonFile, result_console
-from ..terminal.stopping import Signals
+from ..measurement import publish
+from ..terminal.output import JsonFile
 from ..terminal.streams import tell
 from .baselines.catalogue import Entry
 from .baselines.protocol import Job
-from .command import Asked
 from .comparison import Row, compare
 from .report import as_document, report
+from .request import Asked
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
-    signals: Signals,
+    call: Call,
 ) -> None:
     """Measures and reports. `directories` are the target's and the draft's.
 
@@ -46,21 +46,18 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="triforce-compare-") as folder:
         job = make_job(asked, source, directories, folder)
-        signals.allow()
-        comparison = compare(
-            job,
-            baselines,
-            repeats=asked.repeats,
-            limit_s=asked.limit_s,
-            settings=asked.settings,
-            on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
-            on_end=lambda row: _tell_of(row, asked.debug),
-        )
-        signals.hold()
+        with call.signals.allowed():
+            comparison = compare(
+                job,
+                baselines,
+                repeats=asked.repeat,
+                limit_s=60 * asked.time_limit,
+                settings=asked.settings,
+                on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
+                on_end=lambda row: _tell_of(row, asked.debug),
+            )
     name = device_name(torch.device(job.device))
-    with ExitStack() as last_first:  # the table last, which a pipe that nobody reads further ends, and in any case
-        last_first.callback(report, result_console(json_file), comparison, name)
-        json_file.write(as_document(comparison, name, asked.command))
+    publish(as_document(comparison, name, call.command), json_file, report)
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:
@@ -78,7 +75,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
     """
     target, draft = directories
     Settings(**asked.settings)
-    Sampling(asked.temperature, asked.top_p, asked.top_k, asked.seed)
+    Sampling(**asked.sampling)
     config = ModelConfig.load(target)
     if draft:
         check_draft(config, ModelConfig.load(draft))
@@ -97,11 +94,8 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         dtype=str(resolve_dtype(asked.dtype, config)).removeprefix("torch."),
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        seed=asked.seed,
-        threads=threads(),
+        **asked.sampling,
+        threads=asked.threads or threads(),
         folder=folder,
     )
 

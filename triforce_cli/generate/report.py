@@ -105,9 +105,10 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
         times = ", ".join(f"{name} {tbt[name]:.1f}" for name in ("mean", "p50", "p95"))
         rows["TBT"] = f"{times} ms ({stats['tokens_per_s']:.1f} tokens/s)"
         if settings["tiers"] > 1:
-            shares = [f"{name} {accepted[name]:.0%}" for name in ("draft", "retrieval") if accepted[name] is not None]
+            shares = {name: accepted[f"{name}_per_token"] for name in ("draft", "retrieval")}
+            tested = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
             per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
-            rows["accepted"] = ", ".join([*shares, per_round])
+            rows["accepted"] = f"{tested} of tested tokens, {per_round}" if tested else per_round
         total = max(sum(seconds.values()), 1e-9)
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
         if read["bytes"]:

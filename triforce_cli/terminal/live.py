@@ -99,7 +99,7 @@ class LiveDisplay:
             self._draw()
 
     def snapshot(self) -> Snapshot:
-        """The run as it stands."""
+        """The state of the run now."""
         s, lengths = self._generation.statistics, self._generation.lengths
         for seconds in s.token_s[self._seen :]:
             insort(self._sorted_tbt, seconds)
@@ -121,8 +121,8 @@ class LiveDisplay:
             tbt_history_s=tuple(seconds / tokens for seconds, tokens in history),
             tokens_per_s=s.tokens_per_s,
             tokens_per_round=s.tokens_per_round,
-            accepted_draft=ratio(s.draft_accepted, s.draft_proposed),
-            accepted_retrieval=ratio(s.retrieval_accepted, s.retrieval_proposed),
+            accepted_draft=ratio(s.draft_accepted, s.draft_tested),
+            accepted_retrieval=ratio(s.retrieval_accepted, s.retrieval_tested),
             draft_length=lengths["draft_length"],
             block_length=lengths["block_length"],
             budget=self._budget,

@@ -158,7 +158,7 @@ class JsonFile(ResultFile):
         with super().prepare(path, option) as file:
             yield file
 
-    def write(self, document: dict[str, Any]) -> None:
+    def write(self, document: Any) -> None:
         """Writes `document`; nothing where no file was asked for.
 
         Raises:

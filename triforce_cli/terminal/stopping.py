@@ -6,6 +6,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -34,12 +36,12 @@ class Stop(BaseException):
 
 
 class Signals:
-    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is; between `hold` and `allow`
-    they wait for `allow`.
+    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
+    `with signals.held()`, as soon as they are allowed again.
 
     So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. Once one
-    was raised, all is held, so that repeating it does not interrupt what it set off. A new one, `REPEAT_S` after the
-    last, is raised at once: a blocked pipe must not hold the process.
+    was raised, all are held, so that repeating it does not interrupt the ending that it set off. A new one, `REPEAT_S`
+    after the last, is raised at once: a blocked pipe must not hold the process.
     """
 
     def __init__(self) -> None:
@@ -77,9 +79,34 @@ class Signals:
         for number in self._previous:
             signal.signal(number, lambda *_: None)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals wait within this block; an error on its way out of it leaves them held.
+
+        Raises:
+            Stop: after the block, where a signal came in it.
+        """
+        before, self._held = self._held, True
+        yield
+        if not before:
+            self.allow()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A block of `held` code that a signal may interrupt.
+
+        Raises:
+            Stop: before it, where a signal waits, or in it.
+        """
+        self.allow()
+        try:
+            yield
+        finally:
+            self._held = True
+
     def allow(self) -> None:
         """Raises:
-        Stop: a signal came since `hold`, or what it raised before was swallowed.
+        Stop: a signal came while they were held, or what it raised before was swallowed.
         """
         self._held = False
         if self._stop:
