@@ -87,9 +87,12 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
-    from ..offload.caches.retrieval import planned_budget
-    from ..offload.planning.memory import available_bytes, plan_memory
+    from ..offload.planning.memory import Available
+    from ..offload.planning.request import RunRequest
+    from ..offload.planning.run_plan import CUDA_CONTEXT, largest_context, make_plan
+    from ..offload.settings import Settings
     from ..tp.devices import resolve_device
+    from ..tp.parallel.ranks import ALONE
     from ..tp.weights.weight_files import weight_files
 
     target_directory, draft_directory = preset.directories()
@@ -102,17 +105,17 @@ def describe(preset: Preset) -> ModelRow:
         target, draft = preset.configs()
     except ModelError as error:
         return replace(row, missing=str(error))
-    context, chunk = target.max_position_embeddings, 8
-    budget = published_settings(preset.name, 1).get("budget") or planned_budget(context, chunk)
-    plan = plan_memory(target, draft, dtype=target.dtype, context=context, budget=budget, chunk_size=chunk)
-    available = available_bytes(resolve_device("auto"))
-    fixed = plan.weights + plan.runtime
-    fitting = max(0, int(context * (available - fixed) / (plan.total - fixed)))
+    settings = Settings().with_defaults(published_settings(preset.name, 1))
+    context = target.max_position_embeddings
+    request = RunRequest(target, draft, target.dtype, context, settings)
+    device = resolve_device("auto")
+    held_on_gpu = CUDA_CONTEXT if device.type == "cuda" else 0
+    plan = make_plan(Available.here(device, ALONE, held_on_gpu=held_on_gpu).to(request))
     return replace(
         row,
         context=context,
         weight_bytes=plan.weights,
         kv_bytes=plan.kv,
-        fits=plan.total <= available,
-        fitting_tokens=min(context, fitting),
+        fits=plan.fits,
+        fitting_tokens=context if plan.fits else largest_context(plan.request),
     )

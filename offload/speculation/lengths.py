@@ -7,6 +7,7 @@ The same sum decides both levels, the inner one first, as its time per token is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _DECAY = 0.97
@@ -113,3 +114,20 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
     times = [seconds_per_token(n, draft_seconds, cost.seconds(n + 1), rate) for n in range(longest + 1)]
     best = min(range(longest + 1), key=times.__getitem__)
     return best, times[best]
+
+
+def fastest_length(
+    seconds: Callable[[int], float], draft_seconds: float, rate: float, fixed: int | None, longest: int
+) -> tuple[int, float]:
+    """The draft tokens for a pass whose seconds over so many rows are known, and the seconds per token they give.
+
+    Args:
+        draft_seconds: time per draft token.
+        rate: chance that one is accepted.
+        fixed: the number, where it is set by hand.
+    """
+    length = fixed
+    if length is None:
+        cost = PassCost.through(seconds(1), seconds(longest + 1), longest + 1)
+        length, _ = best_length(cost, draft_seconds, rate, longest)
+    return length, seconds_per_token(length, draft_seconds, seconds(length + 1), rate)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import typer
 
+from ...offload.planning.cards import CARDS, DEFAULT_CARD, Card
 from ...tp.errors import UsageError
 from ...tp.weights.registry import EMBEDDED, PRESETS
 from ..call import Call
 from ..terminal.output import JsonFile
-from .cards import CARDS, Card
-from .request import DEFAULT_CARD, PlanRequest
+from .request import PlanRequest
 
 EPILOG = """[bold]Examples[/]
 

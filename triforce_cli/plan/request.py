@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
+from ...offload.planning.cards import CARDS, DEFAULT_CARD
 from ...tp.weights.registry import EMBEDDED
 from ..options import ASSUMED, HARDWARE, MACHINE, TIERS, ModelRequest, option
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
-from .cards import CARDS
-
-DEFAULT_CARD = "rtx4090"
 
 
 @dataclass(frozen=True, kw_only=True)
