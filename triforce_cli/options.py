@@ -145,9 +145,7 @@ class ModelRequest(ReportRequest):
     draft_length: Annotated[
         AutoTokens,
         option(
-            SPECULATION,
-            AUTO_OR_TOKENS,
-            "Tokens that the small model drafts for one pass on the retrieval cache (γ1).",
+            SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass on the retrieval cache (γ1)."
         ),
     ] = None
     block_length: Annotated[
@@ -204,8 +202,7 @@ class Request(ModelRequest):
     ] = None
     temperature: Annotated[float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding.")] = 0.6
     top_p: Annotated[
-        float,
-        option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all."),
+        float, option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all.")
     ] = 0.9
     top_k: Annotated[int, option(SAMPLING, whole(0, "K"), "Keep the K most likely tokens; 0 keeps all.")] = 0
     seed: Annotated[

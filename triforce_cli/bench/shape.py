@@ -87,11 +87,7 @@ def _context(
             name: spread([1e3 * seconds for seconds in getattr(times, name)]) if getattr(times, name) else None
             for name in ("plain", "verify", "retrieval", "draft")
         },
-        "lengths": {
-            "budget": times.budget,
-            "block_length": times.block_length,
-            "draft_length": times.draft_length,
-        },
+        "lengths": {"budget": times.budget, "block_length": times.block_length, "draft_length": times.draft_length},
         "tiers": [_tiers(count, times, assumed) for count in tiers],
     }
 

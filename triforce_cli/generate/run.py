@@ -108,11 +108,7 @@ def follow(request: Request) -> None:
 
 
 def _decode(
-    generation: Generation,
-    signals: Signals,
-    text: TextStream,
-    output: TextOutput | None,
-    display: LiveDisplay | None,
+    generation: Generation, signals: Signals, text: TextStream, output: TextOutput | None, display: LiveDisplay | None
 ) -> None:
     event: Round | None = None
     while True:

@@ -60,8 +60,7 @@ class PlanRequest(ModelRequest):
         ),
     ] = None
     host_memory: Annotated[
-        float | None,
-        option(HARDWARE, AUTO_OR_GIB, "Free memory of the host, in GiB; auto does not check it."),
+        float | None, option(HARDWARE, AUTO_OR_GIB, "Free memory of the host, in GiB; auto does not check it.")
     ] = None
     measured: Annotated[
         Path | None,
