@@ -96,7 +96,7 @@ class ReportRequest:
 
     json: Annotated[
         Path | None,
-        option(OUTPUT, JSON_FILE, "Write every figure as JSON; [bold]-[/] is stdout, which then holds nothing else."),
+        option(OUTPUT, JSON_FILE, "Write the results as JSON; [bold]-[/] is stdout, which then holds nothing else."),
     ] = None
     debug: Annotated[bool, flag("--debug", OUTPUT, "Show tracebacks of errors.")] = False
 

@@ -15,7 +15,7 @@ from .terminal.streams import tell
 
 
 def leads(request: Request, call: Call) -> bool:
-    """Whether this process reads, prints and writes; if not, it has done its part when this returns.
+    """Whether this process reads, prints and writes. If not, its work is done when this returns.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.

@@ -43,7 +43,7 @@ class Run:
     stats: dict[str, Any]
     """The JSON of `triforce generate`."""
     passes: dict[str, int]
-    """Of each tier while decoding."""
+    """Passes of each tier while decoding."""
     proposed: dict[str, int]
     """Tokens that each drafter proposed."""
 
@@ -91,10 +91,10 @@ def measure(
     watch: Watch,
     advance: Callable[[Generation], Round | None],
 ) -> None:
-    """Runs `order`, and appends to `found` as it goes, so that an interrupt leaves there what was measured.
+    """Runs `order` and appends to `found` as it goes, so that `found` has what was measured by an interrupt.
 
     Args:
-        token_ids: of which each prompt is the beginning.
+        token_ids: each prompt is the beginning of these.
         advance: makes one step of a run; `None` at its end.
     """
     for step in order:
@@ -115,7 +115,7 @@ def measure(
             resident = stats["settings"]["resident_bytes"]
             found.append(AtContext(step.context, len(prompt), stats["prefill_s"], resident, run))
         watch.end(step, run, generation.statistics.prefill_s)
-        del generation  # it holds the cache, whose memory the next context wants
+        del generation  # it holds the cache, whose memory the next context needs
 
 
 def _run(step: Step, generation: Generation) -> Run:

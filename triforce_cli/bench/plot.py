@@ -1,4 +1,4 @@
-"""The picture of a bench's JSON: time between tokens against context, and beside it what was accepted."""
+"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARKERS = {1: "o", 2: "s", 3: "D"}
 GREY = "#666666"
 
 LOG_FROM = 20.0
-"""Where the slowest takes so many times as long as the fastest, the axis is logarithmic."""
+"""The axis is logarithmic where the slowest takes at least so many times as long as the fastest."""
 
 _CAPTION_WIDTH = 190
 """Characters of small print that fit the picture."""
@@ -94,7 +94,7 @@ def _contexts(axes: Axes, document: dict[str, Any], room: float) -> None:
 
 
 def thousands(tokens: float) -> str:
-    """As people say it: 4K is 4,096 tokens."""
+    """A short form: 4K is 4,096 tokens."""
     return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
 
 
@@ -169,7 +169,7 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
 
 
 def _label(axes: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Names lines at their ends, moved apart where they would overlap."""
+    """Labels lines at their ends; labels that would overlap are moved apart."""
     to_share = axes.transData + axes.transAxes.inverted()
     placed: list[float] = []
     shares = sorted(((to_share.transform((x, y))[1], y, words, colour) for y, words, colour in labels), reverse=True)

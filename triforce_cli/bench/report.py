@@ -29,7 +29,7 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and where."""
+    """What is measured, and on which machine."""
 
     command: str
     model: str
@@ -40,7 +40,7 @@ class Subject:
     dtype: str
     parameters: int
     weight_bytes: int
-    """That a pass reads, on all ranks together."""
+    """Bytes of weights that a pass reads, on all ranks together."""
     sampling: dict[str, Any] | None = None
     """temperature, top_p, top_k, and the seed, if one was given; `None` where nothing was sampled."""
     new_tokens: int = 0
@@ -60,7 +60,7 @@ def floor_of(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str,
 
 
 def derived_floor(read_bytes: int, streamed_bytes: int, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any]:
-    """What one pass over the full cache takes at least. On a CPU all ranks share one memory; each GPU has its own.
+    """The least time of one pass over the full cache. On a CPU all ranks share one memory; each GPU has its own.
 
     Args:
         read_bytes: weights, keys and values, of all ranks.
@@ -153,7 +153,7 @@ def report(console: Console, document: dict[str, Any]) -> None:
 
 
 def conditions(document: dict[str, Any]) -> str:
-    """How it was measured, in words."""
+    """The conditions of the measurement, in words."""
     if document["shape"]:
         return "random weights, synthetic keys and values; medians of steps"
     runs = document["repeats"]
@@ -185,7 +185,7 @@ def _cells(at: dict[str, Any], row: dict[str, Any], first: bool) -> list[str]:
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """What the figures are, and what is to be known of these."""
+    """What the figures mean, and what to know about these."""
     carried = document["measured_bandwidth"]
     link = carried["link_gb_per_s"]
     measured = f"memory {carried['memory_gb_per_s']:.1f} GB/s" + (f", link {link:.1f} GB/s" if link else "")
@@ -232,7 +232,7 @@ def _prompt_notes(prompt: dict[str, Any]) -> list[str]:
 
 
 def _shape_notes(document: dict[str, Any]) -> list[str]:
-    """Which times of a shape are measured, and on what the others rest."""
+    """Which times of a shape are measured, and what the others are derived from."""
     assumed = document["shape"]["assumed_acceptance"]
     small = f", {assumed['draft']:.3g} of the small model's" if document["draft"] else ""
     lines = [

@@ -84,7 +84,7 @@ def run(
     def document(interrupted: bool) -> dict[str, Any]:
         return as_document(subject, bandwidth, [at for at in found if at.runs], interrupted)
 
-    with published(document, files, call), Display(console, order, request.max_new_tokens) as display:
+    with published(document, files), Display(console, order, request.max_new_tokens) as display:
         measure(
             engine,
             prompt.token_ids,
@@ -100,14 +100,11 @@ def run(
 
 
 @contextmanager
-def published(
-    document: Callable[[bool], dict[str, Any]], files: tuple[JsonFile, ResultFile], call: Call
-) -> Iterator[None]:
+def published(document: Callable[[bool], dict[str, Any]], files: tuple[JsonFile, ResultFile]) -> Iterator[None]:
     """Publishes `document(interrupted)` after the block; if that was stopped or failed, what it measured by then."""
     try:
         yield
     except (Stop, Exception):
-        call.signals.hold()
         partial = document(True)
         if partial["contexts"]:
             _publish(partial, *files)

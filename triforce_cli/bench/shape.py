@@ -45,11 +45,10 @@ def run(
     contexts = fitting_contexts(asked, target, 0)
     device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
     tell(f"making random weights of the shape of {request.model} ...")
-    call.signals.allow()
-    steps = ShapeSteps(
-        target, draft if tiers[-1] == 3 else None, settings, dtype=dtype, device=device, context=contexts[-1]
-    )
-    bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
+    small = draft if tiers[-1] == 3 else None
+    with call.signals.allowed():
+        steps = ShapeSteps(target, small, settings, dtype=dtype, device=device, context=contexts[-1])
+        bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
     subject = describe(request, steps.target, steps.draft is not None, call)
     assumed = Assumptions(*acceptance)
     found: list[dict[str, Any]] = []
@@ -64,12 +63,11 @@ def run(
             "contexts": found,
         }
 
-    with published(document, files, call):
+    with published(document, files):
         for context in contexts:
             tell(f"{context:,} tokens: steps ...")
-            call.signals.allow()
-            times = steps.at(context, assumed)
-            call.signals.hold()
+            with call.signals.allowed():
+                times = steps.at(context, assumed)
             found.append(_context(times, tiers, assumed, subject, bandwidth))
             tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
 

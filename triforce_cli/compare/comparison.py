@@ -99,10 +99,10 @@ def compare(
     on_start: Callable[[int, int, str], None],
     on_end: Callable[[Row], None],
 ) -> Comparison:
-    """Runs everything. What fails becomes a row that says why; an interrupt ends the measuring and keeps what is there.
+    """Runs everything. A system that fails is a row that says why; an interrupt keeps what was measured.
 
     Args:
-        job: what all are asked for; `system` and `options` are filled in here.
+        job: what every system is asked for; `system` and `options` are filled in here.
         limit_s: seconds that one worker may take, loading and warm-up included.
         settings: of triforce, as `Engine.load` names them.
         on_start: called before each worker with its number, the count of all, and the system's name.

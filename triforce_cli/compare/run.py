@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from ...offload import Sampling
@@ -68,7 +66,7 @@ def run(
 
 
 def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None], folder: str) -> Job:
-    """What every system will be asked for.
+    """The job of every system.
 
     Raises:
         TriforceError: it cannot be met.
@@ -95,7 +93,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
         **asked.sampling,
-        threads=asked.threads or threads(),
+        threads=asked.threads or torch.get_num_threads(),
         folder=folder,
     )
 
@@ -112,15 +110,6 @@ def _token_ids(asked: Asked, source: Source, tokenizer: Tokenizer, config: Model
     if len(token_ids) < wanted:
         raise UsageError(f"--prompt-tokens is {wanted:,}, but the prompt has {len(token_ids):,} tokens")
     return token_ids[:wanted]
-
-
-def threads() -> int:
-    """Threads that every system computes with: `OMP_NUM_THREADS`, or the cores that this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
 def _tell_of(row: Row, debug: bool) -> None:

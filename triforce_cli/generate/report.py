@@ -1,4 +1,4 @@
-"""What people read on stderr before and after a run, and while the prompt is read."""
+"""Messages on stderr: what will run, the progress of reading the prompt, and the statistics of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 def report_choices(
     console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
 ) -> None:
-    """What will run where, in a few lines, before it does."""
+    """What is about to run where, in a few lines."""
     from ...offload.planning.memory import available_bytes
     from ...tp.devices import device_name
 
@@ -85,7 +85,7 @@ def _progress_lines(tokens: int) -> Callable[[float], None]:
 
 
 def report_statistics(console: Console, stats: dict[str, Any]) -> None:
-    """What a run's JSON says, in a few lines."""
+    """The JSON of a run in a few lines."""
     tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
     read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
     endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}

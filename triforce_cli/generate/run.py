@@ -63,7 +63,7 @@ def run(
             generation = engine.stream(
                 prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
             )
-            step(generation, signals)  # its token is taken from the statistics, like all others
+            step(generation, signals)  # the first token is taken from the statistics, like all others
         name = Path(request.model).name
         with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
             _decode(generation, signals, text, output, display)
@@ -94,7 +94,7 @@ def load_engine(request: Request, context: int | None) -> Engine:
 
 
 def follow(request: Request) -> None:
-    """The part of a rank above 0 in `run`: it computes along, and reads, prints and writes nothing.
+    """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
 
     Raises:
         TriforceError: as `run`, or another rank has ended.
@@ -103,7 +103,7 @@ def follow(request: Request) -> None:
     while (generation := engine.follow()) is not None:
         for _ in generation:
             pass
-        del generation  # it holds the cache, whose memory the next run may want
+        del generation  # it holds the cache, whose memory the next run may need
     engine.close()
 
 
@@ -136,7 +136,7 @@ def _finish(
     json_file: JsonFile,
     ended: BaseException | None,
 ) -> BaseException | None:
-    """Writes what is left to write, whatever fails on the way; the first thing that ended the run is returned."""
+    """Writes text, JSON and statistics even if one of them fails; returns the first error or interrupt of the run."""
     piece = text.push(generation.statistics.token_ids[text.num_tokens :]) + text.flush()
     try:
         if output:
@@ -166,7 +166,7 @@ def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def same_terminal(one: TextIO, other: TextIO) -> bool:
-    """Whether both streams are one terminal. Its device tells: a name it need not have (in a container)."""
+    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
     if not (one.isatty() and other.isatty()):
         return False
     return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev

@@ -1,5 +1,4 @@
-"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away: all of them stop a run where it is safe, and none
-loses its text."""
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away stop a run where it is safe, and no text is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from typing import Self
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 REPEAT_S = 1.0
-"""A signal that follows another one this soon repeats it: a key held down, or a shell and a terminal that both send."""
+"""A signal that follows another one within this time is a repetition: a key held down, or a shell and a terminal that
+both send it."""
 
 
 class Stop(BaseException):
@@ -47,7 +47,7 @@ class Signals:
     def __init__(self) -> None:
         self._held = False
         self._stop: Stop | None = None
-        """What waits for `allow`, or was raised already."""
+        """The interrupt that waits for `allow`, or was raised already."""
         self._last_at = float("-inf")
         self._previous: dict[int, object] = {}
 
@@ -69,13 +69,13 @@ class Signals:
             self._previous[number] = signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """From here to the end of the process nothing is left to stop, and a signal would only disturb its exit."""
+        """Ignores signals from here to the end of the process, whose exit they would only disturb."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self._previous = {}
 
     def disregard(self) -> None:
-        """From here on they do nothing here: another process answers them for this one."""
+        """From here on signals do nothing in this process: rank 0 handles them."""
         for number in self._previous:
             signal.signal(number, lambda *_: None)
 
