@@ -39,9 +39,6 @@ class Kind:
 class Numbers(tuple[Any, ...]):
     """Numbers of one option, which were separated by commas."""
 
-    def __str__(self) -> str:
-        return ",".join(map(str, self))
-
 
 def words(*possible: str) -> Callable[[str], list[str]]:
     """Completes one of these words."""
@@ -62,6 +59,8 @@ def choice(*possible: str) -> Kind:
 def _number(
     metavar: str, possible: str, convert: Callable[[str], Any], fits: Callable[[Any], bool], *, auto: bool = False
 ) -> Kind:
+    """Numbers that `convert` reads and `fits` accepts; with `auto` also that word, which gives `None`."""
+
     def parse(value: str) -> Any:
         if auto and value == "auto":
             return None

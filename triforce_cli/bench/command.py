@@ -63,8 +63,7 @@ def bench(request: Asked, call: Call) -> None:
                 from .shape import run as run_shape
 
                 use_threads(request.threads)
-                request = replace(request, model=request.shape)
-                run_shape(request, request, request.assume_acceptance or (), files, call)
+                run_shape(replace(request, model=request.shape), files, call)
             return
         source = read_source(request.prompt_file, request.prompt, tell)
         directories = find_pair(request.model, request.wanted_draft, tell)

@@ -109,12 +109,15 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
         y = [time["median"] for time in times]
         error = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
         open_marks = any(modelled(row) for _, row in there)
+        last = there[-1][1]
+        speedup = f", {last['speedup']:.2g}× as fast" if last["speedup"] and tiers > 1 else ""
         axes.errorbar(
-            x, y, yerror_or_none(error), color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7, linewidth=2.4,
-            capsize=4, elinewidth=1.3, markerfacecolor="white" if open_marks else COLOURS[tiers], markeredgewidth=1.8,
+            x, y, error if any(map(any, error)) else None, color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7,
+            linewidth=2.4, capsize=4, elinewidth=1.3, markeredgewidth=1.8,
+            markerfacecolor="white" if open_marks else COLOURS[tiers],
         )  # fmt: skip
         name = NAMES[tiers] + (" (modelled)" if open_marks else "")
-        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{_speedup(there[-1][1])}", COLOURS[tiers]))
+        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{speedup}", COLOURS[tiers]))
         values += [time[part] for time in times for part in ("min", "max")]
     floors = [(at["context"], at["floor"]["ms"]) for at in contexts if at["floor"]]
     if floors:
@@ -131,14 +134,6 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
         axes.set_ylim(0, 1.05 * max(values))
     axes.set_title("time between tokens, ms", loc="left", fontsize=12, pad=10)
     _label(axes, contexts[-1]["context"], labels)
-
-
-def yerror_or_none(error: list[list[float]]) -> list[list[float]] | None:
-    return error if any(value for side in error for value in side) else None
-
-
-def _speedup(row: dict[str, Any]) -> str:
-    return f", {row['speedup']:.2g}× as fast" if row["speedup"] and row["tiers"] > 1 else ""
 
 
 def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:

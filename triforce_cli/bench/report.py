@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..measurement import first_difference, machine, on, provenance, sampling_words, spread
+from ..measurement import first_difference, on, sampling_words, spread
 from ..terminal.tables import make_table, print_lines
 from .measure import AtContext, Run
 
@@ -19,55 +16,28 @@ KIND = "triforce bench"
 """The document's `kind`."""
 
 
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bytes a second, measured before the runs; the link's is `None` where nothing streams."""
-
-    memory: float
-    link: float | None = None
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is measured, and on which machine."""
-
-    command: str
-    model: str
-    draft: str | None
-    device: str
-    device_name: str
-    world_size: int
-    dtype: str
-    parameters: int
-    weight_bytes: int
-    """Bytes of weights that a pass reads, on all ranks together."""
-    sampling: dict[str, Any] | None = None
-    """temperature, top_p, top_k, and the seed, if one was given; `None` where nothing was sampled."""
-    new_tokens: int = 0
-    repeats: int = 0
-    prompt: dict[str, Any] | None = None
-    """Its `name`, `text_tokens`, and whether it is `repeated`."""
-
-
-def floor_of(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any] | None:
+def floor_of(at: AtContext, head: dict[str, Any]) -> dict[str, Any] | None:
     """From the bytes that the first run's passes read: one row or twenty, a pass reads the same."""
     run = next((run for run in (*at.runs, at.warm_up) if run.passes["verify"]), None)
     if run is None:
         return None
     passes = run.passes["verify"]
-    read = subject.weight_bytes + subject.world_size * run.stats["kv_read"]["bytes"] // passes
-    return derived_floor(read, run.stats["link"]["bytes_streamed"] // passes, subject, bandwidth)
+    read = head["weight_bytes"] + head["machine"]["world_size"] * run.stats["kv_read"]["bytes"] // passes
+    return derived_floor(read, run.stats["link"]["bytes_streamed"] // passes, head)
 
 
-def derived_floor(read_bytes: int, streamed_bytes: int, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any]:
+def derived_floor(read_bytes: int, streamed_bytes: int, head: dict[str, Any]) -> dict[str, Any]:
     """The least time of one pass over the full cache. On a CPU all ranks share one memory; each GPU has its own.
 
     Args:
         read_bytes: weights, keys and values, of all ranks.
         streamed_bytes: of them, what crosses one rank's link.
+        head: see `as_document`.
     """
-    memory_s = read_bytes / bandwidth.memory / (subject.world_size if subject.device == "cuda" else 1)
-    link_s = streamed_bytes / bandwidth.link if bandwidth.link else 0.0
+    machine, measured = head["machine"], head["measured_bandwidth"]
+    memories = machine["world_size"] if machine["device"] == "cuda" else 1
+    memory_s = read_bytes / (1e9 * measured["memory_gb_per_s"]) / memories
+    link_s = streamed_bytes / (1e9 * measured["link_gb_per_s"]) if measured["link_gb_per_s"] else 0.0
     bound_by = "link" if link_s > memory_s else "memory"
     return {
         "read_bytes": read_bytes,
@@ -78,45 +48,30 @@ def derived_floor(read_bytes: int, streamed_bytes: int, subject: Subject, bandwi
     }
 
 
-def as_document(subject: Subject, bandwidth: Bandwidth, found: list[AtContext], interrupted: bool) -> dict[str, Any]:
+def as_document(head: dict[str, Any], found: list[AtContext], interrupted: bool) -> dict[str, Any]:
     """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
-    and tokens."""
-    return {
-        **provenance(KIND, subject.command),
-        "machine": machine(subject.device, subject.device_name, subject.world_size, torch.get_num_threads()),
-        "model": subject.model,
-        "draft": subject.draft,
-        "parameters": subject.parameters,
-        "dtype": subject.dtype,
-        "sampling": subject.sampling,
-        "new_tokens": subject.new_tokens,
-        "repeats": subject.repeats,
-        "prompt": subject.prompt,
-        "interrupted": interrupted,
-        "shape": None,
-        "measured_bandwidth": {
-            "memory_gb_per_s": bandwidth.memory / 1e9,
-            "link_gb_per_s": bandwidth.link / 1e9 if bandwidth.link else None,
-        },
-        "contexts": [_context(at, subject, bandwidth) for at in found],
-    }
+    and tokens.
+
+    Args:
+        head: what was measured, where, and with which bandwidth: everything but the measurements.
+    """
+    return head | {"interrupted": interrupted, "shape": None, "contexts": [_context(at, head) for at in found]}
 
 
-def _context(at: AtContext, subject: Subject, bandwidth: Bandwidth) -> dict[str, Any]:
-    counts = sorted({run.tiers for run in at.runs})
+def _context(at: AtContext, head: dict[str, Any]) -> dict[str, Any]:
+    greedy = head["sampling"]["temperature"] == 0
     return {
         "context": at.context,
         "prompt_tokens": at.prompt_tokens,
         "prefill_s": at.prefill_s,
         "resident_bytes": at.resident_bytes,
-        "floor": floor_of(at, subject, bandwidth),
-        "tiers": [_tiers(at.of(count), at.of(1), subject) for count in counts],
+        "floor": floor_of(at, head),
+        "tiers": [_tiers(at.of(count), at.of(1), greedy) for count in sorted({run.tiers for run in at.runs})],
     }
 
 
-def _tiers(runs: list[Run], plain: list[Run], subject: Subject) -> dict[str, Any]:
+def _tiers(runs: list[Run], plain: list[Run], greedy: bool) -> dict[str, Any]:
     """Runs of one number of tiers, beside those of plain decoding."""
-    greedy = subject.sampling is not None and subject.sampling["temperature"] == 0
     times = [run.tbt_ms for run in runs]
     accepted = [run.stats["acceptance"] for run in runs]
     shares = {name: [one[name] for one in accepted if one[name] is not None] for name in accepted[0]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,14 +24,14 @@ from ..call import Call
 from ..generate.prompt import Source, long_prompt
 from ..generate.run import load_engine, step
 from ..generate.tokenizer import Tokenizer, check_same_vocabulary
-from ..measurement import publish
+from ..measurement import machine, provenance, publish
 from ..options import Request
 from ..terminal.output import JsonFile, ResultFile
 from ..terminal.stopping import Stop
 from ..terminal.streams import Unfailing, tell
 from .measure import AtContext, measure, steps
 from .progress import Display
-from .report import Bandwidth, Subject, as_document, report
+from .report import KIND, as_document, report
 from .request import AUTO_CONTEXTS, Asked
 
 
@@ -61,28 +60,24 @@ def run(
     with call.signals.allowed():
         engine = load_engine(request, contexts[-1])
         tiers = _tiers(request, engine)
-        device = engine.target.device
-        bandwidth = measure_bandwidth(
-            device, engine.target.ranks.local_size, streams=device.type == "cuda" or request.resident is not None
-        )
-    subject = replace(
-        describe(request, engine.target, engine.draft is not None, call),
-        sampling=request.sampling,
-        new_tokens=request.max_new_tokens,
-        repeats=request.repeat,
-        prompt={
+        head = describe(request, engine.target, engine.draft is not None, call, streams=request.resident is not None)
+    head |= {
+        "sampling": request.sampling,
+        "new_tokens": request.max_new_tokens,
+        "repeats": request.repeat,
+        "prompt": {
             "name": prompt.name,
             "text_tokens": prompt.text_tokens,
             "repeated": prompt.text_tokens < len(prompt.token_ids),
         },
-    )
+    }
 
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     order = steps(contexts, tiers, request.repeat)
     found: list[AtContext] = []
 
     def document(interrupted: bool) -> dict[str, Any]:
-        return as_document(subject, bandwidth, [at for at in found if at.runs], interrupted)
+        return as_document(head, [at for at in found if at.runs], interrupted)
 
     with published(document, files), Display(console, order, request.max_new_tokens) as display:
         measure(
@@ -154,33 +149,40 @@ def _tiers(request: Asked, engine: Engine) -> tuple[int, ...]:
     return tuple(sorted({min(count, 2) for count in request.tiers}))
 
 
-def measure_bandwidth(device: torch.device, local_ranks: int, *, streams: bool) -> Bandwidth:
-    """Of memory, and of the link if keys and values may cross it. The ranks of a CPU share its memory, so rank 0 reads
-    with the threads of all."""
-    threads = torch.get_num_threads()
+def describe(request: Request, target: Decoder, drafts: bool, call: Call, *, streams: bool) -> dict[str, Any]:
+    """The head of the document: what is measured, where, and the bandwidths, which are measured here.
+
+    Args:
+        drafts: whether there is a draft.
+        streams: whether the KV cache may stream on a CPU too.
+    """
+    size, device = target.ranks.size, target.device
+    return {
+        **provenance(KIND, call.command),
+        "machine": machine(device.type, device_name(device), size, torch.get_num_threads()),
+        "model": request.model,
+        "draft": (request.draft or request.model) if drafts else None,
+        "parameters": target.config.num_parameters,
+        "weight_bytes": size * weights_read(target.part, size) * target.dtype.itemsize,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "sampling": None,
+        "new_tokens": 0,
+        "repeats": 0,
+        "prompt": None,
+        "measured_bandwidth": _bandwidth(target, streams=streams or device.type == "cuda"),
+    }
+
+
+def _bandwidth(target: Decoder, *, streams: bool) -> dict[str, float | None]:
+    """GB/s of memory and, if keys and values may cross it, of the link. The ranks of a CPU share its memory, so rank 0
+    reads with the threads of all."""
+    device, threads = target.device, torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(threads * local_ranks)
-    memory = memory_bandwidth(device)
+        torch.set_num_threads(threads * target.ranks.local_size)
+    memory, carried = memory_bandwidth(device), None
     torch.set_num_threads(threads)
-    if not streams:
-        return Bandwidth(memory)
-    link = make_link(device)
-    carried = link_bandwidth(link, device)
-    link.close()
-    return Bandwidth(memory, carried["in"])
-
-
-def describe(request: Request, target: Decoder, drafts: bool, call: Call) -> Subject:
-    """What is measured and where, but for what it writes."""
-    size = target.ranks.size
-    return Subject(
-        command=call.command,
-        model=request.model,
-        draft=(request.draft or request.model) if drafts else None,
-        device=target.device.type,
-        device_name=device_name(target.device),
-        world_size=size,
-        dtype=str(target.dtype).removeprefix("torch."),
-        parameters=target.config.num_parameters,
-        weight_bytes=size * weights_read(target.part, size) * target.dtype.itemsize,
-    )
+    if streams:
+        link = make_link(device)
+        carried = link_bandwidth(link, device)["in"] / 1e9
+        link.close()
+    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": carried}

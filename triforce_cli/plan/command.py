@@ -54,22 +54,8 @@ def plan(request: PlanRequest, call: Call) -> None:
         if request.measured is not None:
             _check_measured(request)
             measured = Measured.read(request.measured)
-        large, small = (*(request.assume_acceptance or ()), None, None)[:2]
-        made = make_plan(
-            shape or request.model,
-            request.draft,
-            card=_changed(measured.card(card) if measured else card, request),
-            dtype=request.dtype,
-            context=request.context,
-            gpus=request.gpus,
-            host_memory=request.host_memory,
-            tiers=request.tiers,
-            lengths=request.lengths,
-            resident=request.resident,
-            acceptance=large,
-            draft_acceptance=(*(request.draft_acceptance or ()), small)[0],
-            measured=measured,
-        )
+            card = measured.card(card)
+        made = make_plan(replace(request, model=shape or request.model), _changed(card, request), measured)
         json_file.write(made.document())
         if not json_file.on_stdout:
             from .report import show

@@ -89,3 +89,9 @@ class PlanRequest(ModelRequest):
     @property
     def most_tiers(self) -> int:
         return self.tiers
+
+    @property
+    def acceptance(self) -> tuple[float | None, float | None]:
+        """The assumed acceptance on the retrieval cache, and of the small model."""
+        large, small = (*(self.assume_acceptance or ()), None, None)[:2]
+        return large, self.draft_acceptance[0] if self.draft_acceptance else small
