@@ -116,7 +116,7 @@ def compare(
             if row.failure is None and row.entry.needs_draft and job.draft is None:
                 row.failure = "needs a draft: give --draft D"
             if row.failure is None and row.entry.prepares:
-                _prepare(row, job, limit_s)
+                _run(row, "prepare", job, limit_s)
             if row.failure:
                 on_end(row)
         for index in range(repeats):
@@ -133,20 +133,20 @@ def compare(
     return comparison
 
 
-def _prepare(row: Row, job: Job, limit_s: float) -> None:
-    try:
-        run_worker(row.entry.module, "prepare", replace(job, system=row.entry.name), limit_s)
-    except WorkerError as error:
-        row.failure, row.log = str(error), error.log
-
-
 def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> None:
     ours = row.entry.module == TRIFORCE.module
-    job = replace(job, system=row.entry.name, options=settings if ours else {})
+    measured = _run(row, "measure", replace(job, options=settings if ours else {}), limit_s)
+    if measured is not None:
+        row.runs.append(Measurement(**measured))
+
+
+def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
+    """What a worker returns; `None` where it fails, which the row then says."""
     try:
-        row.runs.append(Measurement(**run_worker(row.entry.module, "measure", job, limit_s)))
+        return run_worker(row.entry.module, action, replace(job, system=row.entry.name), limit_s)
     except WorkerError as error:
         row.failure, row.log = str(error), error.log
+        return None
 
 
 def find_differences(comparison: Comparison, limit_s: float) -> None:
