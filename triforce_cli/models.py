@@ -87,12 +87,11 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
-    from ..offload.planning.memory import Available
+    from ..offload.planning.memory import plan_here
     from ..offload.planning.request import RunRequest
-    from ..offload.planning.run_plan import CUDA_CONTEXT, largest_context, make_plan
+    from ..offload.planning.run_plan import largest_context
     from ..offload.settings import Settings
     from ..tp.devices import resolve_device
-    from ..tp.parallel.ranks import ALONE
     from ..tp.weights.weight_files import weight_files
 
     target_directory, draft_directory = preset.directories()
@@ -108,9 +107,7 @@ def describe(preset: Preset) -> ModelRow:
     settings = Settings().with_defaults(published_settings(preset.name, 1))
     context = target.max_position_embeddings
     request = RunRequest(target, draft, target.dtype, context, settings)
-    device = resolve_device("auto")
-    held_on_gpu = CUDA_CONTEXT if device.type == "cuda" else 0
-    plan = make_plan(Available.here(device, ALONE, held_on_gpu=held_on_gpu).to(request))
+    plan = plan_here(request, resolve_device("auto"))
     return replace(
         row,
         context=context,

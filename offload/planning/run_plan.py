@@ -16,6 +16,7 @@ from ...tp.model.decoder import PREFILL_ROWS
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS
 from ..settings import Settings
+from ..speculation.lengths import DraftTokens
 from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
@@ -28,6 +29,11 @@ of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia
 
 RESERVE = 0.05
 """Share of a GPU's memory that is left alone: fragmentation, libraries, CUDA graphs."""
+
+
+VERIFY_DRAFT_TOKENS = 24
+RETRIEVAL_DRAFT_TOKENS = 8
+"""Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,16 @@ class RunPlan:
     retrieval cache never take their memory at the same time."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
+
+    @property
+    def verify_draft(self) -> DraftTokens:
+        """For a pass over the full cache (γ2)."""
+        return DraftTokens(self.request.settings.block_length, VERIFY_DRAFT_TOKENS)
+
+    @property
+    def retrieval_draft(self) -> DraftTokens:
+        """For a pass over the retrieval cache (γ1)."""
+        return DraftTokens(self.request.settings.draft_length, RETRIEVAL_DRAFT_TOKENS)
 
     @property
     def kv(self) -> int:
