@@ -175,7 +175,7 @@ class ModelRequest(ReportRequest):
         return self.draft if self.most_tiers == 3 else "none"
 
     @property
-    def lengths(self) -> dict[str, int | None]:
+    def lengths(self) -> dict[str, Any]:
         """The lengths among the engine's settings, in tokens."""
         return {name: getattr(self, name) for name in ("budget", "chunk_size", "draft_length", "block_length")}
 
