@@ -27,6 +27,7 @@ from rich.table import Table
 from triforce.kernels.attention import attend, attend_blocks
 from triforce.kernels.cpu.library import cpu_level
 from triforce.kernels.selection import Backend, use_kernels
+from triforce.offload.caches import block_attention
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
 from triforce.offload.planning.cost_model import Assumptions
