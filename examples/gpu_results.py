@@ -68,22 +68,15 @@ def parts(device: str, quick: bool) -> list[Part]:
 
     def pair(resident: str) -> list[str]:
         context, new_tokens, repeats = (400, 16, 1) if quick else (131072, 128, 3)
-        of_runs = ["--contexts", context, "--new-tokens", new_tokens, "--repeat", repeats, "--tiers", "1,2,3"]
+        of_runs = ["--contexts", context, "--max-new-tokens", new_tokens, "--repeat", repeats, "--tiers", "1,2,3"]
         return [*triforce, "bench", "--model", "embedded", *of_runs, "--resident", resident, "--seed", 1, *to_file]
 
     def compare() -> list[str]:
-        of_prompt = ["--prompt-file", ROOT / "docs" / "benchmarks.md", "--prompt-tokens", 200]
-        of_runs = [
-            "--baseline",
-            "autoregressive",
-            "--baseline",
-            "transformers",
-            "--max-new-tokens",
-            8 if quick else 128,
-        ]
-        if not quick:
-            of_prompt = ["--prompt-file", "{book}", "--prompt-tokens", 8192]
-        return [*triforce, "compare", *of_prompt, *of_runs, "--repeat", 1 if quick else 3, *to_file]
+        tokens, new_tokens, repeats = (200, 8, 1) if quick else (8192, 128, 3)
+        of_prompt = ["--prompt-file", "{book}", "--prompt-tokens", tokens]
+        against = ["--baseline", "autoregressive", "--baseline", "transformers"]
+        of_runs = ["--max-new-tokens", new_tokens, "--repeat", repeats]
+        return [*triforce, "compare", *of_prompt, *against, *of_runs, *to_file]
 
     to_file = ["--device", device, "--json", "{json}"]
     made = [

@@ -20,10 +20,11 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import Simulator, simulator_off
 from tiny import random_tokens, save_llama
-from triforce.kernels import attention, layers
+from triforce.kernels.selection import use_kernels
 from triforce.offload import generation
-from triforce.offload.caches import full, kept
+from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.planning import placement
 from triforce.offload.planning.placement import Placement
@@ -46,13 +47,9 @@ class Broken(Exception):
 def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
     """Within, what a GPU would run: no compiled kernels for CPUs, and, in a simulator, its link and its waits."""
     with ExitStack() as patches:
-        for owner, name, value in (
-            (attention, "_backend", lambda *_: "plain"),
-            (layers, "_kernels", lambda *_: None),
-            (full, "takes_blocks", lambda *_: False),
-            (sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True)),
-        ):
-            patches.enter_context(patch.object(owner, name, value))
+        patches.enter_context(use_kernels(attention="plain", layers="plain"))
+        likeliest = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
+        patches.enter_context(patch.object(sampling, "_likeliest", likeliest))
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
@@ -100,6 +97,26 @@ def play(decoder: Decoder, seed: int, *, deferred: bool = False, steps: int = 8)
     return simulator
 
 
+class _Breaking:
+    """A full cache whose pass is broken off after so many blocks."""
+
+    def __init__(self, full: FullCache, blocks: int) -> None:
+        self._full, self._left = full, blocks
+        self.prepare, self.rollback = full.prepare, full.rollback
+
+    @property
+    def length(self) -> int:
+        return self._full.length
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._full.attend(layer, q, k, v, collector=self._count)
+
+    def _count(self, *_: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Broken
+
+
 class _History:
     def __init__(self, decoder: Decoder, simulator: Simulator, chance: random.Random) -> None:
         self.decoder, self.simulator, self.chance = decoder, simulator, chance
@@ -128,7 +145,7 @@ class _History:
         if kind == "verify":
             self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
         elif kind == "long":  # a follow-up question: its run has a retrieval cache of its own
-            self.retrieval, self.cache.on_piece = None, None
+            self.retrieval = None
             self.forward(self.chance.randint(SLACK + 1, 60))
         elif kind == "rollback":
             self.rollback(max(1, self.cache.length - self.chance.choice([1, 3, 9, 30, 70])))
@@ -146,7 +163,8 @@ class _History:
             self.rollback(start // 2)
             return
         rows = self.tokens[start : start + n]
-        got = self.decoder.forward(rows, self.cache, num_logits=min(n, 4))
+        cache = RefreshingCache(self.cache, self.retrieval) if self.retrieval else self.cache
+        got = self.decoder.forward(rows, cache, num_logits=min(n, 4))
         with self.outside():
             want = self.decoder.forward(rows, self.plain, num_logits=min(n, 4))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -174,37 +192,26 @@ class _History:
 
     def rollback(self, length: int) -> None:
         self.retrieval = None
-        self.cache.on_piece = None
         self.cache.rollback(length)
         self.plain.rollback(length)
 
     def grow(self) -> None:
         """What a follow-up question does that needs more room."""
         self.retrieval = None
-        self.cache.on_piece = None
         self.capacity, old = CAPACITY, self.cache
         self.cache = self.new_cache()
         self.cache.move_from(old, self.plain.length)
 
     def break_off(self) -> None:
         """An interrupt within a pass; then what the engine does with the cache: go on from before, or drop it."""
-        left = self.chance.randint(0, 12)
-
-        def stop(*_: object) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Broken
-
         length = self.cache.length
         n = min(self.chance.choice([3, 3, 40]), self.capacity - length)
         if n < 1:
             return
         prefills = n > SLACK
-        self.retrieval, self.cache.on_piece = None, stop
+        self.retrieval = None
         with suppress(Broken):
-            self.decoder.forward(self.tokens[length : length + n], self.cache)
-        self.cache.on_piece = None
+            self.decoder.forward(self.tokens[length : length + n], _Breaking(self.cache, self.chance.randint(0, 12)))
         if prefills or self.chance.random() < 0.5:
             self.link.wait_for_stores()
             self.simulator.synchronize()  # as `KeptCache` does before it drops one

@@ -4,8 +4,7 @@ import pytest
 import torch
 from recorder import FAMILIES, PROMPT
 from tiny import greedy_oracle, save_family, save_llama
-from triforce.kernels import attention, layers
-from triforce.offload.caches import full as full_cache_module
+from triforce.kernels.selection import use_kernels
 from triforce.offload.speculation import sampling
 from triforce.tp.model.decoder import Decoder
 
@@ -15,9 +14,8 @@ def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
     sorts, where a CPU first looks at a sum."""
     monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
-    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
-    monkeypatch.setattr(full_cache_module, "takes_blocks", lambda *_: False)
+    with use_kernels(attention="plain", layers="plain"):
+        yield
 
 
 @pytest.fixture(scope="module")
