@@ -27,9 +27,8 @@ class Ring:
         self._leaving: deque[tuple[Tensor, Arrival]] = deque()
 
     def send(self, block: Tensor, target: Tensor) -> None:
-        """Copies `block`, on the device, to `target`, in host memory. It may be overwritten at once. What was begun
-        before is dropped."""
-        self.stop()
+        """Copies `block`, on the device, to `target`, in host memory. It may be overwritten at once. All blocks that
+        were begun have come."""
         if len(self._leaving) < len(self.buffers):
             buffer = self.buffers[len(self._leaving)]
         else:
@@ -39,14 +38,15 @@ class Ring:
         self._leaving.append((buffer, self._link.store(buffer, target)))
 
     def stop(self) -> None:
-        """Drops what is left of the blocks that were begun; buffers may be written to then.
+        """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies.
 
         Raises:
             LinkError: a copy failed.
         """
+        under_way, self._under_way = self._under_way, deque()
         self._coming = iter(())
-        while self._under_way:
-            self._under_way.popleft()[1].wait()
+        for _, arrival in under_way:
+            arrival.wait()
 
     def begin(self, blocks: Iterator[Tensor]) -> None:
         """Starts on `blocks`, in host memory; what is left of earlier ones is dropped.

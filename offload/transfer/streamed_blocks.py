@@ -79,6 +79,7 @@ class StreamedBlocks:
         if not isinstance(other, StreamedBlocks):
             return False
         other.rollback(length)
+        other._ring.stop()  # a pass that was broken off has left copies under way, from memory that is freed here
         other._link.wait_for_stores()
         whole = length // self.block_size
         resident = min(whole, self.num_resident)
@@ -108,7 +109,7 @@ class StreamedBlocks:
         return self._link.traffic()
 
     def prepare(self, start: int, n: int) -> None:
-        self._link.wait_for_stores()
+        self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
         self._workspace = None
         if n > OPEN_SLACK:
@@ -163,8 +164,9 @@ class StreamedBlocks:
     def _take_up(self, layer: int, length: int) -> None:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
-        while self._leaving:
-            self._leaving.pop().wait()  # the blocks of the layer before leave from the same memory
+        for departure in self._leaving:
+            departure.wait()  # the blocks of the layer before leave from the same memory
+        self._leaving.clear()
         self._worked = layer
         whole = self._base // self.block_size
         resident = min(whole, self.num_resident)
@@ -245,7 +247,6 @@ class StreamedBlocks:
     def rollback(self, length: int) -> None:
         if length >= self._base:
             return
-        self._link.wait_for_stores()
         self._workspace = None
         index = length // self.block_size
         for layer, stretch in enumerate(self._open):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 from unittest.mock import patch
 
 
@@ -31,17 +31,14 @@ class Mutation:
     def applied(self) -> Iterator[None]:
         """Within, the classes of the module have the methods of a source that is changed so."""
         tree = _Change(self).visit(_parsed(self.module))
-        changed = ModuleType(self.module.__name__)
-        changed.__package__, changed.__file__ = self.module.__package__, self.module.__file__
-        with patch.dict(sys.modules, {self.module.__name__: changed}):  # dataclasses look it up
-            exec(compile(ast.fix_missing_locations(tree), str(self.module.__file__), "exec"), vars(changed))
+        tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        classes: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(tree), str(self.module.__file__), "exec"), vars(self.module), classes)
         with ExitStack() as patches:
-            for name, value in vars(changed).items():
-                ours = getattr(self.module, name, None)
-                if isinstance(value, type) and isinstance(ours, type) and value.__module__ == self.module.__name__:
-                    for method, function in vars(value).items():
-                        if callable(function) and not method.startswith("__abstract") and method != "__class__":
-                            patches.enter_context(patch.object(ours, method, function))
+            for name, changed in classes.items():
+                for method, function in vars(changed).items():
+                    if isinstance(function, FunctionType):
+                        patches.enter_context(patch.object(getattr(self.module, name), method, function))
             yield
 
 

@@ -58,14 +58,18 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         yield
 
 
-def make_decoder(directory: Path) -> Decoder:
-    """A tiny one with more layers than the ring has buffers, which is what lets buffers be used again too early."""
+def make_decoders(directory: Path) -> list[Decoder]:
+    """Tiny ones: three with more layers than the ring has buffers, which is what lets buffers be used again too early,
+    and one with a single layer, where what follows a pass is closest to it."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2}
-    save_llama(directory, num_hidden_layers=4, num_key_value_heads=1, **shape)
-    return Decoder.load(directory, dtype=torch.float32, device=CPU)
+    made = []
+    for num_layers in (4, 1):
+        save_llama(directory / str(num_layers), num_hidden_layers=num_layers, num_key_value_heads=1, **shape)
+        made.append(Decoder.load(directory / str(num_layers), dtype=torch.float32, device=CPU))
+    return [made[0]] * 3 + [made[1]]
 
 
-def play(decoder: Decoder, seed: int, *, deferred: bool = False, steps: int = 8) -> Simulator:
+def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: int = 8) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts and
     moves to a larger cache, over a ring of 1 to 3 buffers.
 
@@ -84,7 +88,7 @@ def play(decoder: Decoder, seed: int, *, deferred: bool = False, steps: int = 8)
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
         stack.enter_context(patch.object(streamed_blocks, "OPEN_SLACK", SLACK))
         stack.enter_context(torch.inference_mode())
-        history = _History(decoder, simulator, chance)
+        history = _History(decoders[seed % len(decoders)], simulator, chance)
         simulator.__enter__()
         try:
             for _ in range(steps):
@@ -127,6 +131,8 @@ class _History:
         blocks = DeviceBlocks(decoder.part, dtype=torch.float32, device=CPU, capacity=CAPACITY, block_size=SIZE)
         self.plain = FullCache(decoder.part, decoder.rope, blocks, chunk_size=CHUNK)
         self.retrieval: RetrievalCache | None = None
+        self.attended = False
+        """Whether the last tokens' attention is known, by which chunks are chosen."""
 
     def new_cache(self) -> FullCache:
         place = Placement.streaming(self.capacity, SIZE, self.resident, CHUNK)
@@ -147,6 +153,8 @@ class _History:
         elif kind == "long":  # a follow-up question: its run has a retrieval cache of its own
             self.retrieval = None
             self.forward(self.chance.randint(SLACK + 1, 60))
+            if self.chance.random() < 0.5:
+                self.refresh()
         elif kind == "rollback":
             self.rollback(max(1, self.cache.length - self.chance.choice([1, 3, 9, 30, 70])))
         elif kind == "refresh":
@@ -165,6 +173,7 @@ class _History:
         rows = self.tokens[start : start + n]
         cache = RefreshingCache(self.cache, self.retrieval) if self.retrieval else self.cache
         got = self.decoder.forward(rows, cache, num_logits=min(n, 4))
+        self.attended = True
         with self.outside():
             want = self.decoder.forward(rows, self.plain, num_logits=min(n, 4))
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -175,8 +184,9 @@ class _History:
 
     def refresh(self) -> None:
         if self.retrieval is None:
-            self.forward(self.chance.randint(1, 4))  # whose attention chunks are chosen by
-            if self.cache.length < CHUNK:
+            if not self.attended:
+                self.forward(self.chance.randint(1, 4))
+            if not self.attended or self.cache.length < CHUNK:
                 return
             self.retrieval = RetrievalCache(self.cache, self.decoder.rope, budget=24, chunk_size=CHUNK)
         self.retrieval.refresh()
@@ -191,13 +201,13 @@ class _History:
         self.retrieval.rollback(length)
 
     def rollback(self, length: int) -> None:
-        self.retrieval = None
+        self.retrieval, self.attended = None, False
         self.cache.rollback(length)
         self.plain.rollback(length)
 
     def grow(self) -> None:
         """What a follow-up question does that needs more room."""
-        self.retrieval = None
+        self.retrieval, self.attended = None, False
         self.capacity, old = CAPACITY, self.cache
         self.cache = self.new_cache()
         self.cache.move_from(old, self.plain.length)
@@ -209,7 +219,7 @@ class _History:
         if n < 1:
             return
         prefills = n > SLACK
-        self.retrieval = None
+        self.retrieval, self.attended = None, False
         with suppress(Broken):
             self.decoder.forward(self.tokens[length : length + n], _Breaking(self.cache, self.chance.randint(0, 12)))
         if prefills or self.chance.random() < 0.5:
@@ -221,8 +231,10 @@ class _History:
             self.cache.rollback(length)
 
     def end(self) -> None:
+        """Ends a run wherever it is: its memory is freed then."""
         self.link.traffic()
         self.link.close()
+        self.retrieval = self.cache = None
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -238,9 +250,9 @@ def main() -> None:
     torch.set_num_threads(1)
     began, checked = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as directory:
-        decoder = make_decoder(Path(directory))
+        decoders = make_decoders(Path(directory))
         for seed in range(options.first, options.first + options.histories):
-            checked += play(decoder, seed, deferred=bool(seed % 2)).operations
+            checked += play(decoders, seed, deferred=bool(seed // 4 % 2)).operations
             if seed % 500 == 499:
                 print(
                     f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"

@@ -7,24 +7,29 @@ import mutations as m
 import pytest
 import torch
 from cuda_simulator import Race, Simulator
-from simulated_runs import as_on_a_gpu, make_decoder, play
+from simulated_runs import as_on_a_gpu, make_decoders, play
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
+from triforce.offload.transfer.link import LinkError, ThreadLink
+
+RARE = (0, 26, 13)
+"""Histories that need the rarer waits, or nearly all of them."""
 
 HISTORIES = 60
 """Random ones in the suite, every other with copies at random times."""
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return make_decoder(tmp_path_factory.mktemp("model"))
+def decoders(tmp_path_factory):
+    return make_decoders(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoder, part):
+def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoders, part):
     for seed in range(part, HISTORIES, 4):
-        play(decoder, seed, deferred=bool(seed // 4 % 2))
+        play(decoders, seed, deferred=bool(seed // 4 % 2))
 
 
 def wait_statements():
@@ -35,19 +40,38 @@ def wait_statements():
         {"CudaLink", "_Arrival"},
     )
     found += m.mutations(ring, {"wait", "stop"}, set(), {"Ring"})
-    found += m.mutations(streamed_blocks, {"wait", "wait_for_stores"}, set(), {"StreamedBlocks"})
-    return found
+    found += m.mutations(streamed_blocks, {"wait", "wait_for_stores", "stop"}, set(), {"StreamedBlocks"})
+    return [mutation for mutation in found if not mutation.source.startswith("began = ")]  # which only times
 
 
 @pytest.mark.parametrize("mutation", wait_statements(), ids=str)
-def test_a_run_without_one_of_the_waits_is_noticed(decoder, mutation):
+def test_a_run_without_one_of_the_waits_is_noticed(decoders, mutation):
     with mutation.applied():
-        for seed in range(400):
-            try:
-                play(decoder, seed)
-            except Race:
-                return
-    pytest.fail(f"no history needs {mutation}")
+        if hides_a_failed_store(decoders[0]):
+            return
+        assert any(is_noticed(decoders, seed) for seed in (*RARE, *range(200))), f"no history needs {mutation}"
+
+
+def is_noticed(decoders, seed):
+    try:
+        play(decoders, seed)
+    except (Race, AssertionError):
+        return True
+    return False
+
+
+def hides_a_failed_store(decoder):
+    link = ThreadLink()
+    place = Placement.streaming(100, 64, 0, 4)
+    blocks = streamed_blocks.StreamedBlocks(decoder.part, link, place, dtype=torch.float32, device=torch.device("cpu"))
+    link.store(torch.zeros(4), torch.zeros(3))
+    try:
+        blocks.prepare(0, 1)
+    except LinkError:
+        return False
+    finally:
+        link.close()
+    return True
 
 
 def test_the_simulator_lets_ordered_accesses_pass_and_no_others():
@@ -103,7 +127,7 @@ def test_memory_freed_while_another_stream_uses_it_is_noticed(recorded):
         simulator.races.clear()
 
 
-def test_the_host_sees_a_stores_target_only_once_it_waited(decoder):
+def test_the_host_sees_a_stores_target_only_once_it_waited():
     with Simulator() as simulator:
         link = cuda_link.CudaLink(torch.device("cpu"), runtime=simulator.runtime())
         host = link.host_memory((2, 8), torch.float32)
