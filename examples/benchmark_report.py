@@ -14,7 +14,7 @@ from typing import Any
 
 from triforce.cli.bench import report as bench_report
 from triforce.cli.compare import report as comparison_report
-from triforce.cli.machine import on, sampling_words
+from triforce.cli.measurement import on, sampling_words
 from triforce.tp.units import gib
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -67,6 +67,7 @@ def heading(document: dict[str, Any], path: Path) -> list[str]:
         f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
         f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
         "",
+        "<!-- not run: minutes to hours, on an idle machine -->",
         "```bash",
         document["command"],
         "```",
