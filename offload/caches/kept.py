@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
-from ..planning.memory import plan_loaded, shortage_explained
+from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan
 from ..transfer.link import Link, LinkError
@@ -57,7 +57,6 @@ class KeptCache:
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
         if old:
             self._cache.move_from(old, shared)
-            old.on_piece = None
         return self._cache, plan
 
     def distrust(self) -> None:
@@ -68,12 +67,12 @@ class KeptCache:
     def _plan(self, request: RunRequest, *, replaces: FullCache | None) -> RunPlan:
         """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included."""
         given_back = replaces.blocks.device_bytes if replaces else 0
-        return plan_loaded(request, self._decoder.device, self._decoder.ranks, given_back=given_back)
+        decoder = self._decoder
+        return plan_here(request, decoder.device, decoder.ranks, loaded=True, given_back=given_back)
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""
         if self._cache:
-            self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
                     self._link.wait_for_stores()
