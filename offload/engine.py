@@ -29,10 +29,10 @@ from .checks import checked_prompt
 from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
-from .planning.memory import Available, plan_loaded
+from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import CUDA_CONTEXT, RunPlan, make_plan
-from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
+from .planning.run_plan import RunPlan
+from .settings import Settings
 from .speculation.refresh import RefreshPolicy
 from .speculation.sampling import Sampler, Sampling
 from .speculation.tiers import Tier
@@ -40,7 +40,7 @@ from .speculation.vocabulary import check_draft
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RunOrder:
     """What a run is asked for; all ranks do rank 0's."""
 
     prompt: list[int]
@@ -131,9 +131,7 @@ class Engine:
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         request = RunRequest(target_config, draft_config, kind, context or 1, settings, ranks.size)
-        held_on_gpu = CUDA_CONTEXT if where.type == "cuda" else 0
-        available = Available.here(where, ranks, held_on_gpu=held_on_gpu)  # no rank loads before all have looked
-        make_plan(available.to(request)).check()
+        plan_here(request, where, ranks).check()  # no rank loads before all have looked at what is free
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         return cls(target, small, settings, (str(model), str(draft or model) if small else None))
@@ -185,17 +183,17 @@ class Engine:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        job = _Job(
+        order = _RunOrder(
             prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos, tiers or most, reuse
         )
-        return self._start(self.target.ranks.share(job), on_prefill)
+        return self._start(self.target.ranks.share(order), on_prefill)
 
     def follow(self) -> Generation | None:
         """Prepares the run that rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
-        job = self.target.ranks.share(None)
-        return None if job is None else self._start(job, None)
+        order = self.target.ranks.share(None)
+        return None if order is None else self._start(order, None)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
@@ -205,20 +203,20 @@ class Engine:
         """Parts with the other ranks, if any; every rank calls it when no run is left."""
         self.target.ranks.leave()
 
-    def _start(self, job: _Job, on_prefill: Callable[[float], None] | None) -> Generation:
+    def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
         if self._running:
             self._running.close()
             if self._running.broken:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
-        prompt, sampling = job.prompt, job.sampling
+        prompt, sampling = order.prompt, order.sampling
         if self.target.rope.begin(len(prompt)):
             self._kept.context = []  # what the cache holds was rotated otherwise
-        settings = replace(self.settings, tiers=job.tiers)
-        capacity = len(prompt) + job.max_new_tokens
+        settings = replace(self.settings, tiers=order.tiers)
+        capacity = len(prompt) + order.max_new_tokens
         request = self._request(settings, capacity)
-        full, plan = self._kept.prepare(prompt, request, job.reuse)
-        full.begin(mass_rows=(settings.block_length or LONGEST_BLOCK) + 1 if plan.budget else 0)
+        full, plan = self._kept.prepare(prompt, request, order.reuse)
+        full.begin(mass_rows=plan.mass_rows)
         retrieval = streaming = None
         graphs = Graphs(self._capture, self.target.ranks)
         costs = PassTimes(plan, self._hardware).costs()
@@ -239,21 +237,24 @@ class Engine:
             )
             tiers = [tier("verify", self.target, RefreshingCache(full, retrieval))]
             tiers.append(tier("retrieval", self.target, retrieval))
-            if self.draft and job.tiers == 3:
+            if self.draft and order.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(tier("draft", self.draft, streaming))
-        self._link_tiers(tiers)
-        eos = () if job.ignore_eos else self.target.config.eos_token_ids
+        for upper, lower, tokens in zip(tiers, tiers[1:], (plan.verify_draft, plan.retrieval_draft), strict=False):
+            upper.drafter, upper.longest = lower, tokens.most
+            upper.fixed = tokens.fixed is not None
+            upper.draft_tokens = tokens.fixed or upper.draft_tokens
+        eos = () if order.ignore_eos else self.target.config.eos_token_ids
         sampler = Sampler(
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
-            adapts_to_time=not job.seeded,
+            adapts_to_time=not order.seeded,
         )
         self._kept.context = prompt
         self._running = Generation(
             context=prompt,
-            max_new_tokens=job.max_new_tokens,
+            max_new_tokens=order.max_new_tokens,
             full=full,
             retrieval=retrieval,
             streaming=streaming,
@@ -274,16 +275,7 @@ class Engine:
 
     def plan(self, context: int) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, in the memory that is free now."""
-        return plan_loaded(self._request(self.settings, context), self.target.device, ALONE)
-
-    def _link_tiers(self, tiers: list[Tier]) -> None:
-        """Makes each tier draft for the one before it, with the lengths of the settings."""
-        levels = ((self.settings.block_length, LONGEST_BLOCK), (self.settings.draft_length, LONGEST_DRAFT))
-        for upper, lower, (length, longest) in zip(tiers, tiers[1:], levels, strict=False):
-            upper.drafter = lower
-            upper.longest = longest
-            upper.fixed = length is not None
-            upper.draft_tokens = length or upper.draft_tokens
+        return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
     def _identity(self, sampling: Sampling, tiers: int, plan: RunPlan, full: FullCache) -> dict[str, Any]:
         device = self.target.device

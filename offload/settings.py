@@ -11,10 +11,6 @@ from .speculation.refresh import RefreshPolicy
 MOST_BLOCK_LENGTH = 256
 """Tokens that a pass over the full cache may be asked to verify."""
 
-LONGEST_DRAFT = 8
-LONGEST_BLOCK = 24
-"""Tokens that are drafted for a pass at most where the lengths are left open."""
-
 
 @dataclass(frozen=True)
 class Settings:

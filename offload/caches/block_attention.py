@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS, Scratch, attend, merge_partials
-from ...kernels.cpu.attention import attend_blocks, takes_blocks
+from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, takes_blocks
 
 _MERGE_AFTER = 16
 """Partial results held before they are merged; for many rows two, as each is as large as the output."""

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
-from ..planning.memory import plan_loaded, shortage_explained
+from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan
 from ..transfer.link import Link, LinkError
@@ -67,7 +67,8 @@ class KeptCache:
     def _plan(self, request: RunRequest, *, replaces: FullCache | None) -> RunPlan:
         """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included."""
         given_back = replaces.blocks.device_bytes if replaces else 0
-        return plan_loaded(request, self._decoder.device, self._decoder.ranks, given_back=given_back)
+        decoder = self._decoder
+        return plan_here(request, decoder.device, decoder.ranks, loaded=True, given_back=given_back)
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""

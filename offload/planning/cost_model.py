@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 
 from ...tp.model.config import ModelConfig
-from ..settings import LONGEST_BLOCK, LONGEST_DRAFT
 from ..speculation.lengths import Acceptance, PassCost, expected_tokens, fastest_length
 from .cards import Card, card_named
 from .request import RunRequest
@@ -216,11 +215,14 @@ class PassTimes:
 
     def costs(self) -> dict[str, PassCost]:
         """Lines through these times, by tier: what a run starts from before it has measured its own."""
-        longest = {"verify": LONGEST_BLOCK, "retrieval": LONGEST_DRAFT, "draft": 1}
-        seconds = {"verify": self.verify, "retrieval": self.retrieval, "draft": self.draft}
+        plan = self.plan
+        tiers = {
+            "verify": (self.verify, plan.verify_draft.most),
+            "retrieval": (self.retrieval, plan.retrieval_draft.most),
+            "draft": (self.draft, 1),
+        }
         return {
-            tier: PassCost.through(seconds[tier](1), seconds[tier](most + 1), most + 1)
-            for tier, most in longest.items()
+            name: PassCost.through(seconds(1), seconds(most + 1), most + 1) for name, (seconds, most) in tiers.items()
         }
 
 
@@ -232,14 +234,12 @@ def estimate(plan: RunPlan, hardware: Hardware, assumed: Assumptions) -> Estimat
     draft_s, draft_length, token_s = 0.0, 0, times.retrieval(1)
     if settings.tiers == 3:
         draft_s = times.draft()
-        draft_length, token_s = fastest_length(
-            times.retrieval, draft_s, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT
-        )
+        draft_length, token_s = fastest_length(times.retrieval, draft_s, assumed.draft_acceptance, plan.retrieval_draft)
 
     def finish(rows: int) -> float:
         return times.verify(rows) + hardware.round_seconds
 
-    block_length, tbt = fastest_length(finish, token_s, assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+    block_length, tbt = fastest_length(finish, token_s, assumed.acceptance, plan.verify_draft)
     return Estimate(
         tiers=settings.tiers,
         floor_s=times.floor,

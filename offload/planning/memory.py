@@ -6,68 +6,40 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
 from ...tp.errors import CapacityError
-from ...tp.parallel.ranks import Ranks
+from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
 from .run_plan import CUDA_CONTEXT, RUNTIME_BYTES, RunPlan, make_plan
 
 
-@dataclass(frozen=True)
-class Available:
-    """Memory that a run may take, in bytes: what is free, with what the run holds already."""
-
-    gpu_bytes: int | None
-    """On each GPU; `None` where the CPU computes."""
-    gpu_total_bytes: int | None
-    host_bytes: int
-    """Of host memory, for each rank."""
-
-    @classmethod
-    def here(cls, device: torch.device, ranks: Ranks, *, held: int = 0, held_on_gpu: int = 0) -> Available:
-        """What there is on this rank's machine, agreed: of what the ranks find, the least counts for all, so that every
-        rank makes the same plan. A collective call.
-
-        Args:
-            held: bytes of host memory that each rank of this host holds already.
-            held_on_gpu: bytes that this run holds on each GPU.
-        """
-        host = psutil.virtual_memory().available // ranks.local_size + held
-        if device.type != "cuda":
-            return cls(None, None, ranks.least([host])[0])
-        free, total = available_bytes(device) + held_on_gpu, torch.cuda.mem_get_info(device)[1]
-        return cls(*ranks.least([free, total, host]))
-
-    def to(self, request: RunRequest) -> RunRequest:
-        """`request` with this memory."""
-        return replace(
-            request,
-            gpu_bytes=self.gpu_bytes,
-            gpu_total_bytes=self.gpu_total_bytes,
-            host_bytes=self.host_bytes,
-            local_ranks=1,
-        )
-
-
-def plan_loaded(request: RunRequest, device: torch.device, ranks: Ranks, *, given_back: int = 0) -> RunPlan:
-    """The plan of a run whose weights are loaded, in the memory that is free now. A collective call.
+def plan_here(
+    request: RunRequest, device: torch.device, ranks: Ranks = ALONE, *, loaded: bool = False, given_back: int = 0
+) -> RunPlan:
+    """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
+    ranks find, the least counts for all, so that every rank makes the same plan.
 
     Args:
+        request: its memory is filled in here.
+        loaded: whether this process holds the weights already.
         given_back: bytes on the device that the run will not need any more.
     """
     bare = make_plan(request)
+    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
+    held = given_back + (bare.weights if loaded else 0)
     if device.type == "cuda":
-        on_gpu = bare.weights + CUDA_CONTEXT + given_back
-        available = Available.here(device, ranks, held=RUNTIME_BYTES, held_on_gpu=on_gpu)
+        free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
+        free, total, host = ranks.least([free, total, host])
+        request = replace(request, gpu_bytes=free, gpu_total_bytes=total)
     else:
-        available = Available.here(device, ranks, held=bare.weights + RUNTIME_BYTES + given_back)
-    return make_plan(available.to(request))
+        (host,) = ranks.least([host + held])
+    return make_plan(replace(request, host_bytes=host, local_ranks=1))
 
 
 @contextmanager

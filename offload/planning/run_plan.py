@@ -16,6 +16,7 @@ from ...tp.model.decoder import PREFILL_ROWS
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS
 from ..settings import Settings
+from ..speculation.lengths import DraftTokens
 from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
@@ -28,6 +29,11 @@ of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia
 
 RESERVE = 0.05
 """Share of a GPU's memory that is left alone: fragmentation, libraries, CUDA graphs."""
+
+
+VERIFY_DRAFT_TOKENS = 24
+RETRIEVAL_DRAFT_TOKENS = 8
+"""Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,21 @@ class RunPlan:
     retrieval cache never take their memory at the same time."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
+
+    @property
+    def verify_draft(self) -> DraftTokens:
+        """For a pass over the full cache (γ2)."""
+        return DraftTokens(self.request.settings.block_length, VERIFY_DRAFT_TOKENS)
+
+    @property
+    def retrieval_draft(self) -> DraftTokens:
+        """For a pass over the retrieval cache (γ1)."""
+        return DraftTokens(self.request.settings.draft_length, RETRIEVAL_DRAFT_TOKENS)
+
+    @property
+    def mass_rows(self) -> int:
+        """The most rows of a verification, each of whose attention mass is kept; 0 without a retrieval cache."""
+        return _mass_rows(self.request.settings) if self.budget else 0
 
     @property
     def kv(self) -> int:
@@ -216,11 +237,16 @@ def _reserve(request: RunRequest) -> int:
     return int(RESERVE * (request.gpu_total_bytes or request.gpu_bytes or 0))
 
 
+def _mass_rows(settings: Settings) -> int:
+    return (settings.block_length or VERIFY_DRAFT_TOKENS) + 1
+
+
 def _retrieval_bytes(request: RunRequest, budget: int) -> int:
     """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
     part = request.part
     chunks = request.context // request.settings.planned_chunk_size
-    mass = part.num_layers * part.num_kv_heads * (FEW_ROWS + RECENT_ROWS) * chunks
+    rows = max(_mass_rows(request.settings), FEW_ROWS) + RECENT_ROWS
+    mass = part.num_layers * part.num_kv_heads * rows * chunks
     return budget * request.token_bytes + mass * request.dtype.itemsize
 
 

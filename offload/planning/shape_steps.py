@@ -13,19 +13,17 @@ from torch import Tensor
 
 from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
-from ...tp.parallel.ranks import ALONE
 from ..caches.kept import KeptCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..caches.synthetic import fill_with_zeros
 from ..graphs.passes import Graphs, Passes, capture_for
-from ..settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
-from ..speculation.lengths import fastest_length, seconds_per_token
+from ..settings import MOST_BLOCK_LENGTH, Settings
+from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed
 from .cost_model import Assumptions
-from .memory import Available
+from .memory import plan_here
 from .request import RunRequest
-from .run_plan import CUDA_CONTEXT, make_plan
 
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
@@ -99,14 +97,13 @@ class ShapeSteps:
             CapacityError: weights or the longest cache do not fit.
         """
         self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
-        held_on_gpu = CUDA_CONTEXT if device.type == "cuda" else 0
-        make_plan(Available.here(device, ALONE, held_on_gpu=held_on_gpu).to(self._request)).check()
+        plan_here(self._request, device).check()
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
         self.graphs = Graphs(capture_for(device))
         """Of the steps that draft, as an engine would replay them."""
-        self._settings, self._device = settings, device
+        self._device = device
         self._kept = KeptCache(self.target, settings.link_gbps)
 
     @torch.inference_mode()
@@ -117,7 +114,6 @@ class ShapeSteps:
         Raises:
             CapacityError: there is not so much memory.
         """
-        settings = self._settings
         full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM), reuse=0)
         fill_with_zeros(full, context)
         full.begin(mass_rows=0)
@@ -128,7 +124,7 @@ class ShapeSteps:
         streamed = full.blocks.traffic().since(before).bytes_in // count
         read = (full.reads.num_bytes - read) // count
 
-        full.begin(mass_rows=(settings.block_length or LONGEST_BLOCK) + 1)
+        full.begin(mass_rows=plan.mass_rows)
         retrieval = RetrievalCache(full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size)
         self._step(verifying, 1)  # the attention that chunks are chosen by
         retrieval.refresh()
@@ -139,23 +135,24 @@ class ShapeSteps:
             small = Passes(self.draft, streaming, self.graphs)
             self._step(small, streaming.sinks + streaming.window, keep=True)
             draft = self._timed(small, 1)
-        draft_length = self._length(drafting, draft, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT)
+        draft_length = self._length(drafting, draft, assumed.draft_acceptance, plan.retrieval_draft)
         of_retrieval = self._timed(drafting, draft_length + 1)
         token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
-        block_length = self._length(verifying, [token_s], assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+        block_length = self._length(verifying, [token_s], assumed.acceptance, plan.verify_draft)
         verify = self._timed(verifying, block_length + 1)
         return StepTimes(
             context, plain, verify, of_retrieval, draft, block_length, draft_length, min(plan.budget, context),
             full.blocks.resident_bytes, read, streamed,
         )  # fmt: skip
 
-    def _length(self, passes: Passes, drafted: list[float], rate: float, fixed: int | None, longest: int) -> int:
+    def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:
         """The tokens to draft for one of `passes`, one of which takes `drafted` seconds."""
         if not drafted:
             return 0
-        if fixed is not None:
-            return fixed  # no pass is timed for it
-        return fastest_length(lambda rows: min(self._timed(passes, rows)), min(drafted), rate, fixed, longest)[0]
+        if planned.fixed is not None:
+            return planned.fixed
+        one, many = (min(self._timed(passes, rows)) for rows in (1, planned.most + 1))
+        return best_length(PassCost.through(one, many, planned.most + 1), min(drafted), rate, planned.most)[0]
 
     def _timed(self, passes: Passes, rows: int) -> list[float]:
         self._step(passes, rows)  # a pass is captured the second time, which `timed` does not count

@@ -117,18 +117,28 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
     return best, times[best]
 
 
+@dataclass(frozen=True)
+class DraftTokens:
+    """How many tokens are drafted for one pass."""
+
+    fixed: int | None
+    """The number, where it is set; else it is planned, and adapted while running."""
+    most: int
+    """The largest number that adapting may choose."""
+
+
 def fastest_length(
-    seconds: Callable[[int], float], draft_seconds: float, rate: float, fixed: int | None, longest: int
+    seconds: Callable[[int], float], draft_seconds: float, rate: float, planned: DraftTokens
 ) -> tuple[int, float]:
     """The draft tokens for a pass whose seconds over so many rows are known, and the seconds per token they give.
 
     Args:
         draft_seconds: time per draft token.
         rate: chance that one is accepted.
-        fixed: the number, where it is set by hand.
+        planned: the number, or the largest to choose.
     """
-    length = fixed
+    length = planned.fixed
     if length is None:
-        cost = PassCost.through(seconds(1), seconds(longest + 1), longest + 1)
-        length, _ = best_length(cost, draft_seconds, rate, longest)
+        cost = PassCost.through(seconds(1), seconds(planned.most + 1), planned.most + 1)
+        length, _ = best_length(cost, draft_seconds, rate, planned.most)
     return length, seconds_per_token(length, draft_seconds, seconds(length + 1), rate)

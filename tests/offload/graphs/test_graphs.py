@@ -16,9 +16,8 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from tiny_caches import append, full_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
-from triforce.kernels import attention, layers
+from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import block_attention
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -46,9 +45,8 @@ def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
     sorts, where a CPU first looks at a sum."""
     monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
-    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
-    monkeypatch.setattr(block_attention, "takes_blocks", lambda *_: False)
+    with use_kernels(attention="plain", layers="plain"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +328,8 @@ def as_one_operation(function):
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from test_triton import OLD_INTERPRETER
     from triforce.kernels.triton import attention as triton_attention
+    from triton_runs import OLD_INTERPRETER
 
     if OLD_INTERPRETER:
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
@@ -344,7 +342,7 @@ def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch)
     want = [plain.forward(pair, 2) for pair in tokens]
     kernel = as_one_operation(triton_attention.attend_triton)
     monkeypatch.setattr(triton_attention, "attend_triton", kernel)
-    monkeypatch.setattr(attention, "_backend", lambda *_: "triton")
     for pair, logits in zip(tokens, want, strict=True):
-        error = (passes.forward(pair, 2) - logits).abs().max()
+        with use_kernels(attention="triton", layers="plain"):
+            error = (passes.forward(pair, 2) - logits).abs().max()
         assert error < 1e-4, f"logits differ by {error}"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import save_llama
 from triforce.offload import Engine
-from triforce.offload.planning.memory import Available, gib, shortage_explained
+from triforce.offload.planning.memory import gib, plan_here, shortage_explained
 from triforce.offload.planning.placement import LARGEST_BLOCK, Placement, block_size_for
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import RUNTIME_BYTES, largest_context, make_plan
@@ -96,7 +96,7 @@ def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
         make_plan(replace(roomy, gpu_bytes=2**29)).check()
 
 
-def test_ranks_agree_on_the_least_memory(monkeypatch):
+def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12 * 2**30))
     asked = []
 
@@ -105,9 +105,11 @@ def test_ranks_agree_on_the_least_memory(monkeypatch):
             asked.append(numbers)
             return [min(number, 5 * 2**30) for number in numbers]
 
-    found = Available.here(CPU, TwoRanks(0, 2, 2), held=2**30)
-    assert asked == [[7 * 2**30]], "half of the host's, and what this rank holds already"
-    assert found.host_bytes == 5 * 2**30 and found.gpu_bytes is None
+    request = request_of(tmp_path)
+    plan = plan_here(request, CPU, TwoRanks(0, 2, 2), loaded=True, given_back=2**30)
+    held = 2**30 + RUNTIME_BYTES + make_plan(request).weights
+    assert asked == [[6 * 2**30 + held]], "half of the host's, and what this rank holds already"
+    assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
 def test_on_a_gpu_what_does_not_stream_is_one_block_a_layer(tmp_path):
