@@ -27,10 +27,11 @@ from rich.table import Table
 from triforce.kernels.attention import attend, attend_blocks
 from triforce.kernels.cpu.library import cpu_level
 from triforce.kernels.selection import Backend, use_kernels
-from triforce.offload.caches import full as full_cache
+from triforce.offload.caches import block_attention
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
 from triforce.offload.planning.cost_model import Assumptions
+from triforce.offload.planning.placement import block_size_for
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
@@ -56,8 +57,8 @@ PREFILL_ROWS = 4096
 
 PARTS = {
     "attention": [
-        *((module, "attend") for module in (full_cache, retrieval_cache, streaming_cache)),
-        (full_cache, "attend_blocks"),
+        *((module, "attend") for module in (block_attention, retrieval_cache, streaming_cache)),
+        (block_attention, "attend_blocks"),
     ],
     "products": [(decoder, "linear"), (decoder, "gated_mlp")],
     "rotation": [(rope, "rotate")],
@@ -171,7 +172,7 @@ def print_prefill(target: ModelConfig, contexts: list[int], rounds: int) -> None
 @torch.inference_mode()
 def prefill_seconds(backend: Backend, target: ModelConfig, context: int, rounds: int) -> float:
     """Seconds that all layers attend the last `PREFILL_ROWS` rows of a prompt of `context` tokens."""
-    rows, block_size = min(PREFILL_ROWS, context), full_cache.block_size_for(context, 8)
+    rows, block_size = min(PREFILL_ROWS, context), block_size_for(context, 8)
     q = torch.randn(target.num_heads, rows, target.head_dim, dtype=torch.bfloat16)
     layer = (-(-context // block_size), 2, target.num_kv_heads, block_size, target.head_dim)
     blocks = torch.randn(*layer, dtype=torch.bfloat16)

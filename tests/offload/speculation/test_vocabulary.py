@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_distribution import FILTERS, PROMPT, VOCAB, enumerate_joint, p_value, sample_counts
+from joint_distribution import FILTERS, PROMPT, SHAPE, VOCAB, enumerate_joint, p_value, sample_counts
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.speculation.sampling import distribution
@@ -10,8 +10,6 @@ from triforce.offload.speculation.vocabulary import LARGEST_PADDING, cover
 from triforce.tp.errors import ModelError
 
 RUNS = 2000
-SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])
