@@ -51,6 +51,7 @@ def error_of(got, want):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 5, 13, 130])
+@pytest.mark.slow(keep=12)
 def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
     need(level)
     for m in (1, 63, 64, 200, 2300):
@@ -90,6 +91,7 @@ def test_scores_of_any_size_are_summed_safely(dtype):
 @every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.slow(keep=3)
 def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window, level):
     """Decoding, verification and prefill agree: with one thread and with several, with more keys behind or not."""
     need(level)
@@ -215,6 +217,7 @@ def test_the_compiled_kernels_are_taken_wherever_they_can_be():
             assert choose_backend(**usual, few_rows=few_rows, flash_mask=flash_mask, compiled=False) != "compiled"
 
 
+@pytest.mark.slow
 def test_without_the_library_plain_pytorch_computes_the_same():
     """In a process of its own that finds no built kernels."""
     code = (

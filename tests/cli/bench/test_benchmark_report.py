@@ -45,6 +45,7 @@ def measured(measured_once, tmp_path):
     return Path(shutil.copytree(measured_once, tmp_path / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_every_measurement_is_a_section_with_its_command_machine_and_figures(measured):
     page = benchmark_report.page(measured)
     bench, comparison = (json.loads((measured / name).read_text()) for name in ("a.json", "b.json"))

@@ -196,6 +196,7 @@ def test_any_steps_and_rollbacks_equal_those_at_hand(decoder, steps, block_size,
     link.close()
 
 
+@pytest.mark.alone
 def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights."""
     shape = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 32}
