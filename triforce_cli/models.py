@@ -90,8 +90,10 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
-    from ..offload.caches.retrieval import planned_budget
-    from ..offload.planning.memory import available_bytes, plan_memory
+    from ..offload.planning.memory import plan_here
+    from ..offload.planning.request import RunRequest
+    from ..offload.planning.run_plan import largest_context
+    from ..offload.settings import Settings
     from ..tp.devices import resolve_device
     from ..tp.weights.weight_files import weight_files
 
@@ -105,17 +107,15 @@ def describe(preset: Preset) -> ModelRow:
         target, draft = preset.configs()
     except ModelError as error:
         return replace(row, missing=str(error))
-    context, chunk = target.max_position_embeddings, 8
-    budget = published_settings(preset.name, 1).get("budget") or planned_budget(context, chunk)
-    plan = plan_memory(target, draft, dtype=target.dtype, context=context, budget=budget, chunk_size=chunk)
-    available = available_bytes(resolve_device("auto"))
-    fixed = plan.weights + plan.runtime
-    fitting = max(0, int(context * (available - fixed) / (plan.total - fixed)))
+    settings = Settings().with_defaults(published_settings(preset.name, 1))
+    context = target.max_position_embeddings
+    request = RunRequest(target, draft, target.dtype, context, settings)
+    plan = plan_here(request, resolve_device("auto"))
     return replace(
         row,
         context=context,
         weight_bytes=plan.weights,
         kv_bytes=plan.kv,
-        fits=plan.total <= available,
-        fitting_tokens=min(context, fitting),
+        fits=plan.fits,
+        fitting_tokens=context if plan.fits else largest_context(plan.request),
     )

@@ -18,11 +18,9 @@ from ...kernels.attention import FEW_ROWS, Scratch, attend, merge_partials
 from ...kernels.cpu.attention import attend_blocks, takes_blocks
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
+from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks
 from .recent_mass import RECENT_ROWS, RecentMass
-
-LARGEST_BLOCK = 4096
-"""Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
 _MERGE_AFTER = 16
 """Partial results held before they are merged; for many rows two, as each is as large as the output."""
@@ -215,11 +213,3 @@ class _Mass:
     """`[num_heads, rows, chunks]`, of each row's attention within the block."""
     lse: Tensor
     """`[num_heads, rows]`, of each row within the block."""
-
-
-def block_size_for(capacity: int, chunk_size: int) -> int:
-    """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, and hardly more room in all than
-    asked for. A multiple of 64, then of `chunk_size`."""
-    num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
-    size = -(-capacity // num_blocks // 64) * 64
-    return -(-size // chunk_size) * chunk_size

@@ -193,9 +193,3 @@ class RetrievalCache:
                     new[:, :room] = old
             grown.append(pair)
         self._buffers = grown
-
-
-def planned_budget(context: int, chunk_size: int) -> int:
-    """The budget in tokens for a context of so many: about 3 %, from 256 to 4,096 (the published on-chip setting)."""
-    budget = min(4096, max(256, context // 32))
-    return budget // chunk_size * chunk_size or chunk_size

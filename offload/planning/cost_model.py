@@ -7,21 +7,24 @@ A pass takes as long as the slowest of three things that go on at once:
   GPUs the two sums of every layer;
 * the **launches**: Python and PyTorch starting each layer's kernels, while the GPU waits or works.
 
-Speculation is the sum of `pacing`: drafted tokens and one pass, over the tokens the pass is expected to keep. Sampling,
-the refresh of the retrieval cache, sliding windows and what the sums of the layers take of the link are left out.
+Speculation is the sum of `lengths`: draft tokens and one pass, over the tokens that this pass is expected to accept.
+Sampling, the refresh of the retrieval cache, sliding windows and what the sums of the layers take of the link are left
+out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from ...tp.model.config import ModelConfig
-from ..settings import LONGEST_BLOCK, LONGEST_DRAFT
-from ..speculation.lengths import Acceptance, PassCost, best_length, expected_tokens, seconds_per_token
-from .layout import Layout, Setup
+from ..speculation.lengths import Acceptance, PassCost, expected_tokens, fastest_length
+from .cards import Card, card_named
+from .request import RunRequest
+from .run_plan import RunPlan
 
 EFFICIENCY = 1397.31 / 2039
 """Share of a GPU's data-sheet bandwidth that a decoder reaches as a whole, attention and norms included: gpt-fast reads
@@ -76,6 +79,10 @@ class Machine:
     """Per layer; 0 for kernels that are launched as CUDA graphs."""
     round_seconds: float = 0.0
 
+    @classmethod
+    def of(cls, card: Card) -> Machine:
+        return cls(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
+
     def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
         work = max(read / (EFFICIENCY * self.memory_bandwidth), multiplied / (EFFICIENCY * self.flops))
         if gpus > 1:
@@ -87,18 +94,52 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class HostMachine:
+    """Two cores of a server and the memory they read, where the CPU computes: a start for lengths that adapt.
+
+    Unlike on a GPU, dispatch, reading and multiplying follow one another.
+    """
+
+    link_bandwidth: float = math.inf
+    """Of the modelled link within host memory."""
+    memory_bandwidth: float = 40e9
+    flops: float = 400e9
+    launch_seconds: float = 0.1e-3
+    """Per layer."""
+    round_seconds: float = 0.0
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        return layers * self.launch_seconds + read / self.memory_bandwidth + multiplied / self.flops
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        return layers * self.launch_seconds + read / self.memory_bandwidth
+
+
+def hardware_of(device: torch.device, name: str, link_gbps: float | None = None) -> Hardware:
+    """What is modelled of the device that a run computes on, before anything was measured.
+
+    Args:
+        name: the device's name; a GPU that is not in the table of cards is taken for the default one.
+        link_gbps: on a CPU, what the link to streamed blocks may carry, in gigabytes a second.
+    """
+    if device.type == "cpu":
+        return HostMachine(link_gbps * 1e9 if link_gbps else math.inf)
+    return Machine.of(card_named(name))
+
+
+@dataclass(frozen=True)
 class Assumptions:
     """What depends on model and text, and only a run can tell."""
 
     acceptance: float = 0.9
-    """Chance that a token drafted on the retrieval cache stands, given that those before it did. Above 0.9 is what
+    """Chance that a draft token of the retrieval cache is accepted, given that those before it were. Above 0.9 is what
     TriForce publishes for all temperatures up to 1 (infini-ai-lab.github.io/TriForce)."""
     draft_acceptance: float = Acceptance().rate
     """The same for the draft model's tokens: where the engine starts before it has measured."""
 
     @classmethod
     def of(cls, acceptance: float | None, draft_acceptance: float | None) -> Assumptions:
-        """These, but what is assumed by default for `None`."""
+        """The given chances; the default in place of `None`."""
         given = {"acceptance": acceptance, "draft_acceptance": draft_acceptance}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -121,91 +162,92 @@ class Estimate:
     """Time between tokens."""
 
 
-def link_seconds(num_bytes: float, machine: Hardware) -> float:
-    """Seconds that `num_bytes` take over one GPU's link."""
-    return num_bytes / machine.link_bandwidth
+def weights_read(part: ModelConfig, gpus: int) -> int:
+    """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
+    head = part.vocab_size * part.hidden_size
+    heads = head if part.tie_word_embeddings else 2 * head
+    return part.num_parameters - heads + -(-head // gpus)
 
 
-def pass_work(setup: Setup, rows: float, kv_tokens: float) -> tuple[float, float]:
-    """Bytes read and operations multiplied on each GPU by one pass of the target over `rows` rows and so many tokens of
-    keys and values."""
-    part = setup.part
-    weights = weights_read(part, setup.gpus)
-    read = weights * setup.dtype.itemsize + kv_tokens * setup.kv_token
+def pass_work(request: RunRequest, rows: float, kv_tokens: float) -> tuple[float, float]:
+    """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows and `kv_tokens`
+    tokens of keys and values."""
+    part = request.part
+    weights = weights_read(part, request.gpus)
+    read = weights * request.dtype.itemsize + kv_tokens * request.token_bytes
     multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
     return read, multiplied
 
 
-def pass_seconds(setup: Setup, machine: Hardware, rows: int, kv_tokens: int) -> float:
-    """One pass of the target over `rows` rows and `kv_tokens` tokens of keys and values that are on the GPU, or arrive
-    while it works."""
-    return machine.pass_seconds(*pass_work(setup, rows, kv_tokens), setup.part.num_layers, setup.gpus)
+@dataclass(frozen=True)
+class PassTimes:
+    """Modelled seconds of each tier's passes in a run."""
+
+    plan: RunPlan
+    hardware: Hardware
+
+    @property
+    def floor(self) -> float:
+        """The link's time of one pass over the full cache: no verification is faster."""
+        return self.plan.streamed_per_pass / self.hardware.link_bandwidth
+
+    def verify(self, rows: int) -> float:
+        """A pass over the full cache, whose streamed blocks arrive while it works."""
+        return max(self.floor, self._target(rows, self.plan.request.context))
+
+    def retrieval(self, rows: int) -> float:
+        """A pass over the retrieval cache."""
+        return self._target(rows, self.plan.budget)
+
+    def draft(self, rows: int = 1) -> float:
+        """A step of the draft model, which every rank runs whole; 0 without one. Further rows cost nothing."""
+        request, draft = self.plan.request, self.plan.request.small
+        if draft is None:
+            return 0.0
+        read = weights_read(draft, 1) * request.dtype.itemsize
+        read += DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
+        return self.hardware.draft_step_seconds(read, draft.num_layers)
+
+    def _target(self, rows: int, kv_tokens: int) -> float:
+        request = self.plan.request
+        work = pass_work(request, rows, kv_tokens)
+        return self.hardware.pass_seconds(*work, request.target.num_layers, request.gpus)
+
+    def costs(self) -> dict[str, PassCost]:
+        """Lines through these times, by tier: what a run starts from before it has measured its own."""
+        plan = self.plan
+        tiers = {
+            "verify": (self.verify, plan.verify_draft.most),
+            "retrieval": (self.retrieval, plan.retrieval_draft.most),
+            "draft": (self.draft, 1),
+        }
+        return {
+            name: PassCost.through(seconds(1), seconds(most + 1), most + 1) for name, (seconds, most) in tiers.items()
+        }
 
 
-def draft_seconds(setup: Setup, machine: Hardware) -> float:
-    """One step of the draft model, which every GPU runs whole."""
-    draft = setup.draft
-    if draft is None:
-        return 0.0
-    read = weights_read(draft, 1) * setup.dtype.itemsize + DRAFT_TOKENS * draft.kv_bytes_per_token(setup.dtype)
-    return machine.draft_step_seconds(read, draft.num_layers)
-
-
-def estimate(setup: Setup, layout: Layout, machine: Hardware, assumed: Assumptions) -> Estimate:
-    """The speed of `setup`, laid out as `layout`; lengths that its settings leave open are those that are fastest."""
-    settings = setup.settings
-    floor = link_seconds(layout.streamed_per_pass, machine)
-
-    def verify(rows: int) -> float:
-        return max(floor, pass_seconds(setup, machine, rows, setup.context))
-
-    def retrieve(rows: int) -> float:
-        return pass_seconds(setup, machine, rows, setup.budget)
-
+def estimate(plan: RunPlan, hardware: Hardware, assumed: Assumptions) -> Estimate:
+    """The speed of a planned run; lengths that its settings leave open are those that are fastest."""
+    settings, times = plan.request.settings, PassTimes(plan, hardware)
     if settings.tiers == 1:
-        return Estimate(1, floor, verify(1), 0.0, 0.0, 0, 0, 1.0, verify(1))
-    draft_s, draft_length, token_s = 0.0, 0, retrieve(1)
+        return Estimate(1, times.floor, times.verify(1), 0.0, 0.0, 0, 0, 1.0, times.verify(1))
+    draft_s, draft_length, token_s = 0.0, 0, times.retrieval(1)
     if settings.tiers == 3:
-        draft_s = draft_seconds(setup, machine)
-        draft_length, token_s = _level(
-            retrieve, draft_s, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT
-        )
+        draft_s = times.draft()
+        draft_length, token_s = fastest_length(times.retrieval, draft_s, assumed.draft_acceptance, plan.retrieval_draft)
 
     def finish(rows: int) -> float:
-        return verify(rows) + machine.round_seconds
+        return times.verify(rows) + hardware.round_seconds
 
-    block_length, tbt = _level(finish, token_s, assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+    block_length, tbt = fastest_length(finish, token_s, assumed.acceptance, plan.verify_draft)
     return Estimate(
         tiers=settings.tiers,
-        floor_s=floor,
-        verify_s=verify(block_length + 1),
-        retrieval_s=retrieve(draft_length + 1),
+        floor_s=times.floor,
+        verify_s=times.verify(block_length + 1),
+        retrieval_s=times.retrieval(draft_length + 1),
         draft_s=draft_s,
         block_length=block_length,
         draft_length=draft_length,
         tokens_per_round=expected_tokens(assumed.acceptance, block_length),
         tbt_s=tbt,
     )
-
-
-def _level(
-    seconds: Callable[[int], float], drafted_s: float, rate: float, fixed: int | None, longest: int
-) -> tuple[int, float]:
-    """The tokens to draft for a pass, and the seconds per token that this gives.
-
-    Args:
-        seconds: of a pass over so many rows.
-        drafted_s: of one drafted token.
-    """
-    length = fixed
-    if length is None:
-        cost = PassCost.through(seconds(1), seconds(longest + 1), longest + 1)
-        length, _ = best_length(cost, drafted_s, rate, longest)
-    return length, seconds_per_token(length, drafted_s, seconds(length + 1), rate)
-
-
-def weights_read(part: ModelConfig, gpus: int) -> int:
-    """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
-    head = part.vocab_size * part.hidden_size
-    heads = head if part.tie_word_embeddings else 2 * head
-    return part.num_parameters - heads + -(-head // gpus)

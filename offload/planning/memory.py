@@ -1,4 +1,4 @@
-"""What a run needs in bytes, checked against what there is before anything is allocated."""
+"""What memory there is here and what this process has taken. What a run needs is the plan's business (`run_plan`)."""
 
 from __future__ import annotations
 
@@ -6,109 +6,40 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
-from ...kernels.attention import FEW_ROWS
 from ...tp.errors import CapacityError
-from ...tp.model.config import ModelConfig
-from ...tp.model.decoder import PREFILL_ROWS
 from ...tp.parallel.ranks import ALONE, Ranks
-from ...tp.parallel.split import Split
 from ...tp.units import gib
-from ..caches.full import RECENT_ROWS, block_size_for
-
-RUNTIME_BYTES = 400 * 2**20
-"""Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
+from .request import RunRequest
+from .run_plan import CUDA_CONTEXT, RUNTIME_BYTES, RunPlan, make_plan
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by purpose. `kv` is the full cache; `prefill` is a long forward's activations and RoPE's tables."""
+def plan_here(
+    request: RunRequest, device: torch.device, ranks: Ranks = ALONE, *, loaded: bool = False, given_back: int = 0
+) -> RunPlan:
+    """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
+    ranks find, the least counts for all, so that every rank makes the same plan.
 
-    weights: int
-    kv: int
-    retrieval: int
-    prefill: int
-    runtime: int = RUNTIME_BYTES
-
-    @property
-    def total(self) -> int:
-        """The most that is held at a time: the retrieval cache comes when a prefill's activations are gone."""
-        return self.weights + self.kv + max(self.retrieval, self.prefill) + self.runtime
-
-
-def plan_memory(
-    target: ModelConfig,
-    draft: ModelConfig | None,
-    *,
-    dtype: torch.dtype,
-    context: int,
-    budget: int,
-    chunk_size: int,
-    ranks: Ranks = ALONE,
-) -> MemoryPlan:
-    """The memory of one rank in a run over `context` tokens, generated ones included, with a retrieval cache of
-    `budget` tokens (0 for none)."""
-    target = Split.of(target, ranks).config(target)  # whose output head is counted whole
-    models = [m for m in (target, draft) if m]
-    kv_token = target.kv_bytes_per_token(dtype)
-    block_size = block_size_for(context, chunk_size)
-    heads = 2 * target.num_heads + target.num_kv_heads
-    width = target.hidden_size + 3 * target.intermediate_size + heads * target.head_dim * 3 // 2
-    rows = min(PREFILL_ROWS, context)
-    mass = target.num_layers * target.num_kv_heads * (FEW_ROWS + RECENT_ROWS) * (context // chunk_size)
-    return MemoryPlan(
-        weights=sum(m.num_parameters for m in models) * dtype.itemsize,
-        kv=-(-context // block_size) * block_size * kv_token,
-        retrieval=(min(budget, context) * kv_token + mass * dtype.itemsize) if budget else 0,
-        prefill=context * (target.hidden_size * dtype.itemsize + target.head_dim * 8) + rows * width * 4,
-    )
-
-
-def check_memory(
-    plan: MemoryPlan, context: int, device: torch.device, ranks: Ranks = ALONE, *, resident: float | None = None
-) -> None:
-    """Checks what a rank needs against what is free; a KV cache that does not fit on a GPU goes to host memory.
-
-    Args: `resident` is what of the KV cache is to stay on a GPU, in GiB; `None` is what fits.
-
-    Raises:
-        CapacityError: it does not fit; the message gives parts and a remedy.
+    Args:
+        request: its memory is filled in here.
+        loaded: whether this process holds the weights already.
+        given_back: bytes on the device that the run will not need any more.
     """
-    host = psutil.virtual_memory().available // ranks.local_size
-    if device.type == "cpu":
-        _check(plan, context, host, "memory", ranks)
-        return
-    free = available_bytes(device)
-    on_device = replace(plan, runtime=0)
-    rest = replace(on_device, kv=0)
-    _check(rest, context, free, "GPU memory", ranks)
-    room = free - rest.total if resident is None else min(free - rest.total, resident * 2**30)
-    streamed = plan.kv - int(room)
-    if streamed > 0:
-        _check(replace(plan, weights=0, kv=streamed, retrieval=0, prefill=0), context, host, "host memory", ranks)
-
-
-def _check(plan: MemoryPlan, context: int, available: int, where: str, ranks: Ranks) -> None:
-    if plan.total <= available:
-        return
-    fixed = plan.weights + plan.runtime
-    fits = max(0, int(context * (available - fixed) / max(1, plan.total - fixed)))
-    per_rank = " on each rank" if ranks.size > 1 else ""
-    raise CapacityError(
-        f"a context of {context:,} tokens needs {gib(plan.total)} of {where}{per_rank} (weights {gib(plan.weights)}, "
-        f"KV cache {gib(plan.kv)}, the rest {gib(plan.total - plan.weights - plan.kv)}), "
-        f"but {gib(available)} is available; "
-        + (
-            f"about {fits:,} tokens would fit: shorten the prompt (--truncate) or free memory"
-            if fits > 0
-            else "free memory or choose a smaller model"
-        )
-    )
+    bare = make_plan(request)
+    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
+    held = given_back + (bare.weights if loaded else 0)
+    if device.type == "cuda":
+        free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
+        free, total, host = ranks.least([free, total, host])
+        request = replace(request, gpu_bytes=free, gpu_total_bytes=total)
+    else:
+        (host,) = ranks.least([host + held])
+    return make_plan(replace(request, host_bytes=host, local_ranks=1))
 
 
 @contextmanager

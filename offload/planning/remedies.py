@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...tp.errors import UsageError
 from ...tp.units import gib
-from .layout import Setup, lay_out
+from .request import RunRequest
+from .run_plan import largest_whole, make_plan
 
 _MOST_GPUS = 64
 _GRANULE = 256
@@ -24,87 +25,79 @@ class Remedy:
     text: str
 
 
-def shortfalls(setup: Setup) -> list[str]:
+def shortfalls(request: RunRequest) -> list[str]:
     """What does not fit, one line each, with the numbers; none if all does."""
     found = []
-    limit = setup.target.max_position_embeddings
-    if setup.context > limit:
-        found.append(f"{setup.target.name} has {limit:,} positions, not {setup.context:,}")
-    layout = lay_out(setup)
-    if layout.device_total > setup.gpu_bytes:
-        resident = gib(layout.resident_kv) if layout.resident_kv else "none"
-        found.append(
-            f"each GPU needs {gib(layout.device_total)} and has {gib(setup.gpu_bytes)}, "
-            f"with {resident} of the KV cache resident"
-        )
-    needed = layout.host_total * setup.gpus
-    if setup.host_bytes is not None and needed > setup.host_bytes:
-        found.append(f"the host needs {gib(needed)} and has {gib(setup.host_bytes)}")
+    limit = request.target.max_position_embeddings
+    if request.context > limit:
+        found.append(f"{request.target.name} has {limit:,} positions, not {request.context:,}")
+    plan = make_plan(request)
+    for shortage in plan.shortages():
+        if shortage.where == "GPU memory":
+            resident = gib(plan.resident_kv) if plan.resident_kv else "none"
+            found.append(
+                f"each GPU needs {gib(shortage.needed)} and has {gib(shortage.available)}, "
+                f"with {resident} of the KV cache resident"
+            )
+        else:
+            ranks = request.ranks_per_host
+            found.append(f"the host needs {gib(shortage.needed * ranks)} and has {gib(request.host_bytes or 0)}")
     return found
 
 
-def remedies(setup: Setup) -> list[Remedy]:
-    """For each thing that could be changed, the smallest change by which all fits; nothing for a setup that fits."""
-    return list(_remedies(setup)) if shortfalls(setup) else []
+def remedies(request: RunRequest) -> list[Remedy]:
+    """For each thing that could be changed, the smallest change by which all fits; nothing where all fits."""
+    return list(_remedies(request)) if shortfalls(request) else []
 
 
-def _remedies(setup: Setup) -> Iterator[Remedy]:
-    settings = setup.settings
+def _remedies(request: RunRequest) -> Iterator[Remedy]:
+    settings = request.settings
     if settings.resident is not None:
-        free = replace(setup, settings=replace(settings, resident=None))
+        free = replace(request, settings=replace(settings, resident=None))
         if _fits(free):
             yield Remedy("resident", "auto", "leave what is resident to the planner")
-    budget, chunk = setup.budget, settings.planned_chunk_size
+    plan = make_plan(request)
+    budget, chunk = plan.budget, plan.chunk_size
     if budget:
-        count = _largest(budget // chunk, lambda n: _fits(_with_budget(setup, n * chunk)))
+        count = largest_whole(budget // chunk, lambda n: _fits(_with_budget(request, n * chunk)))
         if count:
             yield Remedy("budget", count * chunk, f"a budget of {count * chunk:,} tokens instead of {budget:,}")
-    count = _largest(setup.context // _GRANULE, lambda n: _fits(replace(setup, context=n * _GRANULE)))
+    count = largest_whole(request.context // _GRANULE, lambda n: _fits(replace(request, context=n * _GRANULE)))
     if count:
         context = count * _GRANULE
-        yield Remedy("context", context, f"a context of {context:,} tokens instead of {setup.context:,}")
+        yield Remedy("context", context, f"a context of {context:,} tokens instead of {request.context:,}")
     for tiers in range(settings.tiers - 1, 0, -1):
-        if _fits(replace(setup, settings=replace(settings, tiers=tiers))):
+        if _fits(replace(request, settings=replace(settings, tiers=tiers))):
             yield Remedy("tiers", tiers, f"{tiers} instead of {settings.tiers} tiers")
             break
-    for gpus in range(setup.gpus + 1, _MOST_GPUS + 1):
-        if _fits(replace(setup, gpus=gpus)):
-            yield Remedy("gpus", gpus, f"{gpus} instead of {setup.gpus} such GPUs")
+    for gpus in range(request.gpus + 1, _MOST_GPUS + 1):
+        if _fits(replace(request, gpus=gpus)):
+            yield Remedy("gpus", gpus, f"{gpus} instead of {request.gpus} such GPUs")
             break
-    yield from _more_memory(setup)
+    yield from _more_memory(request)
 
 
-def _more_memory(setup: Setup) -> Iterator[Remedy]:
+def _more_memory(request: RunRequest) -> Iterator[Remedy]:
     """More memory of one kind, in whole GiB."""
     most = 4096  # GiB
-    if setup.host_bytes is not None:
-        need = -(-lay_out(setup).host_total * setup.gpus // 2**30)
-        if _fits(replace(setup, host_bytes=need * 2**30)):
+    if request.host_bytes is not None:
+        need = -(-make_plan(request).host_total * request.ranks_per_host // 2**30)
+        if _fits(replace(request, host_bytes=need * 2**30)):
             yield Remedy("host-memory", need, f"{need} GiB of free host memory")
-    have = setup.gpu_bytes // 2**30
-    spare = _largest(most - have, lambda n: _fits(replace(setup, gpu_bytes=(most - n) * 2**30)))
+    if request.gpu_bytes is None:
+        return
+    have = request.gpu_bytes // 2**30
+    spare = largest_whole(most - have, lambda n: _fits(replace(request, gpu_bytes=(most - n) * 2**30)))
     if spare:
         yield Remedy("gpu-memory", most - spare, f"GPUs of {most - spare} GiB")
 
 
-def _with_budget(setup: Setup, budget: int) -> Setup:
-    return replace(setup, settings=replace(setup.settings, budget=budget))
+def _with_budget(request: RunRequest, budget: int) -> RunRequest:
+    return replace(request, settings=replace(request.settings, budget=budget))
 
 
-def _fits(setup: Setup) -> bool:
+def _fits(request: RunRequest) -> bool:
     try:
-        return not shortfalls(setup)
+        return not shortfalls(request)
     except UsageError:  # heads that so many GPUs cannot share
         return False
-
-
-def _largest(most: int, works: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that works, if every smaller one does too; 0 for none."""
-    least = 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        if works(middle):
-            least = middle
-        else:
-            most = middle - 1
-    return least

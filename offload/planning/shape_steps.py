@@ -5,7 +5,7 @@ A step's time does not depend on them. How many drafted tokens stand does, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -17,11 +17,12 @@ from ..caches.kept import KeptCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..graphs.passes import Graphs, Passes, capture_for
-from ..settings import LONGEST_BLOCK, LONGEST_DRAFT, MOST_BLOCK_LENGTH, Settings
-from ..speculation.lengths import PassCost, best_length, seconds_per_token
+from ..settings import MOST_BLOCK_LENGTH, Settings
+from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed
 from .cost_model import Assumptions
-from .memory import check_memory, plan_memory
+from .memory import plan_here
+from .request import RunRequest
 
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
@@ -94,22 +95,15 @@ class ShapeSteps:
         Raises:
             CapacityError: weights or the longest cache do not fit.
         """
-        plan = plan_memory(
-            target,
-            draft,
-            dtype=dtype,
-            context=context + ROOM,
-            budget=settings.budget_for(context),
-            chunk_size=settings.planned_chunk_size,
-        )
-        check_memory(plan, context + ROOM, device, resident=settings.resident)
+        self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
+        plan_here(self._request, device).check()
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
         self.graphs = Graphs(capture_for(device))
         """Of the steps that draft, as an engine would replay them."""
-        self._settings, self._device = settings, device
-        self._kept = KeptCache(self.target, settings)
+        self._device = device
+        self._kept = KeptCache(self.target, settings.link_gbps)
 
     @torch.inference_mode()
     def at(self, context: int, assumed: Assumptions) -> StepTimes:
@@ -119,8 +113,7 @@ class ShapeSteps:
         Raises:
             CapacityError: there is not so much memory.
         """
-        settings, room = self._settings, context + ROOM
-        full = self._kept.prepare([0], room, reuse=0)
+        full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM), reuse=0)
         full.pretend(context)
         full.begin(keeps_mass=False)
         verifying = Passes(self.target, full)
@@ -131,8 +124,7 @@ class ShapeSteps:
         read = (full.bytes_read - read) // count
 
         full.begin(keeps_mass=True)
-        budget = settings.budget_for(room)
-        retrieval = RetrievalCache(full, self.target.rope, budget=budget, chunk_size=settings.planned_chunk_size)
+        retrieval = RetrievalCache(full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size)
         self._step(verifying, 1)  # the attention that chunks are chosen by
         retrieval.refresh()
         drafting = Passes(self.target, retrieval, self.graphs)
@@ -142,24 +134,24 @@ class ShapeSteps:
             small = Passes(self.draft, streaming, self.graphs)
             self._step(small, streaming.sinks + streaming.window, keep=True)
             draft = self._timed(small, 1)
-        draft_length = self._length(drafting, draft, assumed.draft_acceptance, settings.draft_length, LONGEST_DRAFT)
+        draft_length = self._length(drafting, draft, assumed.draft_acceptance, plan.retrieval_draft)
         of_retrieval = self._timed(drafting, draft_length + 1)
         token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
-        block_length = self._length(verifying, [token_s], assumed.acceptance, settings.block_length, LONGEST_BLOCK)
+        block_length = self._length(verifying, [token_s], assumed.acceptance, plan.verify_draft)
         verify = self._timed(verifying, block_length + 1)
         return StepTimes(
-            context, plain, verify, of_retrieval, draft, block_length, draft_length, min(budget, context),
+            context, plain, verify, of_retrieval, draft, block_length, draft_length, min(plan.budget, context),
             full.blocks.resident_bytes, read, streamed,
         )  # fmt: skip
 
-    def _length(self, passes: Passes, drafted: list[float], rate: float, fixed: int | None, longest: int) -> int:
+    def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:
         """The tokens to draft for one of `passes`, one of which takes `drafted` seconds."""
         if not drafted:
             return 0
-        if fixed is not None:
-            return fixed
-        one, many = (min(self._timed(passes, rows)) for rows in (1, longest + 1))
-        return best_length(PassCost.through(one, many, longest + 1), min(drafted), rate, longest)[0]
+        if planned.fixed is not None:
+            return planned.fixed
+        one, many = (min(self._timed(passes, rows)) for rows in (1, planned.most + 1))
+        return best_length(PassCost.through(one, many, planned.most + 1), min(drafted), rate, planned.most)[0]
 
     def _timed(self, passes: Passes, rows: int) -> list[float]:
         self._step(passes, rows)  # a pass is captured the second time, which `timed` does not count

@@ -7,6 +7,7 @@ The same sum decides both levels, the inner one first, as its time per token is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _DECAY = 0.97
@@ -113,3 +114,30 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
     times = [seconds_per_token(n, draft_seconds, cost.seconds(n + 1), rate) for n in range(longest + 1)]
     best = min(range(longest + 1), key=times.__getitem__)
     return best, times[best]
+
+
+@dataclass(frozen=True)
+class DraftTokens:
+    """How many tokens are drafted for one pass."""
+
+    fixed: int | None
+    """The number, where it is set; else it is planned, and adapted while running."""
+    most: int
+    """The largest number that adapting may choose."""
+
+
+def fastest_length(
+    seconds: Callable[[int], float], draft_seconds: float, rate: float, planned: DraftTokens
+) -> tuple[int, float]:
+    """The draft tokens for a pass whose seconds over so many rows are known, and the seconds per token they give.
+
+    Args:
+        draft_seconds: time per draft token.
+        rate: chance that one is accepted.
+        planned: the number, or the largest to choose.
+    """
+    length = planned.fixed
+    if length is None:
+        cost = PassCost.through(seconds(1), seconds(planned.most + 1), planned.most + 1)
+        length, _ = best_length(cost, draft_seconds, rate, planned.most)
+    return length, seconds_per_token(length, draft_seconds, seconds(length + 1), rate)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize
-from .link import Link, ThreadLink
+from .link import Link
 
 READ_BYTES = 2**30
 """Memory that a reading test goes through: many times what any processor's caches hold."""
@@ -19,15 +19,6 @@ COPY_BYTES = 2**28
 """Memory that one copy over the link moves: blocks of the cache are 16 MiB and more."""
 
 REPEATS = 5
-
-
-def make_link(device: torch.device) -> Link:
-    """The link that an engine on `device` would use."""
-    if device.type == "cpu":
-        return ThreadLink()
-    from .cuda_link import CudaLink
-
-    return CudaLink(device)
 
 
 def timed(step: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> list[float]:

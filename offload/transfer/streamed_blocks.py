@@ -16,15 +16,10 @@ from torch import Tensor
 
 from ...kernels.chunks import copy_chunks, gather_chunks
 from ...tp.model.config import ModelConfig
+from ..planning.placement import OPEN_SLACK, Placement
 from .device_blocks import Blocks, read_tokens, write_tokens
 from .link import Link, Traffic
 from .ring import Ring
-
-RING_BUFFERS = 3
-"""One in use, one arriving, one to spare for a block that takes longer than the link."""
-
-OPEN_SLACK = 512
-"""Tokens of room behind an open block. A pass over more tokens than this takes the workspace."""
 
 
 class StreamedBlocks:
@@ -36,23 +31,21 @@ class StreamedBlocks:
         self,
         config: ModelConfig,
         link: Link,
+        placement: Placement,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        capacity: int,
-        block_size: int,
-        chunk_size: int,
-        num_resident: int,
     ) -> None:
-        """Takes the memory for `capacity` tokens, of which `num_resident` blocks a layer stay on the device.
+        """Takes the memory for the blocks of `placement`.
 
         Raises:
             CapacityError: the system does not page-lock so much host memory.
         """
+        block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.num_resident = num_resident
         self._link = link
-        self._num_blocks = -(-capacity // block_size)
+        self._num_blocks = placement.num_blocks
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
 
         def on_device(*shape: int) -> Tensor:
@@ -61,12 +54,9 @@ class StreamedBlocks:
         layers = range(config.num_layers)
         self._host = [link.host_memory((self._num_blocks - num_resident, *self._block), dtype) for _ in layers]
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
-        self._open = [
-            on_device(2, config.num_kv_heads, -(-(block_size + OPEN_SLACK) // chunk_size) * chunk_size, config.head_dim)
-            for _ in layers
-        ]
+        self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
-        self._ring = Ring(link, [on_device(*self._block) for _ in range(min(RING_BUFFERS, self._num_blocks))])
+        self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)])
         self._workspace: Tensor | None = None
         self._worked = -1  # the layer in the workspace
         self._stop = 0  # where the pass under way ends

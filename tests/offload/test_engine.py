@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.full import block_size_for
+from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.tp.errors import ModelError, UsageError

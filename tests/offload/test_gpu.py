@@ -7,6 +7,7 @@ from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
@@ -82,10 +83,10 @@ def test_greedy_tokens_equal_transformers_on_a_cpu(models, tiers, resident):
 def test_streamed_logits_equal_those_at_hand(models, link):
     root, prompt, _ = models
     decoder = Decoder.load(root / "target", dtype=torch.float32, device=torch.device("cuda"))
-    given = {"dtype": torch.float32, "device": decoder.device, "capacity": 1400}
-    blocks = StreamedBlocks(decoder.part, link, **given, block_size=64, chunk_size=4, num_resident=2)
+    given = {"dtype": torch.float32, "device": decoder.device}
+    blocks = StreamedBlocks(decoder.part, link, Placement.streaming(1400, 64, 2, 4), **given)
     streamed = FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
-    all_on_device = FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=4)
+    all_on_device = FullCache.on_device(decoder.part, decoder.rope, **given, capacity=1400, chunk_size=4)
     tokens = torch.tensor(prompt + prompt[:400], device="cuda")
     for start, stop in ((0, 800), (800, 805), (805, 869), (869, 1200)):
         got, want = (decoder.forward(tokens[start:stop], cache, num_logits=4) for cache in (streamed, all_on_device))

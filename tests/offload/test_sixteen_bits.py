@@ -7,6 +7,7 @@ from tiny import random_tokens, save_llama
 from triforce.kernels.cpu.library import library
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
@@ -27,13 +28,13 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rows_verified_together_are_those_decoded_alone(pair, streamed):
     decoder = Decoder.load(pair[0], dtype=torch.bfloat16, device=torch.device("cpu"))
-    given = {"dtype": torch.bfloat16, "device": decoder.device, "capacity": 900}
+    given = {"dtype": torch.bfloat16, "device": decoder.device}
     tokens = torch.tensor(PROMPT + random_tokens(60, seed=5))
 
     def make() -> FullCache:
         if not streamed:
-            return FullCache.on_device(decoder.part, decoder.rope, **given, chunk_size=8)
-        blocks = StreamedBlocks(decoder.part, ThreadLink(), **given, block_size=64, chunk_size=8, num_resident=1)
+            return FullCache.on_device(decoder.part, decoder.rope, **given, capacity=900, chunk_size=8)
+        blocks = StreamedBlocks(decoder.part, ThreadLink(), Placement.streaming(900, 64, 1, 8), **given)
         return FullCache(decoder.part, decoder.rope, blocks, chunk_size=8)
 
     together, alone = make(), make()

@@ -61,6 +61,14 @@ class Ranks:
             self._call(kind, lambda: dist.all_reduce(x))
         return x
 
+    def least(self, numbers: list[int]) -> list[int]:
+        """Of each whole number the least that any rank gives."""
+        if self.size == 1:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        self._call("all_reduce_least", lambda: dist.all_reduce(found, dist.ReduceOp.MIN))
+        return found.tolist()
+
     def gather_columns(self, x: Tensor) -> Tensor:
         """Every rank's `x` `[n, m]` side by side, `[n, size * m]`, by rank."""
         if self.size == 1:

@@ -16,7 +16,8 @@ from rich.console import Console
 from ...offload import Engine, Sampling
 from ...offload.planning.cost_model import weights_read
 from ...offload.speculation.vocabulary import check_draft
-from ...offload.transfer.bandwidth import link_bandwidth, make_link, memory_bandwidth
+from ...offload.transfer.bandwidth import link_bandwidth, memory_bandwidth
+from ...offload.transfer.make import make_link
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
 from ...tp.model.config import ModelConfig

@@ -23,25 +23,16 @@ def report_choices(
     console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
 ) -> None:
     """What will run where, in a few lines, before it does."""
-    from ...offload.planning.memory import available_bytes, plan_memory
+    from ...offload.planning.memory import available_bytes
     from ...tp.devices import device_name
 
-    target, draft, settings = engine.target, engine.draft, engine.settings
+    target, draft = engine.target, engine.draft
     tokens = len(prompt.token_ids)
     capacity = tokens + max_new_tokens
-    budget = settings.budget_for(capacity)
-    plan = plan_memory(
-        target.config,
-        draft.config if draft else None,
-        dtype=target.dtype,
-        context=capacity,
-        budget=budget,
-        chunk_size=settings.planned_chunk_size,
-        ranks=target.ranks,
-    )
+    plan = engine.plan(capacity)
     tiers = [f"target on all {capacity:,} tokens"]
-    if budget:
-        tiers.insert(0, f"target on {min(budget, capacity):,} chosen tokens")
+    if plan.budget:
+        tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
         if draft:
             tiers.insert(0, f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters")
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""

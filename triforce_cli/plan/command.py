@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...offload.planning.cards import CARDS, DEFAULT_CARD, Card
 from ...tp.errors import UsageError
 from ...tp.weights.registry import EMBEDDED, PRESETS
 from .. import flags
 from ..options import Dtype, Tiers, auto_or_whole, complete_model, gibibytes, real, whole
 from ..terminal.output import JsonFile
-from .cards import CARDS, Card
 
 if TYPE_CHECKING:
     from .measured import Measured
 
 _HARDWARE, _ASSUMED = "Hardware", "Assumed"
-
-DEFAULT_CARD = "rtx4090"
 
 EPILOG = """[bold]Examples[/]
 

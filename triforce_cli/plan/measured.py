@@ -10,11 +10,11 @@ from statistics import median_high
 from typing import Any
 
 from ...offload.planning.calibration import MeasuredMachine, MeasuredPass, fit
+from ...offload.planning.cards import Card
 from ...offload.planning.cost_model import Assumptions, pass_work
-from ...offload.planning.layout import Setup
+from ...offload.planning.request import RunRequest
 from ...tp.errors import TriforceError, UsageError
 from ..bench.report import KIND
-from .cards import Card
 
 LIKE = 1.25
 """A model with so many times the parameters, or more, is another one: overheads and acceptance do not carry over."""
@@ -85,39 +85,39 @@ class Measured:
             link_gb_per_s=carried["link_gb_per_s"] or link.link_gb_per_s,
         )
 
-    def check(self, setup: Setup, model: str) -> None:
+    def check(self, request: RunRequest, model: str) -> None:
         """Raises:
-        UsageError: `setup` is of quite another model, or of another number of GPUs, or in another format.
+        UsageError: `request` is of quite another model, or of another number of GPUs, or in another format.
         """
-        theirs, ours = self.document["parameters"], setup.target.num_parameters
+        theirs, ours = self.document["parameters"], request.target.num_parameters
         if not 1 / LIKE < theirs / ours < LIKE:
             raise UsageError(
                 f"--measured {self.path} is of {self.document['model']} ({theirs / 1e6:,.1f} M parameters), quite "
                 f"another model than {model} ({ours / 1e6:,.1f} M); measure that, or plan without it"
             )
-        dtype = str(setup.dtype).removeprefix("torch.")
-        for option, have, want in (("gpus", setup.gpus, self.gpus), ("dtype", dtype, self.dtype)):
+        dtype = str(request.dtype).removeprefix("torch.")
+        for option, have, want in (("gpus", request.gpus, self.gpus), ("dtype", dtype, self.dtype)):
             if have != want:
                 raise UsageError(
                     f"--measured {self.path} was measured with --{option} {want}, and this plan is for {have}; give "
                     f"--{option} {want}, or measure with {have}"
                 )
 
-    def machine(self, setup: Setup, link_bandwidth: float) -> Calibration:
-        """What passes of `setup` take there.
+    def machine(self, request: RunRequest, link_bandwidth: float) -> Calibration:
+        """What passes of `request` take there.
 
         Raises:
             TriforceError: it holds no pass that did not wait for the link.
             UsageError: three tiers are planned, but no draft was measured.
         """
         runs = [_median_run(row["runs"]) for at in self.contexts for row in at["tiers"]]
-        passes = [found for run in runs for found in _passes(run, setup)]
+        passes = [found for run in runs for found in _passes(run, request)]
         if not passes:
             raise TriforceError(
                 f"--measured {self.path} holds no pass that did not wait for the link; measure with --tiers 1,3"
             )
         drafts = [run["time_s"]["draft"] / run["passes"]["draft"] for run in runs if run["passes"]["draft"]]
-        if setup.settings.tiers == 3 and not drafts:
+        if request.settings.tiers == 3 and not drafts:
             raise UsageError(f"--measured {self.path} has no run with three tiers; plan with --tiers 2")
         besides = [
             (run["time_s"]["refresh"] + run["time_s"]["other"]) / run["rounds"]
@@ -128,7 +128,7 @@ class Measured:
         machine = MeasuredMachine(
             line, link_bandwidth, median_high(drafts) if drafts else None, median_high(besides) if besides else 0.0
         )
-        return Calibration(self, machine, len(passes), line.worst(passes), self._nearest(setup.context))
+        return Calibration(self, machine, len(passes), line.worst(passes), self._nearest(request.context))
 
     @property
     def contexts(self) -> list[dict[str, Any]]:
@@ -187,15 +187,15 @@ def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return sorted(runs, key=lambda run: run["tbt_ms"]["mean"])[len(runs) // 2]
 
 
-def _passes(run: dict[str, Any], setup: Setup) -> list[MeasuredPass]:
+def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
     """The mean pass of each of the target's tiers, but those over the full cache that waited for the link."""
     found: list[MeasuredPass] = []
     counts, proposed, seconds = run["passes"], run["proposed"], run["time_s"]
     if counts["verify"] and not run["link"]["bytes_streamed"]:
-        tokens = run["kv_read"]["bytes"] / counts["verify"] / setup.kv_token
-        work = pass_work(setup, 1 + proposed["retrieval"] / counts["verify"], tokens)
+        tokens = run["kv_read"]["bytes"] / counts["verify"] / request.token_bytes
+        work = pass_work(request, 1 + proposed["retrieval"] / counts["verify"], tokens)
         found.append(MeasuredPass(*work, seconds["verify"] / counts["verify"]))
     if counts["retrieval"]:
-        work = pass_work(setup, 1 + proposed["draft"] / counts["retrieval"], run["settings"]["budget"])
+        work = pass_work(request, 1 + proposed["draft"] / counts["retrieval"], run["settings"]["budget"])
         found.append(MeasuredPass(*work, seconds["retrieval"] / counts["retrieval"]))
     return found

@@ -7,9 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...offload.planning.cards import Card
 from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, estimate
-from ...offload.planning.layout import Layout, Setup, lay_out
 from ...offload.planning.remedies import Remedy, remedies, shortfalls
+from ...offload.planning.request import RunRequest
+from ...offload.planning.run_plan import RUNTIME_BYTES, RunPlan
+from ...offload.planning.run_plan import make_plan as make_run_plan
 from ...offload.settings import Settings
 from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import resolve_dtype
@@ -17,7 +20,6 @@ from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import find_cached, is_hub_name
 from ...tp.weights.registry import find_model, find_preset, published_settings
-from .cards import Card
 
 if TYPE_CHECKING:
     from .measured import Calibration, Measured
@@ -31,9 +33,8 @@ class Plan:
     draft: str | None
     """As given; a preset stands for its draft."""
     card: Card
-    setup: Setup
-    layout: Layout
-    machine: Hardware
+    run: RunPlan
+    hardware: Hardware
     assumed: Assumptions
     estimates: dict[int, Estimate | None]
     """By tiers; `None` where it does not fit."""
@@ -44,28 +45,28 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """The JSON; docs/plan.md says what its keys mean."""
-        setup, layout, card = self.setup, self.layout, self.card
-        settings, placement = setup.settings, layout.placement
+        run, request, card = self.run, self.run.request, self.card
+        settings, placement = request.settings, run.placement
         own = self.estimates[settings.tiers]
         return {
             "version": version("triforce-cli"),
             "model": self.model,
             "draft": self.draft,
-            "dtype": str(setup.dtype).removeprefix("torch."),
-            "context": setup.context,
-            "gpus": setup.gpus,
+            "dtype": str(request.dtype).removeprefix("torch."),
+            "context": request.context,
+            "gpus": request.gpus,
             "gpu": {
                 "name": card.name,
-                "memory_bytes": setup.gpu_bytes,
+                "memory_bytes": request.gpu_bytes,
                 "memory_gb_per_s": card.memory_gb_per_s,
                 "tflops": None if self.calibration else card.tflops,
                 "link_gb_per_s": card.link_gb_per_s,
             },
-            "host_memory_bytes": setup.host_bytes,
+            "host_memory_bytes": request.host_bytes,
             "settings": {
                 "tiers": settings.tiers,
-                "budget": setup.budget,
-                "chunk_size": settings.planned_chunk_size,
+                "budget": run.budget,
+                "chunk_size": run.chunk_size,
                 "draft_length": own.draft_length if own else settings.draft_length,
                 "block_length": own.block_length if own else settings.block_length,
             },
@@ -73,20 +74,20 @@ class Plan:
             "problems": self.shortfalls,
             "remedies": [asdict(remedy) for remedy in self.remedies],
             "per_gpu_bytes": {
-                "weights": layout.weights,
-                "resident_kv": layout.resident_kv,
-                "retrieval": layout.retrieval,
-                "ring": layout.ring,
-                "open_stretches": layout.open_stretches,
-                "prefill": layout.prefill,
-                "cuda_context": layout.cuda_context,
-                "reserve": layout.reserve,
-                "total": layout.device_total,
+                "weights": run.weights,
+                "resident_kv": run.resident_kv,
+                "retrieval": run.retrieval,
+                "ring": run.ring,
+                "open_stretches": run.open_stretches,
+                "prefill": run.prefill,
+                "cuda_context": run.cuda_context,
+                "reserve": run.reserve,
+                "total": run.device_total,
             },
             "host_bytes": {
-                "streamed_kv": layout.streamed_kv * setup.gpus,
-                "runtime": layout.runtime * setup.gpus,
-                "total": layout.host_total * setup.gpus,
+                "streamed_kv": run.streamed_kv * request.gpus,
+                "runtime": RUNTIME_BYTES * request.gpus,
+                "total": run.host_total * request.gpus,
             },
             "blocks": {
                 "tokens": placement.block_size,
@@ -94,8 +95,8 @@ class Plan:
                 "resident": placement.num_resident,
             },
             "verification": {
-                "streamed_bytes_per_gpu": layout.streamed_per_pass,
-                "floor_ms": layout.streamed_per_pass / self.machine.link_bandwidth * 1e3,
+                "streamed_bytes_per_gpu": run.streamed_per_pass,
+                "floor_ms": run.streamed_per_pass / self.hardware.link_bandwidth * 1e3,
             },
             "modelled": [_modelled(tiers, estimate) for tiers, estimate in self.estimates.items()],
             "assumed": asdict(self.assumed),
@@ -142,7 +143,7 @@ def make_plan(
         block_length=lengths["block_length"],
         resident=resident,
     )
-    setup = Setup(
+    request = RunRequest(
         target=target,
         draft=small,
         dtype=resolve_dtype(dtype, target),
@@ -154,28 +155,26 @@ def make_plan(
     )
     calibration = None
     if measured is None:
-        machine: Hardware = Machine(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
+        hardware: Hardware = Machine.of(card)
         assumed = Assumptions.of(acceptance, draft_acceptance)
     else:
-        measured.check(setup, model)
-        calibration = measured.machine(setup, card.link_gb_per_s * 1e9)
-        machine, assumed = calibration.machine, calibration.assumptions(acceptance, draft_acceptance)
+        measured.check(request, model)
+        calibration = measured.machine(request, card.link_gb_per_s * 1e9)
+        hardware, assumed = calibration.machine, calibration.assumptions(acceptance, draft_acceptance)
     estimates = {}
-    for count in range(1, setup.settings.tiers + 1):
-        lesser = replace(setup, settings=replace(setup.settings, tiers=count))
-        fits = not shortfalls(lesser)
-        estimates[count] = estimate(lesser, lay_out(lesser), machine, assumed) if fits else None
+    for count in range(1, request.settings.tiers + 1):
+        lesser = replace(request, settings=replace(request.settings, tiers=count))
+        estimates[count] = None if shortfalls(lesser) else estimate(make_run_plan(lesser), hardware, assumed)
     return Plan(
         model=model,
-        draft=(draft or model) if setup.settings.tiers == 3 else None,
+        draft=(draft or model) if request.settings.tiers == 3 else None,
         card=card,
-        setup=setup,
-        layout=lay_out(setup),
-        machine=machine,
+        run=make_run_plan(request),
+        hardware=hardware,
         assumed=assumed,
         estimates=estimates,
-        shortfalls=shortfalls(setup),
-        remedies=remedies(setup),
+        shortfalls=shortfalls(request),
+        remedies=remedies(request),
         calibration=calibration,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ...offload.planning.run_plan import RUNTIME_BYTES
 from ...tp.units import gib
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 def show(plan: Plan) -> None:
     """Prints `plan` to stdout."""
     console = Console(file=sys.stdout, highlight=False, markup=False)
-    setup, card = plan.setup, plan.card
+    request, card = plan.run.request, plan.card
     small = "" if plan.draft is None else " and its draft" if plan.draft == plan.model else f" with {plan.draft}"
-    console.print(f"{plan.model}{small}: {str(setup.dtype).removeprefix('torch.')}, {setup.context:,} tokens")
+    console.print(f"{plan.model}{small}: {str(request.dtype).removeprefix('torch.')}, {request.context:,} tokens")
     console.print(
-        f"{setup.gpus} × {card.name}: {card.memory_gib:.2f} GiB at {card.memory_gb_per_s:,.0f} GB/s, "
+        f"{request.gpus} × {card.name}: {card.memory_gib:.2f} GiB at {card.memory_gb_per_s:,.0f} GB/s, "
         f"link {card.link_gb_per_s:.3g} GB/s\n"
     )
     if plan.calibration:
@@ -48,45 +49,47 @@ def show(plan: Plan) -> None:
 
 
 def _memory_table(plan: Plan) -> Table:
-    setup, layout = plan.setup, plan.layout
+    request, run = plan.run.request, plan.run
     table = Table(box=None, pad_edge=False, show_footer=False)
     table.add_column("what")
-    table.add_column("each GPU" if setup.gpus > 1 else "GPU", justify="right")
+    table.add_column("each GPU" if request.gpus > 1 else "GPU", justify="right")
     table.add_column("host", justify="right")
 
     def row(what: str, device: int = 0, host: int = 0) -> None:
         table.add_row(what, gib(device) if device else "-", gib(host) if host else "-")
 
-    placement = layout.placement
+    placement = run.placement
     plural = "s" if placement.num_blocks > 1 else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
-    row("weights" + (", draft included" if plan.draft else ""), layout.weights)
-    row(f"KV cache, {blocks}", layout.resident_kv, layout.streamed_kv * setup.gpus)
+    row("weights" + (", draft included" if plan.draft else ""), run.weights)
+    row(f"KV cache, {blocks}", run.resident_kv, run.streamed_kv * request.gpus)
     # The larger of these two counts: they are never there together.
-    for what, size in ((f"retrieval cache, {setup.budget:,} tokens", layout.retrieval), ("prefill", layout.prefill)):
+    for what, size in ((f"retrieval cache, {run.budget:,} tokens", run.retrieval), ("prefill", run.prefill)):
         if size:
-            counted = size == max(layout.retrieval, layout.prefill)
+            counted = size == max(run.retrieval, run.prefill)
             table.add_row(what + ("" if counted else " (not at the same time)"), gib(size) if counted else
                           f"({gib(size)})", "-")  # fmt: skip
     if placement.streams:
-        row("ring", layout.ring)
-        row("open stretches", layout.open_stretches)
-    row("process", layout.cuda_context, layout.runtime * setup.gpus)
-    row("left free", layout.reserve)
-    row("total", layout.device_total, layout.host_total * setup.gpus)
+        row("ring", run.ring)
+        row("open stretches", run.open_stretches)
+    row("process", run.cuda_context, RUNTIME_BYTES * request.gpus)
+    row("left free", run.reserve)
+    row("total", run.device_total, run.host_total * request.gpus)
     table.add_row(
-        "there is", gib(setup.gpu_bytes), gib(setup.host_bytes) if setup.host_bytes is not None else "(not given)"
+        "there is",
+        gib(request.gpu_bytes or 0),
+        gib(request.host_bytes) if request.host_bytes is not None else "(not given)",
     )
     return table
 
 
 def _verification(plan: Plan) -> str:
-    layout = plan.layout
-    if not layout.streamed_per_pass:
+    run = plan.run
+    if not run.streamed_per_pass:
         return "A verification moves nothing over the link: the whole KV cache is resident."
-    each = " over each link" if plan.setup.gpus > 1 else " over the link"
-    floor = layout.streamed_per_pass / plan.machine.link_bandwidth * 1e3
-    return f"A verification moves {gib(layout.streamed_per_pass)}{each}: {floor:,.0f} ms at least (the floor)."
+    each = " over each link" if plan.run.request.gpus > 1 else " over the link"
+    floor = run.streamed_per_pass / plan.hardware.link_bandwidth * 1e3
+    return f"A verification moves {gib(run.streamed_per_pass)}{each}: {floor:,.0f} ms at least (the floor)."
 
 
 def _assumptions(plan: Plan) -> str:

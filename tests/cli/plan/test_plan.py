@@ -9,13 +9,14 @@ import torch
 from command import check_refusal, run_here, undocumented
 from safetensors import safe_open
 from tiny import random_tokens, save_llama
-from triforce.cli.plan.cards import CARDS
 from triforce.offload import Engine, Sampling
-from triforce.offload.planning.layout import Setup, lay_out
-from triforce.offload.planning.placement import make_blocks
+from triforce.offload.planning.cards import CARDS
 from triforce.offload.planning.remedies import remedies, shortfalls
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.make import make_blocks
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.parallel.ranks import Ranks
@@ -27,11 +28,12 @@ PROMPT, NEW_TOKENS = 1900, 40
 THIRTEEN = "yarn-llama-2-13b-128k"
 
 
-def setup_of(preset, gpus=1, gpu_memory=24.0, context=131_072, host=None, **settings):
+def request_of(preset, gpus=1, gpu_memory=24.0, context=131_072, host=None, **settings):
     target, draft = PRESETS[preset].configs()
     host_bytes = None if host is None else int(host * GIB)
     settings = Settings(**settings)
-    return Setup(target, draft, target.dtype, context, settings, gpus, int(gpu_memory * GIB), host_bytes)
+    gpu_bytes = int(gpu_memory * GIB)
+    return RunRequest(target, draft, target.dtype, context, settings, gpus, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
 
 
 def tensor_bytes(directory: Path) -> int:
@@ -47,8 +49,8 @@ def tensor_bytes(directory: Path) -> int:
 @pytest.mark.slow
 def test_a_run_takes_the_bytes_that_were_planned(resident):
     """The embedded pair, on this CPU: blocks, their bytes on either side, and what a verification moves."""
-    setup = setup_of("embedded", context=PROMPT + NEW_TOKENS, resident=resident, budget=256)
-    layout = lay_out(setup)
+    request = request_of("embedded", context=PROMPT + NEW_TOKENS, resident=resident, budget=256)
+    planned = make_plan(request)
     engine = Engine.load("embedded", device="cpu", dtype="bfloat16", resident=resident, budget=256)
     run = engine.stream(random_tokens(PROMPT, 256), Sampling(temperature=0.0), NEW_TOKENS, ignore_eos=True)
     next(run)
@@ -60,74 +62,74 @@ def test_a_run_takes_the_bytes_that_were_planned(resident):
         rounds += 1
     assert rounds > 1
     # What does not stream is one block a layer on a GPU.
-    assert layout.placement.block_size == (blocks.capacity if resident is None else blocks.block_size)
-    assert blocks.resident_bytes == layout.resident_kv
-    assert blocks.device_bytes == layout.resident_kv + layout.ring + layout.open_stretches
+    assert planned.placement.block_size == (blocks.capacity if resident is None else blocks.block_size)
+    assert blocks.resident_bytes == planned.resident_kv
+    assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
     streams = isinstance(blocks, StreamedBlocks)
     on_host = sum(t.numel() * t.element_size() for t in blocks._host) if isinstance(blocks, StreamedBlocks) else 0
-    assert on_host == layout.streamed_kv and streams == (resident is not None)
+    assert on_host == planned.streamed_kv and streams == (resident is not None)
     moved = (run.stats()["link"]["bytes_streamed"] - before) / rounds
-    assert moved == layout.streamed_per_pass
+    assert moved == planned.streamed_per_pass
     directories = (Path(name) for name in (PRESETS["embedded"].target, PRESETS["embedded"].draft))
-    assert layout.weights == sum(tensor_bytes(directory) for directory in directories)
+    assert planned.weights == sum(tensor_bytes(directory) for directory in directories)
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "embedded"])
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("memory", [20.0, 24.0, 48.0, 80.0, 141.0])
 def test_what_is_planned_to_fit_is_within_the_memory(preset, gpus, memory):
-    setup = setup_of(preset, gpus, memory, context=PRESETS[preset].configs()[0].max_position_embeddings)
-    layout = lay_out(setup)
-    whole = setup.part.kv_bytes_per_token(setup.dtype) * setup.context
-    assert layout.resident_kv + layout.streamed_kv >= whole
-    if layout.resident_kv:
-        assert layout.device_total <= setup.gpu_bytes and not shortfalls(setup)
-        if layout.placement.streams:
-            block = layout.resident_kv // layout.placement.num_resident
-            assert setup.gpu_bytes - layout.device_total < block, "one more block of each layer would fit"
+    request = request_of(preset, gpus, memory, context=PRESETS[preset].configs()[0].max_position_embeddings)
+    planned = make_plan(request)
+    whole = request.token_bytes * request.context
+    assert planned.resident_kv + planned.streamed_kv >= whole
+    if planned.resident_kv:
+        assert planned.device_total <= request.gpu_bytes and not shortfalls(request)
+        if planned.placement.streams:
+            block = planned.resident_kv // planned.placement.num_resident
+            assert request.gpu_bytes - planned.device_total < block, "one more block of each layer would fit"
 
 
 @pytest.mark.parametrize(
-    ("setup", "options"),
+    ("asked", "options"),
     [
-        (setup_of(THIRTEEN, budget=12288), {"gpus", "gpu-memory"}),
-        (setup_of(THIRTEEN, 2, 21.0, budget=32768), {"budget", "context", "gpus", "tiers", "gpu-memory"}),
-        (setup_of(THIRTEEN, 2, host=64.0), {"context", "gpus", "gpu-memory", "host-memory"}),
-        (setup_of(THIRTEEN, 2, context=200_000), {"context"}),
-        (setup_of(THIRTEEN, 2, resident=20.0), {"resident", "context", "gpus", "gpu-memory"}),
+        (request_of(THIRTEEN, budget=12288), {"gpus", "gpu-memory"}),
+        (request_of(THIRTEEN, 2, 21.0, budget=32768), {"budget", "context", "gpus", "tiers", "gpu-memory"}),
+        (request_of(THIRTEEN, 2, host=64.0), {"context", "gpus", "gpu-memory", "host-memory"}),
+        (request_of(THIRTEEN, 2, context=200_000), {"context"}),
+        (request_of(THIRTEEN, 2, resident=20.0), {"resident", "context", "gpus", "gpu-memory"}),
     ],
 )
-def test_every_remedy_is_enough_and_none_is_larger_than_needed(setup, options):
-    assert shortfalls(setup)
-    found = remedies(setup)
+def test_every_remedy_is_enough_and_none_is_larger_than_needed(asked, options):
+    assert shortfalls(asked)
+    found = remedies(asked)
     assert {remedy.option for remedy in found} == options
     for remedy in found:
-        assert not shortfalls(changed(setup, remedy.option, remedy.value)), remedy
+        assert not shortfalls(changed(asked, remedy.option, remedy.value)), remedy
         lesser = {"budget": 8, "context": 256, "gpus": -1, "gpu-memory": -1, "host-memory": -1, "tiers": 1}
         if remedy.option in lesser:
             assert isinstance(remedy.value, int)
-            nearly = changed(setup, remedy.option, remedy.value + lesser[remedy.option])
-            if remedy.option != "gpus" or nearly.gpus > setup.gpus:
+            nearly = changed(asked, remedy.option, remedy.value + lesser[remedy.option])
+            if remedy.option != "gpus" or nearly.gpus > asked.gpus:
                 assert splits_unevenly(nearly) or shortfalls(nearly), f"{remedy} is more than is needed"
 
 
-def splits_unevenly(setup):
-    return setup.target.num_heads % setup.gpus != 0
+def splits_unevenly(request):
+    return request.target.num_heads % request.gpus != 0
 
 
-def changed(setup, option, value):
+def changed(request, option, value):
     if option in ("budget", "tiers", "resident"):
         setting = None if value == "auto" else value
-        return replace(setup, settings=replace(setup.settings, **{option: setting}))
+        return replace(request, settings=replace(request.settings, **{option: setting}))
     if option == "gpu-memory":
-        return replace(setup, gpu_bytes=int(value * GIB))
+        return replace(request, gpu_bytes=int(value * GIB))
     if option == "host-memory":
-        return replace(setup, host_bytes=int(value * GIB))
-    return replace(setup, **{option: value})
+        return replace(request, host_bytes=int(value * GIB))
+    return replace(request, **{option: value})
 
 
 def test_nothing_is_proposed_for_what_fits():
-    assert remedies(setup_of(THIRTEEN, 2)) == []
+    assert remedies(request_of(THIRTEEN, 2)) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -135,20 +137,19 @@ def test_each_of_two_ranks_takes_what_was_planned(tmp_path, rank):
     """Blocks as the engine makes them for one rank's part."""
     save_llama(tmp_path, num_key_value_heads=2)
     target = ModelConfig.load(tmp_path)
-    setup = Setup(target, None, torch.float32, 920, Settings(tiers=2, resident=0.0002, budget=64), 2, GIB)
-    layout = lay_out(setup)
+    settings = Settings(tiers=2, resident=0.0002, budget=64)
+    request = RunRequest(target, None, torch.float32, 920, settings, 2, gpu_bytes=GIB)
+    planned = make_plan(request)
     blocks = make_blocks(
         Split.of(target, Ranks(rank, 2)).config(target),
-        layout.placement,
+        planned.placement,
         ThreadLink(),
         dtype=torch.float32,
         device=torch.device("cpu"),
-        capacity=920,
-        chunk_size=8,
     )
     assert isinstance(blocks, StreamedBlocks)
-    assert blocks.device_bytes == layout.resident_kv + layout.ring + layout.open_stretches
-    assert sum(t.numel() * t.element_size() for t in blocks._host) == layout.streamed_kv > 0 < layout.resident_kv
+    assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
+    assert sum(t.numel() * t.element_size() for t in blocks._host) == planned.streamed_kv > 0 < planned.resident_kv
 
 
 def plan(capfd, *arguments):

@@ -13,6 +13,7 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.caches import kept as kept_cache
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -165,11 +166,11 @@ def decoder(models):
 
 
 def cache_of(decoder, link, block_size, num_resident, capacity=1400):
-    given = {"dtype": torch.float32, "device": torch.device("cpu"), "capacity": capacity, "block_size": block_size}
+    given = {"dtype": torch.float32, "device": torch.device("cpu")}
     if link is None:
-        blocks = DeviceBlocks(decoder.part, **given)
+        blocks = DeviceBlocks(decoder.part, **given, capacity=capacity, block_size=block_size)
     else:
-        blocks = StreamedBlocks(decoder.part, link, **given, chunk_size=4, num_resident=num_resident)
+        blocks = StreamedBlocks(decoder.part, link, Placement.streaming(capacity, block_size, num_resident, 4), **given)
     return FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
 
 

@@ -245,7 +245,7 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     with torch.inference_mode():
         tokens, rows = retrieval.extend(run._context, 8, run._draws)
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
-        draws = Draws(GREEDY, run._draws.generator, frozenset({tokens[end]}), measured=False)
+        draws = Draws(GREEDY, run._draws.generator, frozenset({tokens[end]}), adapts_to_time=False)
         retrieval.rollback(len(run._context) - 1)
         cut, cut_rows = retrieval.extend(run._context, 8, draws)
     assert cut == tokens[: end + 1]

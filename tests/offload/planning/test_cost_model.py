@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from triforce.cli.plan.cards import CARDS
-from triforce.offload.planning.cost_model import Assumptions, Machine, estimate, link_seconds, pass_seconds
-from triforce.offload.planning.layout import Setup, lay_out
+from triforce.offload.planning.cards import CARDS
+from triforce.offload.planning.cost_model import Assumptions, Machine, PassTimes, estimate
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.lengths import expected_tokens
 from triforce.tp.weights.registry import PRESETS
@@ -19,18 +20,17 @@ SEVEN, THIRTEEN = "yarn-llama-2-7b-128k", "yarn-llama-2-13b-128k"
 
 
 def machine(card, **changes):
-    speeds = Machine(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
-    return replace(speeds, **changes)
+    return replace(Machine.of(card), **changes)
 
 
-def setup_of(preset, gpus, card="rtx4090", context=CONTEXT, **settings):
+def request_of(preset, gpus, card="rtx4090", context=CONTEXT, **settings):
     target, draft = PRESETS[preset].configs()
     memory = int(CARDS[card].memory_gib * GIB)
-    return Setup(target, draft, torch.float16, context, Settings(**settings), gpus, memory)
+    return RunRequest(target, draft, torch.float16, context, Settings(**settings), gpus, gpu_bytes=memory)
 
 
-def modelled(setup, acceptance=0.9, card="rtx4090"):
-    return estimate(setup, lay_out(setup), machine(CARDS[card]), Assumptions(acceptance))
+def modelled(request, acceptance=0.9, card="rtx4090"):
+    return estimate(make_plan(request), machine(CARDS[card]), Assumptions(acceptance))
 
 
 def off_by(modelled, published):
@@ -39,22 +39,22 @@ def off_by(modelled, published):
 
 def test_published_streaming_baseline_of_7b_follows_from_bytes_and_bandwidth():
     """TriForce (arXiv 2404.11912): 840 ms a token on two RTX 4090, the KV of 12 of 32 layers resident."""
-    setup = setup_of(SEVEN, 2, tiers=1, resident=12 / 32 * 64 / 2)
-    streamed = lay_out(setup).streamed_per_pass
+    request = request_of(SEVEN, 2, tiers=1, resident=12 / 32 * 64 / 2)
+    streamed = make_plan(request).streamed_per_pass
     assert streamed == 20 / 32 * 64 * GIB / 2
-    seconds = link_seconds(streamed, machine(CARDS["rtx4090"]))
+    seconds = PassTimes(make_plan(request), machine(CARDS["rtx4090"])).floor
     assert seconds == pytest.approx(0.840, rel=0.1), off_by(seconds, 0.840)
-    assert modelled(setup).tbt_s == seconds, "nothing but the link counts"
+    assert modelled(request).tbt_s == seconds, "nothing but the link counts"
 
 
 def test_planner_finds_room_for_as_many_layers_of_7b_as_the_published_baseline():
-    layout = lay_out(setup_of(SEVEN, 2, tiers=1))
-    assert layout.resident_kv == pytest.approx(12 / 32 * 64 * GIB / 2, rel=0.05)
+    planned = make_plan(request_of(SEVEN, 2, tiers=1))
+    assert planned.resident_kv == pytest.approx(12 / 32 * 64 * GIB / 2, rel=0.05)
 
 
 def test_published_streaming_baseline_of_13b_is_what_fits_and_bandwidth():
     """1794 ms; what was resident is not published, so it is what the planner finds room for."""
-    seconds = modelled(setup_of(THIRTEEN, 2, tiers=1)).tbt_s
+    seconds = modelled(request_of(THIRTEEN, 2, tiers=1)).tbt_s
     assert seconds == pytest.approx(1.794, rel=0.1), off_by(seconds, 1.794)
 
 
@@ -67,41 +67,40 @@ def test_published_streaming_baseline_of_13b_is_what_fits_and_bandwidth():
     ],
 )
 def test_published_speed_of_three_tiers(preset, gpus, settings, published):
-    seconds = modelled(setup_of(preset, gpus, **settings), acceptance=0.96).tbt_s
+    seconds = modelled(request_of(preset, gpus, **settings), acceptance=0.96).tbt_s
     assert seconds == pytest.approx(published, rel=0.25), off_by(seconds, published)
 
 
 def test_published_placement_of_three_tiers_comes_closer():
     """The authors' README keeps 9 of 32 layers on two RTX 4090 (`--on_chip 9`), fewer than there is room for."""
-    setup = setup_of(SEVEN, 2, budget=12288, block_length=16, resident=9 / 32 * 64 / 2)
-    seconds = modelled(setup, acceptance=0.96).tbt_s
+    request = request_of(SEVEN, 2, budget=12288, block_length=16, resident=9 / 32 * 64 / 2)
+    seconds = modelled(request, acceptance=0.96).tbt_s
     assert seconds == pytest.approx(0.108, rel=0.15), off_by(seconds, 0.108)
 
 
 @pytest.mark.parametrize(("gpus", "tokens_per_s"), [(1, 104.9), (2, 168.84), (4, 254.02), (8, 328.43)])
 def test_gpt_fast_on_a100_is_reproduced(gpus, tokens_per_s):
     """README of gpt-fast: Llama-2-7B in 16 bits, five tokens of prompt, compiled into CUDA graphs."""
-    setup = setup_of(SEVEN, gpus, "a100-80gb", context=5, tiers=1)
-    seconds = pass_seconds(setup, machine(CARDS["a100-80gb"], launch_seconds=0.0), 1, 5)
+    request = request_of(SEVEN, gpus, "a100-80gb", context=5, tiers=1)
+    seconds = PassTimes(make_plan(request), machine(CARDS["a100-80gb"], launch_seconds=0.0)).verify(1)
     assert 1 / seconds == pytest.approx(tokens_per_s, rel=0.03)
 
 
 def test_a_verification_is_never_faster_than_its_link():
     for link in (1.0, 12.0, 24.5, 1e6):
-        setup = setup_of(SEVEN, 2, tiers=3)
+        request = request_of(SEVEN, 2, tiers=3)
         speeds = machine(CARDS["rtx4090"], link_bandwidth=link * 1e9)
-        made = estimate(setup, lay_out(setup), speeds, Assumptions())
-        assert made.verify_s >= made.floor_s == lay_out(setup).streamed_per_pass / (link * 1e9)
+        made = estimate(make_plan(request), speeds, Assumptions())
+        assert made.verify_s >= made.floor_s == make_plan(request).streamed_per_pass / (link * 1e9)
         per_token = made.verify_s / expected_tokens(0.9, made.block_length)
         assert made.tbt_s >= per_token, "drafting costs something"
 
 
 def test_speculation_pays_where_the_link_is_slow_and_acceptance_high():
-    one, two, three = (modelled(setup_of(SEVEN, 2, tiers=tiers)).tbt_s for tiers in (1, 2, 3))
+    one, two, three = (modelled(request_of(SEVEN, 2, tiers=tiers)).tbt_s for tiers in (1, 2, 3))
     assert one > two > three
     hopeless = estimate(
-        setup_of(SEVEN, 2),
-        lay_out(setup_of(SEVEN, 2)),
+        make_plan(request_of(SEVEN, 2)),
         machine(CARDS["rtx4090"]),
         Assumptions(acceptance=0.0, draft_acceptance=0.0),
     )
@@ -109,12 +108,12 @@ def test_speculation_pays_where_the_link_is_slow_and_acceptance_high():
 
 
 def test_planned_lengths_are_the_fastest():
-    setup = setup_of(SEVEN, 2)
-    planned = modelled(setup)
+    request = request_of(SEVEN, 2)
+    planned = modelled(request)
     for name in ("block_length", "draft_length"):
         for other in range(1, 9):
-            settings = replace(setup.settings, **{name: other})
-            assert modelled(replace(setup, settings=settings)).tbt_s >= planned.tbt_s * (1 - 1e-9)
+            settings = replace(request.settings, **{name: other})
+            assert modelled(replace(request, settings=settings)).tbt_s >= planned.tbt_s * (1 - 1e-9)
 
 
 def test_documented_figures_are_what_the_model_gives():
@@ -122,12 +121,12 @@ def test_documented_figures_are_what_the_model_gives():
     rows = [line for line in text.splitlines() if "RTX 4090 |" in line and " ms |" in line]
     figures = [float(row.split("|")[5].strip(" ms").replace(",", "")) for row in rows]
     three: dict[str, Any] = {"budget": 12288, "block_length": 16}
-    setups = [
-        setup_of(SEVEN, 2, tiers=1, resident=12.0),
-        setup_of(THIRTEEN, 2, tiers=1),
-        setup_of(SEVEN, 2, **three),
-        setup_of(SEVEN, 2, **three, resident=9.0),
-        setup_of(THIRTEEN, 2, **three),
-        setup_of(SEVEN, 1, budget=8192, block_length=12),
+    requests = [
+        request_of(SEVEN, 2, tiers=1, resident=12.0),
+        request_of(THIRTEEN, 2, tiers=1),
+        request_of(SEVEN, 2, **three),
+        request_of(SEVEN, 2, **three, resident=9.0),
+        request_of(THIRTEEN, 2, **three),
+        request_of(SEVEN, 1, budget=8192, block_length=12),
     ]
-    assert figures == [round(modelled(setup, acceptance=0.96).tbt_s * 1e3) for setup in setups]
+    assert figures == [round(modelled(request, acceptance=0.96).tbt_s * 1e3) for request in requests]

@@ -4,18 +4,21 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from tiny import save_llama
 from triforce.offload import Engine
-from triforce.offload.caches.full import LARGEST_BLOCK, block_size_for
-from triforce.offload.planning import memory
-from triforce.offload.planning.memory import MemoryPlan, check_memory, gib, plan_memory, shortage_explained
-from triforce.offload.planning.placement import Placement, plan_placement
+from triforce.offload.planning.memory import gib, plan_here, shortage_explained
+from triforce.offload.planning.placement import LARGEST_BLOCK, Placement, block_size_for
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import RUNTIME_BYTES, largest_context, make_plan
+from triforce.offload.settings import Settings
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -46,45 +49,76 @@ def test_peak_memory_of_a_run_is_what_was_planned(tmp_path, context):
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     before, peak = json.loads(output)
     config = ModelConfig.load(tmp_path)
-    plan = plan_memory(config, config, dtype=torch.float32, context=context, budget=512, chunk_size=8)
+    plan = make_plan(RunRequest(config, config, torch.float32, context, Settings(budget=512)))
     assert plan.kv == pytest.approx(context * 4 * 2 * 8 * 128 * 4, rel=0.03)
-    assert abs(peak - plan.total) < 0.15 * plan.total, f"{gib(peak)} taken, {gib(plan.total)} planned"
+    assert abs(peak - plan.host_total) < 0.15 * plan.host_total, f"{gib(peak)} taken, {gib(plan.host_total)} planned"
     growth, planned_growth = peak - before, plan.kv + plan.retrieval + plan.prefill
     # Beside that, libraries touch pages at first use: part of the stated constant, which the line above holds.
     assert growth < 1.15 * planned_growth + 160 * 2**20, f"grew by {gib(growth)}, planned {gib(planned_growth)}"
 
 
-def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
-    available = psutil.virtual_memory()._replace(available=2 * 2**30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    plan = MemoryPlan(weights=2**30, kv=4 * 2**30, retrieval=0, prefill=0, runtime=2**29)
-    with pytest.raises(CapacityError, match=r"1,000 tokens needs 5\.50 GiB.*2\.00 GiB is available.*about 125 tokens"):
-        check_memory(plan, 1000, CPU)
+def request_of(directory, **changes):
+    """A run of a small model over 1,000 tokens, by default without limits."""
+    save_llama(directory)
+    config = ModelConfig.load(directory)
+    return replace(RunRequest(config, None, torch.float32, 1000, Settings(tiers=1)), **changes)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
+    request = request_of(tmp_path)
+    needed = make_plan(request).host_total
+    make_plan(replace(request, host_bytes=needed)).check()
+    short = replace(request, host_bytes=needed - 2**20)
+    with pytest.raises(
+        CapacityError, match=r"1,000 tokens needs .* of memory \(weights .*about \d+ tokens would fit"
+    ) as error:
+        make_plan(short).check()
+    assert gib(needed) in str(error.value) and f"{gib(needed - 2**20)} is available" in str(error.value)
+    fitting = largest_context(short)
+    assert f"about {fitting:,} tokens" in str(error.value)
+    assert make_plan(replace(short, context=fitting)).fits and not make_plan(replace(short, context=fitting + 1)).fits
     with pytest.raises(CapacityError, match="smaller model"):
-        check_memory(replace(plan, weights=3 * 2**30), 1000, CPU)
+        make_plan(replace(request, host_bytes=RUNTIME_BYTES)).check()
+    with pytest.raises(CapacityError, match="of memory on each rank"):
+        make_plan(replace(request, gpus=2, host_bytes=RUNTIME_BYTES)).check()
 
 
-def test_what_is_to_leave_a_gpu_must_fit_the_host(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 80 * 2**30)
-    available = psutil.virtual_memory()._replace(available=8 * 2**30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    plan = MemoryPlan(weights=2**30, kv=20 * 2**30, retrieval=0, prefill=0, runtime=0)
-    gpu = torch.device("cuda")
-    check_memory(plan, 1000, gpu)
-    check_memory(plan, 1000, gpu, resident=12.0)
-    with pytest.raises(CapacityError, match=r"20\.00 GiB of host memory.*8\.00 GiB is available"):
-        check_memory(plan, 1000, gpu, resident=0.0)
+def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
+    roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=RUNTIME_BYTES + 2**20)
+    plan = make_plan(roomy)
+    plan.check()
+    assert plan.streamed_kv == 0
+    gib_of_kv = plan.kv / 2**30
+    make_plan(replace(roomy, settings=Settings(tiers=1, resident=2 * gib_of_kv))).check()
+    with pytest.raises(CapacityError, match=r"of host memory \(KV cache .* is available"):
+        make_plan(replace(roomy, settings=Settings(tiers=1, resident=0.0))).check()
     with pytest.raises(CapacityError, match="of GPU memory"):
-        check_memory(replace(plan, weights=90 * 2**30), 1000, gpu)
+        make_plan(replace(roomy, gpu_bytes=2**29)).check()
+
+
+def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12 * 2**30))
+    asked = []
+
+    class TwoRanks(Ranks):
+        def least(self, numbers):
+            asked.append(numbers)
+            return [min(number, 5 * 2**30) for number in numbers]
+
+    request = request_of(tmp_path)
+    plan = plan_here(request, CPU, TwoRanks(0, 2, 2), loaded=True, given_back=2**30)
+    held = 2**30 + RUNTIME_BYTES + make_plan(request).weights
+    assert asked == [[6 * 2**30 + held]], "half of the host's, and what this rank holds already"
+    assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
 def test_on_a_gpu_what_does_not_stream_is_one_block_a_layer(tmp_path):
-    save_llama(tmp_path)
-    given: dict = {"capacity": 20_000, "chunk_size": 8, "resident_bytes": None}
-    config = ModelConfig.load(tmp_path)
-    here, there = (plan_placement(config, dtype=torch.bfloat16, **given, on_gpu=on_gpu) for on_gpu in (False, True))
+    request = request_of(tmp_path, context=20_000, dtype=torch.bfloat16)
+    here = make_plan(request).placement
+    there = make_plan(replace(request, gpu_bytes=80 * 2**30)).placement
     assert here.num_blocks > 1 and there == Placement(here.num_blocks * here.block_size, 1, 1)
-    assert plan_placement(config, dtype=torch.float32, **given, on_gpu=True) == here
+    for plain in ({"triton": False}, {"dtype": torch.float32}):
+        assert make_plan(replace(request, gpu_bytes=80 * 2**30, **plain)).placement == here
 
 
 def test_memory_is_checked_before_weights_are_read(tmp_path, monkeypatch):
@@ -97,13 +131,9 @@ def test_memory_is_checked_before_weights_are_read(tmp_path, monkeypatch):
 
 
 def test_a_budget_beyond_the_context_takes_no_more_than_the_context(tmp_path):
-    save_llama(tmp_path)
-    config = ModelConfig.load(tmp_path)
-    plans = [
-        plan_memory(config, None, dtype=torch.float32, context=1000, budget=budget, chunk_size=8)
-        for budget in (1000, 2_000_000_000)
-    ]
-    assert plans[0] == plans[1]
+    request = request_of(tmp_path)
+    plans = [make_plan(replace(request, settings=Settings(budget=budget))) for budget in (1000, 2_000_000_000)]
+    assert plans[0].budget == plans[1].budget == 1000 and plans[0].retrieval == plans[1].retrieval
 
 
 @pytest.mark.parametrize("context", [100, 4000, 4200, 13_256, 131_328])

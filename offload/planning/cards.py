@@ -41,3 +41,13 @@ CARDS = {
     "h200": Card("NVIDIA H200 SXM", 139.72, 4800, 989, PCIE5),
 }
 """By the word for `--gpu`."""
+
+DEFAULT_CARD = "rtx4090"
+
+
+def card_named(device_name: str) -> Card:
+    """The card whose name begins like a device's, as a driver tells it (`NVIDIA H200`); else the default card."""
+    for card in CARDS.values():
+        if device_name and (card.name.startswith(device_name) or device_name.startswith(card.name)):
+            return card
+    return CARDS[DEFAULT_CARD]
