@@ -111,6 +111,7 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
 
 @pytest.mark.parametrize("reuse", [0, None])
 @pytest.mark.parametrize("resident", [0, None])
+@pytest.mark.slow(keep=1)
 def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident, reuse):
     engine = load(models, resident=resident, budget=64, refresh="round")
     engine.generate(PROMPT, Sampling(temperature=0.0), 150)  # a block is closed meanwhile
@@ -236,6 +237,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
         list(run)
 
 
+@pytest.mark.slow
 def test_two_streaming_ranks_equal_one_that_does_not(models):
     job = {
         "model": str(models[0]),

@@ -14,15 +14,19 @@ from tiny import save_llama
 from triforce.offload import Engine
 
 
-@pytest.fixture(scope="module")
-def engine_and_target(tmp_path_factory):
-    root = tmp_path_factory.mktemp("chi")
-    target = save_llama(root / "target", seed=2, **SHAPE)
+def load(root, **changes):
+    """An engine of three tiers, and its target as a model of transformers."""
+    target = save_llama(root / "target", seed=2, **(SHAPE | changes))
     save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
     engine = Engine.load(
         root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=3, refresh="round"
     )
     return engine, target
+
+
+@pytest.fixture(scope="module")
+def engine_and_target(tmp_path_factory):
+    return load(tmp_path_factory.mktemp("pair"))
 
 
 def with_lengths(engine, draft_length: int, block_length: int):
@@ -61,13 +65,14 @@ def test_that_test_notices_a_draw_that_is_not_from_the_residual(engine_and_targe
     assert error > left_out + 0.01, f"the wrong rule passed: probabilities within {error:.1e} of the right ones"
 
 
-@pytest.mark.parametrize("runs", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_sampled_texts_of_three_tiers_follow_the_target_distribution(engine_and_target, runs):
-    """Finds, in 99 of 100 tests, probabilities that are wrong by 5 % of themselves (root mean square, weighted by the
-    probability) with 20,000 runs, by 21 % with 1,000."""
-    engine, target = engine_and_target
+@pytest.mark.parametrize("runs", [500, pytest.param(6_000, marks=pytest.mark.slow)])
+def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path, runs):
+    """With 6,000 runs this finds, in 99 of 100 tests, probabilities that are wrong by 12 % of themselves (root mean
+    square, weighted by the probability); with 500, by 34 %. A draw that is not from the residual makes them wrong by
+    48 %: with one layer the tiers disagree much more often than with two, where it is 25 %."""
+    engine, target = load(tmp_path, num_hidden_layers=1)
     counts, rejections = sample_counts(engine, runs)
-    assert rejections["draft"] > runs / 4, rejections
-    assert rejections["retrieval"] > runs / 10, rejections
+    assert rejections["draft"] > runs, rejections
+    assert rejections["retrieval"] > runs, rejections
     p = p_value(counts, enumerate_joint(target, SAMPLING))
     assert p > 1e-3, f"chi-square p-value {p:.2e} over {len(counts)} continuations"
