@@ -14,7 +14,7 @@ from typing import Any
 
 from triforce.cli.bench import report as bench_report
 from triforce.cli.compare import report as comparison_report
-from triforce.cli.machine import on, sampling_words
+from triforce.cli.measurement import on, sampling_words
 from triforce.tp.units import gib
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -22,6 +22,7 @@ from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, published_settings
 from .caches.full import FullCache
 from .caches.kept import KeptCache
+from .caches.refreshing import RefreshingCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
 from .checks import checked_prompt
@@ -33,8 +34,8 @@ from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
 from .settings import Settings
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampling
-from .speculation.tiers import Draws, Tier
+from .speculation.sampling import Sampler, Sampling
+from .speculation.tiers import Tier
 from .speculation.vocabulary import check_draft
 
 
@@ -215,7 +216,7 @@ class Engine:
         capacity = len(prompt) + order.max_new_tokens
         request = self._request(settings, capacity)
         full, plan = self._kept.prepare(prompt, request, order.reuse)
-        full.begin(keeps_mass=plan.budget > 0)
+        full.begin(mass_rows=plan.mass_rows)
         retrieval = streaming = None
         graphs = Graphs(self._capture, self.target.ranks)
         costs = PassTimes(plan, self._hardware).costs()
@@ -224,8 +225,9 @@ class Engine:
             passes = Passes(decoder, cache, graphs)
             return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size)
 
-        tiers = [tier("verify", self.target, full)]
-        if plan.budget:
+        if not plan.budget:
+            tiers = [tier("verify", self.target, full)]
+        else:
             retrieval = RetrievalCache(
                 full,
                 self.target.rope,
@@ -233,6 +235,7 @@ class Engine:
                 chunk_size=plan.chunk_size,
                 join=self.target.mean_over_copies,
             )
+            tiers = [tier("verify", self.target, RefreshingCache(full, retrieval))]
             tiers.append(tier("retrieval", self.target, retrieval))
             if self.draft and order.tiers == 3:
                 streaming = StreamingCache(self.draft)
@@ -242,7 +245,7 @@ class Engine:
             upper.fixed = tokens.fixed is not None
             upper.draft_tokens = tokens.fixed or upper.draft_tokens
         eos = () if order.ignore_eos else self.target.config.eos_token_ids
-        draws = Draws(
+        sampler = Sampler(
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
@@ -257,7 +260,7 @@ class Engine:
             streaming=streaming,
             tiers=tiers,
             graphs=graphs,
-            draws=draws,
+            sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
             identity=self._identity(sampling, len(tiers), plan, full),
             on_prefill=on_prefill,

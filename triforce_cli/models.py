@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
-
-import typer
 
 from ..tp.errors import ModelError
 from ..tp.units import gib
 from ..tp.weights.registry import PRESETS, Preset, published_settings
+from .call import Call
+from .options import ReportRequest
+from .terminal.output import JsonFile
+from .terminal.tables import make_table, print_lines
 
 
 @dataclass(frozen=True)
@@ -31,50 +31,47 @@ class ModelRow:
     kv_bytes: int | None = None
     """Of the full cache, with the whole context in it."""
     fits: bool | None = None
-    """Whether all that a run over the whole context holds fits in the memory that is available now, where it would run
-    by default."""
+    """Whether a run over the whole context fits in the memory available now, on the device that it would use."""
     fitting_tokens: int | None = None
-    """About how many tokens of context do; 0 if not even the weights."""
+    """About how many tokens of context would fit; 0 if not even the weights do."""
     missing: str | None = None
-    """What stands in the way of using it, but for a download."""
+    """Why it cannot be used here, apart from a download that it needs."""
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
-) -> None:
+def models(request: ReportRequest, call: Call) -> None:
     """Lists the models that have a short name, what each needs, and whether this machine has it. Nothing is downloaded.
 
     Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].
     """
-    rows = [describe(preset) for preset in PRESETS.values()]
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
+    with JsonFile.prepare(request.json) as json_file:
+        rows = [describe(preset) for preset in PRESETS.values()]
+        json_file.write([asdict(row) for row in rows])
+    if not json_file.on_stdout:
+        _show(rows)
 
-    table = Table("name", box=None, pad_edge=False)
-    for title in ("context", "weights", "KV, full"):
-        table.add_column(title, justify="right")
-    table.add_column("fits here")
-    table.add_column("downloaded")
+
+def _show(rows: list[ModelRow]) -> None:
+    from rich.console import Console
+
+    titles = ("name", "context", "weights", "KV, full", "fits here", "downloaded")
+    table = make_table(titles, map(_cells, rows), left=("name", "fits here", "downloaded"))
+    lines = [
+        "",
+        "fits here: weights of target and draft, the KV cache of the whole context and working space, against the "
+        "memory that is available now; otherwise about how many tokens fit",
+    ]
     for row in rows:
-        sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
-        context = f"{row.context:,}" if row.context else "-"
-        table.add_row(row.name, context, *sizes, _fits(row), _downloaded(row))
+        lines += ["", row.name, f"  {row.summary}", f"  target {row.target}", f"  draft {row.draft}"]
+        lines += [f"  cannot be used: {row.missing}"] if row.missing else []
     console = Console(file=sys.stdout, highlight=False)
     console.print(table)
-    console.print(
-        "\nfits here: weights of target and draft, the KV cache of the whole context and working space, against the "
-        "memory that is available now; else about how many tokens fit"
-    )
-    for row in rows:
-        problem = [f"cannot be used: {row.missing}"] if row.missing else []
-        console.print(
-            f"\n{row.name}", row.summary, f"target {row.target}", f"draft {row.draft}", *problem,
-            sep="\n  ", soft_wrap=True, markup=False,
-        )  # fmt: skip
+    print_lines(console, lines)
+
+
+def _cells(row: ModelRow) -> list[str]:
+    """A line of the table."""
+    sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
+    return [row.name, f"{row.context:,}" if row.context else "-", *sizes, _fits(row), _downloaded(row)]
 
 
 def _fits(row: ModelRow) -> str:

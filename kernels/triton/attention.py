@@ -1,11 +1,11 @@
 """Attention on NVIDIA GPUs in Triton: split over the keys, several query rows at once, with log-sum-exp.
 
 The method is FlashDecoding: each program attends one tile of query rows to one run of keys, and a second kernel merges
-the runs. The query heads that share a key/value head stand in the same tile, so that keys and values are read once for
+the runs. The query heads that share a key/value head are in the same tile, so that keys and values are read once for
 all of them.
 
-How keys are split and tiled follows from the number of keys, the head counts and the dtype, never from the number of
-rows: a row's sums are taken in the same order whether it comes alone (decoding) or with others (verification). Scores
+How keys are split and tiled depends on the number of keys, the head counts and the dtype, never on the number of rows:
+a row's sums are computed in the same order whether it comes alone (decoding) or with others (verification). Scores
 and sums are float32; 16-bit probabilities are rounded to the values' dtype before they are multiplied, as flash kernels
 do. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
 """
@@ -23,10 +23,10 @@ LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
 
 _FEWEST_KEYS = 256
-"""A run of keys shorter than this costs more to start and merge than it gains in parallelism."""
+"""Keys of a run at least: shorter runs cost more to start and to merge than they gain in parallelism."""
 
 _MOST_SPLITS = 64
-"""Together with the key/value heads, enough programs for any GPU; more would only lengthen the merge."""
+"""Runs at most: times the key/value heads, these are enough programs for any GPU; more would slow the merge down."""
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
@@ -48,9 +48,9 @@ def attend_triton(
         q: `[num_heads, n, head_dim]`, float32, float16 or bfloat16; `head_dim` at most `LARGEST_HEAD_DIM`.
         k, v: `[num_kv_heads, m, head_dim]`, of the same dtype.
         diagonal, window: as in `attend`. A tensor is read by the kernel when it runs, so that a captured CUDA graph
-            sees the value of the moment.
-        split: whether to split the keys. Pays for a few rows; many fill the GPU by themselves, and their partial
-            results would be large.
+            uses its value at the time of the replay.
+        split: whether to split the keys, which is faster for a few rows; many rows fill the GPU without, and their
+            partial results would be large.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, both float32.
@@ -116,18 +116,18 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_two(x: int) -> int:
-    """The least power of two that is not less than `x >= 1`."""
+    """The smallest power of two that is at least `x >= 1`."""
     return 1 << (x - 1).bit_length()
 
 
 def split_sizes(m: int) -> tuple[int, int]:
-    """How many runs `m` keys are split into, and how many keys a run has: whole tiles, the last one ragged."""
+    """How many runs `m` keys are split into, and the keys of a run: whole tiles, but for the end of the last run."""
     keys = max(_FEWEST_KEYS, ceil_div(m, _MOST_SPLITS * 128) * 128)
     return max(1, ceil_div(m, keys)), keys
 
 
 def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows, keys and dimensions of a tile, powers of two and at least 16 as tensor cores want them.
+    """Rows, keys and dimensions of a tile, powers of two and at least 16 as tensor cores require.
 
     A row tile takes 16 tokens of up to four query heads each. Larger tiles than these spill registers when they are
     compiled for sm_80, sm_89 and sm_90; float32, which has no exact tensor cores, spills first.
@@ -167,7 +167,7 @@ def _attend_kernel(
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1) * GROUP
-    packed = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)  # token by token, the heads of the group side by side
+    packed = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)  # ordered by token, then by head of the group
     real = packed < n * GROUP
     row = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -181,7 +181,7 @@ def _attend_kernel(
     k += kv_head.to(tl.int64) * k_head_stride
     v += kv_head.to(tl.int64) * v_head_stride
 
-    # Tiles that no row of this program sees are left out. They would change nothing: their probabilities are 0.
+    # Tiles that no row of this program sees are skipped; their probabilities would be 0.
     begin = split * keys_per_split
     end = tl.minimum(tl.minimum(begin + keys_per_split, m), first + (tile * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
     if WINDOWED:

@@ -22,15 +22,14 @@ def chunk_mass_triton(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """The share of each row's attention that goes to each chunk of keys, after the fact: from the log-sum-exp.
+    """The share of each row's attention that goes to each chunk of keys, computed from the row's log-sum-exp.
 
     Args:
         q: `[num_heads, n, head_dim]`.
         k: `[num_kv_heads, m, head_dim]`, of the same dtype.
-        lse: `[num_heads, n]` float32, of each row over the keys its attention is shared among: these, or these and
-            others.
-        mass: `[num_heads, n, m // chunk_size]` float32, contiguous, written. `m` is whole chunks of a size
-            that `takes_chunks` allows.
+        lse: `[num_heads, n]` float32, of each row over all keys that it attends to: `k`, or `k` and others.
+        mass: `[num_heads, n, m // chunk_size]` float32, contiguous, written. `m` is a multiple of
+            `chunk_size`, which `takes_chunks` accepts.
         scale, diagonal, window: as in `attend_triton`; keys that a row does not see get nothing.
     """
     num_heads, n, head_dim = q.shape
@@ -64,12 +63,12 @@ def chunk_mass_triton(
 
 
 def takes_chunks(chunk_size: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `chunk_mass_triton` can sum chunks of this size: whole ones in a tile of keys."""
+    """Whether `chunk_mass_triton` can sum chunks of this size: a tile of keys must be a multiple of it."""
     return tile_sizes(group, head_dim, dtype)[1] % chunk_size == 0
 
 
 def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Tensor:
-    """`chunks.gather_chunks`, one program a chunk."""
+    """`chunks.gather_chunks`, one program for each chunk."""
     num_kv_heads, count = indices.shape
     _, _, block_size, head_dim = blocks.shape
     blocks = blocks if blocks.stride(-1) == 1 else blocks.contiguous()
@@ -92,7 +91,7 @@ def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Te
 
 
 def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
-    """`chunks.copy_chunks`, one program a chunk and part, so that the host need not know which lie in the block."""
+    """`chunks.copy_chunks`, one program per chunk of keys or values: the host need not know which are in the block."""
     num_kv_heads, count = chunks.shape
     _, _, m, head_dim = block.shape
     assert k.stride() == v.stride() and k.stride(-1) == block.stride(-1) == 1
@@ -154,7 +153,7 @@ def _mass_kernel(
     q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=real[:, None] & in_head[None, :], other=0.0)
     k_columns = k + kv_head.to(tl.int64) * k_head_stride + keys.to(tl.int64) * k_row_stride
     k_tile = tl.load(k_columns[None, :] + dims[:, None], mask=in_head[:, None] & there[None, :], other=0.0)
-    row_lse = tl.load(lse + head * n + row, mask=real, other=0.0) * 1.4426950408889634  # to powers of two
+    row_lse = tl.load(lse + head * n + row, mask=real, other=0.0) * 1.4426950408889634  # for powers of two
     scores = tl.dot(q_tile, k_tile, input_precision="ieee") * scale_log2
     visible = there[None, :] & (keys[None, :] <= last_seen[:, None])
     if WINDOWED:

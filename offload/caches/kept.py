@@ -57,7 +57,6 @@ class KeptCache:
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
         if old:
             self._cache.move_from(old, shared)
-            old.on_piece = None
         return self._cache, plan
 
     def distrust(self) -> None:
@@ -74,7 +73,6 @@ class KeptCache:
     def _drop(self) -> None:
         """Gives the cache's memory back."""
         if self._cache:
-            self._cache.on_piece = None  # or the last run's retrieval cache and it would keep each other alive
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
                     self._link.wait_for_stores()

@@ -1,7 +1,7 @@
-"""How much attention the last tokens gave to each chunk of a full cache: what a retrieval cache chooses by.
+"""The attention that the last tokens gave to each chunk of a full cache, its *mass*: what a retrieval cache selects by.
 
-Rows come with the tokens and go with a rollback. They are kept in one buffer a layer, so that a forward writes its own
-rows and moves hardly any.
+A row is what one token gave. Rows are added with the tokens of a pass and dropped with a rollback. Each layer has one
+buffer, so that a pass writes its own rows and seldom moves earlier ones.
 """
 
 from __future__ import annotations
@@ -9,15 +9,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.attention import FEW_ROWS
+
 RECENT_ROWS = 8
-"""The last tokens, whose attention says which chunks matter."""
+"""The number of last tokens whose attention decides which chunks a retrieval cache takes."""
 
 _ROOM = 16
-"""Rows there is room for besides those that are kept, where a forward brings fewer."""
+"""Rows of new tokens a buffer has room for at least: where passes bring fewer, earlier rows are moved less often."""
+
+
+def largest_room(mass_rows: int) -> int:
+    """Rows `[num_kv_heads, max_chunks]` that a layer's buffer takes at most in a run with `mass_rows` (see
+    `FullCache.begin`)."""
+    return RECENT_ROWS - 1 + max(mass_rows, FEW_ROWS)
 
 
 class RecentMass:
-    """The shares of attention that the last tokens gave to chunks, by layer, averaged over a KV head's query heads."""
+    """The shares of their attention that the last tokens gave to chunks, by layer, averaged over the query heads of a
+    KV head."""
 
     def __init__(
         self, num_layers: int, num_kv_heads: int, max_chunks: int, chunk_size: int, dtype: torch.dtype
@@ -25,25 +34,26 @@ class RecentMass:
         self._num_kv_heads, self._max_chunks = num_kv_heads, max_chunks
         self._chunk_size, self._dtype = chunk_size, dtype
         self._buffers = [torch.empty(num_kv_heads, 0, 0, dtype=dtype)] * num_layers  # [num_kv_heads, room, max_chunks]
-        self._rows = [0] * num_layers  # that are filled
-        self._ends = [0] * num_layers  # position after the last of them
-        self._chunks = [0] * num_layers  # that filled rows are written up to, with zeros where there was no such chunk
+        self._rows = [0] * num_layers  # rows in the buffer
+        self._ends = [0] * num_layers  # position behind the token of the last row
+        self._chunks = [0] * num_layers  # chunks that rows are written up to, with zeros for those that came later
 
     def recent(self, layer: int, length: int) -> Tensor:
-        """`[num_kv_heads, rows, length // chunk_size]`: the rows of up to `RECENT_ROWS` of the first `length` tokens'
-        last, fewer after a rollback that reached beyond them, and at least one after the first `add`."""
+        """The rows `[num_kv_heads, rows, length // chunk_size]` of the last `RECENT_ROWS` of the first `length` tokens;
+        fewer after a rollback beyond them, but at least one after the first `add`."""
         kept = max(1, self._rows_left(layer, length))
         return self._buffers[layer][:, max(0, kept - RECENT_ROWS) : kept, : length // self._chunk_size]
 
     def add(self, layer: int, start: int, stop: int, shares: Tensor) -> None:
-        """Puts new rows behind those of tokens before `start`.
+        """Adds the rows of a pass behind those of tokens before `start`.
 
         Args:
-            start, stop: positions of the forward's first token and behind its last.
+            start, stop: positions of the pass's first token and behind its last.
             shares: `[num_heads, rows, chunks]`, of the last `rows` tokens.
         """
         rows, chunks = shares.shape[1], min(shares.shape[2], -(-stop // self._chunk_size))
-        kept = max(0, self._rows_left(layer, start))
+        # Rows are those of consecutive tokens: where a pass brings only its last ones, earlier ones are dropped.
+        kept = max(0, self._rows_left(layer, start)) if rows == stop - start else 0
         kept = self._make_room(layer, kept, rows, shares.device)
         buffer, known = self._buffers[layer], self._chunks[layer]
         if chunks > known:
@@ -66,16 +76,16 @@ class RecentMass:
         return self._rows[layer] - max(0, self._ends[layer] - length)
 
     def _make_room(self, layer: int, kept: int, rows: int, device: torch.device) -> int:
-        """Makes room for `rows` rows behind `kept` ones, of which the last may be moved to the front; how many that
-        are."""
+        """Makes room for `rows` rows behind the first `kept`. If they do not fit, the last few of those are moved to
+        the front. Returns how many there are then."""
         buffer = self._buffers[layer]
         if kept + rows <= buffer.shape[1]:
             return kept
         last = min(kept, RECENT_ROWS - 1)
         moved = buffer[:, kept - last : kept, : self._chunks[layer]].clone()
         if last + rows > buffer.shape[1]:
-            room = RECENT_ROWS - 1 + max(rows, _ROOM)
-            buffer = torch.empty(self._num_kv_heads, room, self._max_chunks, dtype=self._dtype, device=device)
+            shape = self._num_kv_heads, RECENT_ROWS - 1 + max(rows, _ROOM), self._max_chunks
+            buffer = torch.empty(shape, dtype=self._dtype, device=device)
             self._buffers[layer] = buffer
         buffer[:, :last, : moved.shape[2]] = moved
         return last

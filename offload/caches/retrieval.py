@@ -2,7 +2,7 @@
 
 The drafting tier runs the target's own weights on it. Chunks are chosen per layer and KV head by the attention that the
 last tokens gave them in the full cache; keys keep the rotation of their true position. Tokens since the choice form the
-tail: exact once the full cache has seen them, the drafting tier's own until then.
+*tail*: their keys and values are the full cache's own once it has processed them, and the drafting tier's until then.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ...tp.model.rope import Rope
-from .full import FullCache
+from .full import BlockCollector, FullCache
 from .token_slots import TokenSlots
 
 _FIRST_TAIL = 64
-"""Tokens of room behind the chunks; doubled whenever it runs out."""
+"""Tokens there is room for behind the chunks at first; doubled whenever it runs out."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """Chunks that the next pass of the full cache brings."""
+    """Chunks that the next pass of the full cache copies here as their blocks stream by."""
 
     chunks: list[Tensor]
     """`[num_kv_heads, count]` by layer."""
     base: int
-    """Position behind the last chunk that there was to choose from."""
+    """Position behind the last chunk that could be chosen: where the tail begins."""
 
 
 class RetrievalCache:
@@ -47,12 +47,11 @@ class RetrievalCache:
     ) -> None:
         """Args:
         budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
-        join: makes one of the masses that ranks with the same KV head give its chunks, all layers at a time.
+        join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
         """
         self.source = source
-        source.on_piece = None
         self._join = join
-        self._coming: _Selection | None = None
+        self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
         self._rope = rope
@@ -97,21 +96,21 @@ class RetrievalCache:
         window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
         if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
             window = None
-        scratch = None if self.at else self._scratch  # which may move; a captured pass needs memory of its own
+        scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
         out, _ = attend(q, keys, values, scale=self._scale, diagonal=at.diagonal, window=window, scratch=scratch)
         return out.to(q.dtype)
 
     def rollback(self, length: int) -> None:
-        """Forgets tokens from `length` on; if some of them were in chunks, the next `refresh` must come first."""
+        """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""
         self._filled = [min(filled, length) for filled in self._filled]
         self._exact = min(self._exact, length)
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Chooses the chunks anew by what `source` looked at last, and takes the tail behind them from it.
+        """Chooses the chunks anew by the attention of the last tokens in `source`, and copies the tail behind them.
 
-        Where chunks are at hand they are there at once, and so they are the first time. Else the next pass of `source`
-        brings them: a block that passes leaves its chosen chunks here, so nothing crosses the link for them.
+        The first time, and whenever all of `source` is on the device, the chunks are copied at once. Where blocks
+        stream, the next pass of `source` copies them (see `collector`), so nothing crosses the link for a refresh.
         """
         length = self.source.length
         base = length // self.chunk_size * self.chunk_size
@@ -119,8 +118,7 @@ class RetrievalCache:
         if self._buffers and not self.source.blocks.all_on_device:
             self.update_tail()
             self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
-            self._coming = _Selection(chosen, base)
-            self.source.on_piece = self._collect
+            self._selected = _Selection(chosen, base)
             return
         self._kept = chosen[0].shape[1] * self.chunk_size
         self._base = self._exact = base
@@ -134,12 +132,12 @@ class RetrievalCache:
 
     @torch.inference_mode()
     def update_tail(self) -> None:
-        """Puts the full cache's keys and values in place of the tail's own, up to the last token it has seen."""
+        """Replaces the tail's keys and values by the full cache's own, up to the last token that is in it."""
         length = self.source.length
-        if self._coming:  # the pass that ended has brought it
-            self._kept = self._coming.chunks[0].shape[1] * self.chunk_size
-            self._base = self._exact = self._coming.base
-            self._coming = self.source.on_piece = None
+        if self._selected:  # the pass that ended has copied it
+            self._kept = self._selected.chunks[0].shape[1] * self.chunk_size
+            self._base = self._exact = self._selected.base
+            self._selected = None
         start, stop = self._kept + self._exact - self._base, self._kept + length - self._base
         self._make_room(stop)
         for layer, (keys, values) in enumerate(self._buffers):
@@ -148,8 +146,13 @@ class RetrievalCache:
         self._exact = length
         self._filled = [max(filled, length) for filled in self._filled]
 
+    @property
+    def collector(self) -> BlockCollector | None:
+        """What the next pass of `source` is to hand its blocks to; `None` where no chunks wait to be copied."""
+        return self._collect if self._selected else None
+
     def _choose(self, length: int) -> list[Tensor]:
-        """The chunks `[num_kv_heads, count]` to keep in each layer; none where there is no whole one."""
+        """The chunks `[num_kv_heads, count]` to keep in each layer; none while there is no whole chunk."""
         num_chunks = length // self.chunk_size
         if not num_chunks:
             shape = (self.source.config.num_kv_heads, 0)
@@ -164,16 +167,16 @@ class RetrievalCache:
         ]
 
     def _collect(self, layer: int, position: int, block: Tensor) -> None:
-        """Takes what is chosen of a block that passes. The room for it is free: nothing drafts during a pass."""
-        assert self._coming is not None
+        """Copies the chosen chunks of a block over the old ones, which nothing reads during a pass of `source`."""
+        assert self._selected is not None
         keys, values = self._buffers[layer]
-        chunks = self._coming.chunks[layer]
+        chunks = self._selected.chunks[layer]
         kept = slice(0, chunks.shape[1] * self.chunk_size)
         copy_chunks(block, position // self.chunk_size, chunks, keys[:, kept], values[:, kept], self.chunk_size)
 
     def _first_chunk(self, layer: int, length: int) -> int:
-        """The first chunk to choose from: with a sliding window the first that the token at `length` sees, but no later
-        than leaves the budget full. Where the budget holds the whole window, `attend` hides what is before it."""
+        """The first chunk to choose from: with a sliding window the first that the token at `length` sees, or an
+        earlier one where so few chunks would not fill the budget; `attend` hides what is before the window."""
         window = self.source.config.sliding_window(layer) or length + 1
         return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
 

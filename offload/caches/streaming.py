@@ -1,8 +1,9 @@
 """The streaming cache of the draft model: attention sinks and a recent window (StreamingLLM, arXiv 2309.17453).
 
-Keys are kept unrotated, and positions are those within the window, so a model trained on short texts drafts as well at
-token 128,000 as at token 200. A query at position `t` stands at `min(t, sinks + window - 1)` for the sinks, and at its
-true distance for the recent tokens; what it sees depends on the tokens alone, not on how they were fed.
+Keys are stored without rotation, and positions are counted within the cache, so a model trained on short texts drafts
+as well at token 128,000 as at token 200. Towards the sinks a query at position `t` is rotated to
+`min(t, sinks + window - 1)`; towards the recent tokens distances are the true ones. What a query sees depends on the
+tokens alone, not on how they were grouped into passes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..speculation.vocabulary import readable
 from .token_slots import TokenSlots
 
 _SLACK = 256
-"""Tokens kept besides the window: how far a rollback may reach, and how rarely the window is moved."""
+"""Tokens kept besides the window: how far a rollback may reach, and how many tokens come before the window has to be
+moved to the front of its buffer."""
 
 
 class StreamingCache:
@@ -39,11 +41,11 @@ class StreamingCache:
             shape = (config.num_layers, config.num_kv_heads, n, config.head_dim)
             return list(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
 
-        self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # sinks are rotated: their place is fixed
-        self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, as they came
-        self._rotated = zeros(self._room)  # the same, rotated to their slot
+        self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # rotated: their position never changes
+        self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, not rotated
+        self._rotated = zeros(self._room)  # recent keys, rotated to their slot
         self._origins = [sinks] * config.num_layers  # position of slot 0
-        self._right_from = [sinks] * config.num_layers  # recent tokens from here on are as if none had been skipped
+        self._right_from = [sinks] * config.num_layers  # recent tokens from this position on are not affected by `skip`
         self._filled = [0] * config.num_layers
         self.at: TokenSlots | None = None
 
@@ -62,15 +64,15 @@ class StreamingCache:
         return TokenSlots(slot, slot)
 
     def _steady(self, n: int) -> bool:
-        """Whether the next `n` tokens are treated as all that follow will be: past the place where the sinks' distance
-        is capped, and in one part."""
+        """Whether a pass over the next `n` tokens runs the same operations as all later ones: it begins beyond the
+        position up to which the distance to the sinks grows, and attends in one part."""
         return self.length >= self.sinks + self.window and n <= _SLACK
 
     def advance(self, length: int) -> None:
         self._filled = [length] * self._num_layers
 
     def prepare(self, n: int) -> None:
-        if self._steady(n):  # the window is moved now, so that no layer's part in the pass has to
+        if self._steady(n):  # move the window now, so that the pass itself never does
             for layer in range(self._num_layers):
                 self._make_slots(layer, self.length, n)
 
@@ -79,7 +81,7 @@ class StreamingCache:
         taken, n = 0, q.shape[1]
         while taken < n:
             start = self._filled[layer]
-            # A part lies on one side of the last sink and of the place where the sinks' distance is capped.
+            # A part ends at the last sink, and at the position up to which the distance to the sinks grows.
             borders = [b for b in (self.sinks, self.sinks + self.window) if b > start]
             rows = min([n - taken, _SLACK, *(b - start for b in borders)])
             part = slice(taken, taken + rows)
@@ -96,7 +98,7 @@ class StreamingCache:
             sink_values[:, start : start + n] = v
         capped = self.sinks + self.window - 1
         sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
-        scratch = None if self.at else self._scratch  # which may move; a captured pass needs memory of its own
+        scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
         sink_part = attend(sink_q, sink_keys, sink_values, scale=self._scale, diagonal=start, scratch=scratch)
         if start < self.sinks:
             return sink_part[0].to(q.dtype)
@@ -118,7 +120,7 @@ class StreamingCache:
         return merge_partials(outs, lses)[0].to(q.dtype)
 
     def _make_slots(self, layer: int, start: int, n: int) -> int:
-        """The slot of position `start`, after moving the window to the front where `n` more tokens would not fit."""
+        """The slot of position `start`; first moves the window to the front if `n` more tokens would not fit."""
         slot = start - self._origins[layer]
         if slot + n <= self._room:
             return slot
@@ -130,7 +132,7 @@ class StreamingCache:
         return kept
 
     def rollback(self, length: int) -> None:
-        """Forgets tokens from `length` on; everything (`length` is 0 then) where the window before them is gone."""
+        """Forgets tokens from `length` on. If the window before them is gone, forgets all of them."""
         reach = [max(edges) for edges in zip(self._origins, self._right_from, strict=True)]
         if max(reach) > max(self.sinks, length - self.window + 1):
             length = 0
@@ -140,17 +142,18 @@ class StreamingCache:
             self._right_from = list(self._origins)
 
     def skip(self, position: int) -> None:
-        """Goes on at `position` without the tokens in between; layer `i` is right again `i * window` tokens later."""
+        """Continues at `position` without the tokens before it. Layer `i`, whose input depends on tokens up to
+        `i * window` before, is as if nothing had been skipped from `i * window` tokens later on."""
         self._filled = [position] * self._num_layers
         self._origins = [position] * self._num_layers
         self._right_from = [position + layer * self.window for layer in range(self._num_layers)]
 
 
 def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequence[int]) -> None:
-    """Brings an empty `cache` to the end of `token_ids`, running only the tokens that still reach the window.
+    """Brings an empty `cache` to the end of `token_ids`, running only the tokens that its window depends on.
 
-    Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, with
-    some more so that a rollback finds a right window too.
+    Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, and
+    `_SLACK` more, so that the window is complete after a rollback too.
     """
     start = len(token_ids) - decoder.config.num_layers * cache.window - _SLACK
     parts = [token_ids]

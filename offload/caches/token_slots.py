@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand in a cache of fixed size: numbers as a rule, tensors in a pass that is replayed."""
+"""The places of a pass's tokens in a cache's buffer: numbers, or tensors where the pass is captured and replayed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...tp.model.rope import Rope, Rows
 
 
 class TokenSlots(NamedTuple):
-    """The places of `n` tokens that come together.
+    """The rotation and the buffer slots of `n` consecutive tokens.
 
-    A pass that was captured runs the same kernels on the same addresses each time, so what changes with the position
-    has to be in memory that they read: the tensors here, which are set before each replay (see `graphs`).
+    A captured pass runs the same kernels on the same addresses each time, so what changes with the position must be in
+    memory that they read: the tensors here, which are set before each replay (see `graphs`).
     """
 
     rotation: int | Rows

@@ -72,6 +72,11 @@ class RunPlan:
         return DraftTokens(self.request.settings.draft_length, RETRIEVAL_DRAFT_TOKENS)
 
     @property
+    def mass_rows(self) -> int:
+        """The most rows of a verification, each of whose attention mass is kept; 0 without a retrieval cache."""
+        return _mass_rows(self.request.settings) if self.budget else 0
+
+    @property
     def kv(self) -> int:
         """The whole full cache."""
         return self.resident_kv + self.streamed_kv
@@ -232,11 +237,16 @@ def _reserve(request: RunRequest) -> int:
     return int(RESERVE * (request.gpu_total_bytes or request.gpu_bytes or 0))
 
 
+def _mass_rows(settings: Settings) -> int:
+    return (settings.block_length or VERIFY_DRAFT_TOKENS) + 1
+
+
 def _retrieval_bytes(request: RunRequest, budget: int) -> int:
     """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
     part = request.part
     chunks = request.context // request.settings.planned_chunk_size
-    mass = part.num_layers * part.num_kv_heads * (FEW_ROWS + RECENT_ROWS) * chunks
+    rows = max(_mass_rows(request.settings), FEW_ROWS) + RECENT_ROWS
+    mass = part.num_layers * part.num_kv_heads * rows * chunks
     return budget * request.token_bytes + mass * request.dtype.itemsize
 
 

@@ -16,6 +16,7 @@ from ...tp.model.decoder import Decoder
 from ..caches.kept import KeptCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
+from ..caches.synthetic import fill_with_zeros
 from ..graphs.passes import Graphs, Passes, capture_for
 from ..settings import MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
@@ -114,16 +115,16 @@ class ShapeSteps:
             CapacityError: there is not so much memory.
         """
         full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM), reuse=0)
-        full.pretend(context)
-        full.begin(keeps_mass=False)
+        fill_with_zeros(full, context)
+        full.begin(mass_rows=0)
         verifying = Passes(self.target, full)
-        before, read = full.blocks.traffic(), full.bytes_read
+        before, read = full.blocks.traffic(), full.reads.num_bytes
         plain = self._timed(verifying, 1)
         count = len(plain) + _UNTIMED
         streamed = full.blocks.traffic().since(before).bytes_in // count
-        read = (full.bytes_read - read) // count
+        read = (full.reads.num_bytes - read) // count
 
-        full.begin(keeps_mass=True)
+        full.begin(mass_rows=plan.mass_rows)
         retrieval = RetrievalCache(full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size)
         self._step(verifying, 1)  # the attention that chunks are chosen by
         retrieval.refresh()

@@ -1,8 +1,8 @@
-"""How far to draft: the lengths that maximise expected tokens per second, from acceptance and costs.
+"""How many tokens to draft: the numbers that maximise expected tokens per second, from acceptance and costs.
 
-A tier that is offered `n` drafted tokens, each slots with probability `a`, keeps `1 + a + ... + a^n` tokens for
-`n` times the time per drafted token plus one pass over `n + 1` rows (Leviathan et al., arXiv 2211.17192, section 3.3).
-The same sum decides both levels, the inner one first, as its time per token is what the outer one pays.
+A pass that tests `n` draft tokens, each accepted with probability `a`, yields `1 + a + ... + a^n` tokens. It takes `n`
+times the time per draft token plus a pass over `n + 1` rows (Leviathan et al., arXiv 2211.17192, section 3.3). The same
+formula decides both levels, the lower one first, as its time per token is the upper one's time per draft token.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _DECAY = 0.97
-"""Weight of an observation after one more; about the last thirty count."""
+"""Factor on the weight of earlier observations with each new one: about the last thirty count."""
 
 _FIRST_DECAY = 0.25
-"""Weight of the model after the first measurement."""
+"""Factor on the weight of the modelled cost with the first measurement."""
 
 _TRUSTED = 3
-"""Measurements after which the expectation is trusted enough to call another one an outlier."""
+"""Measurements from which on another one can be called an outlier."""
 
 _OUTLIER = 2.0
-"""A measurement beyond this many times its expectation counts as just that."""
+"""A measurement is counted as at most this many times what was expected."""
 
 _SPREAD = 2.0
-"""Variance of the rows, in rows squared, at which measured and modelled slope count alike."""
+"""Variance of the measured passes' rows, in rows squared, at which measured and modelled slope weigh the same."""
 
 
 @dataclass
 class PassCost:
-    """Seconds of one pass as a line over its rows: modelled at first, then measured.
+    """Seconds of one pass as a linear function of its rows: modelled at first, then measured.
 
-    The line goes through the decayed mean of the measurements. Its slope is theirs as far as their rows differ; where
-    they hardly do, the slope stays in the proportion to the level that the model gives.
+    The line goes through the weighted mean of the measurements. Its slope is the measured one as far as the rows of
+    passes differ; where they hardly do, slope and mean keep the ratio that the model gives.
     """
 
     base: float
@@ -52,8 +52,8 @@ class PassCost:
         self._observed = 0
 
     def observe(self, rows: float, seconds: float) -> None:
-        """Adds a measured pass, or the mean of some. One far beyond what is expected, as another process causes, counts
-        as far less."""
+        """Adds a measured pass, or the mean of several. A time far beyond what is expected, as when another process
+        takes the processor, is cut (see `_OUTLIER`)."""
         if self._observed >= _TRUSTED:
             seconds = min(seconds, _OUTLIER * self.seconds(rows))
         for name in ("_n", "_x", "_xx", "_y", "_xy"):
@@ -77,13 +77,13 @@ class PassCost:
 
 @dataclass
 class Acceptance:
-    """The chance that a drafted token stands, from decayed counts that start at two of three."""
+    """The probability that a tested draft token is accepted, from decayed counts that start at two of three."""
 
     accepted: float = 2.0
     tested: float = 3.0
 
     def observe(self, accepted: int, proposed: int) -> None:
-        """Adds a pass that kept `accepted` of `proposed`; nothing after the first rejection was tested."""
+        """Adds a pass that accepted `accepted` of `proposed`; nothing after the first rejection was tested."""
         self.accepted = self.accepted * _DECAY + accepted
         self.tested = self.tested * _DECAY + min(accepted + 1, proposed)
 
@@ -93,13 +93,13 @@ class Acceptance:
 
 
 def expected_tokens(rate: float, drafted: int) -> float:
-    """Tokens that a pass yields when each of `drafted` tokens stands with probability `rate`."""
+    """Tokens that a pass yields when each of `drafted` tokens is accepted with probability `rate`."""
     return float(drafted + 1) if rate >= 1.0 else (1.0 - rate ** (drafted + 1)) / (1.0 - rate)
 
 
 def seconds_per_token(drafted: int, draft_seconds: float, pass_seconds: float, rate: float) -> float:
-    """What a token takes when a pass of `pass_seconds` tests `drafted` tokens of `draft_seconds` each, and each stands
-    with probability `rate`."""
+    """Seconds per token when a pass of `pass_seconds` tests `drafted` tokens of `draft_seconds` each, and each is
+    accepted with probability `rate`."""
     return (drafted * draft_seconds + pass_seconds) / expected_tokens(rate, drafted)
 
 
@@ -108,8 +108,9 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
 
     Args:
         cost: of the pass that tests the draft.
-        draft_seconds: time per drafted token.
-        rate: chance that one stands.
+        draft_seconds: time per draft token.
+        rate: probability that one is accepted.
+        longest: the largest number to consider.
     """
     times = [seconds_per_token(n, draft_seconds, cost.seconds(n + 1), rate) for n in range(longest + 1)]
     best = min(range(longest + 1), key=times.__getitem__)

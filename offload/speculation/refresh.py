@@ -1,4 +1,4 @@
-"""When the retrieval cache chooses its chunks anew."""
+"""When the retrieval cache chooses its chunks anew: after which rounds it is refreshed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass, field
 from ...tp.errors import UsageError
 
 _FREE_SHARE = 0.03
-"""A refresh that takes less of a round than this is worth making every time."""
+"""A refresh that takes a smaller share of its round than this is made every round."""
 
 _DROP = 0.8
-"""Recent acceptance below this share of what followed the last refresh counts as a drop."""
+"""Recent acceptance below this share of the acceptance right after the last refresh counts as a drop."""
 
 _RECENT = 0.97
-"""Weight of what was known after one more tested token: a single short round says next to nothing."""
+"""Factor on the weight of earlier acceptance with each tested token, so that one short round changes little."""
 
 _FADING = 0.8
-"""What is left of a refresh's cost after one more round."""
+"""Factor on the remembered cost of a refresh with each round."""
 
 
 @dataclass
 class RefreshPolicy:
-    """`round`, `never`, a number of rounds, or `auto`: every round while that costs next to nothing, else on a drop.
+    """Refresh every `round`, `never`, every so many rounds (a number), or `auto`: every round while that takes hardly
+    any time, else when acceptance drops.
 
     Raises:
-        UsageError: another word, or a number below 1.
+        UsageError: anything else, or a number below 1.
     """
 
     mode: str | int = "auto"
@@ -34,7 +35,7 @@ class RefreshPolicy:
     _recent: float = field(default=1.0, init=False)
     """Running acceptance since the last refresh, starting at `_fresh`."""
     _cost_share: float = field(default=0.0, init=False)
-    """A refresh's share of its round; fades while there is none, so that one slow refresh is not for ever."""
+    """The last refresh's share of its round's time, less with every round, so that one slow refresh is forgotten."""
 
     def __post_init__(self) -> None:
         if isinstance(self.mode, str) and self.mode.isdecimal():
@@ -43,11 +44,11 @@ class RefreshPolicy:
             raise UsageError(f"refresh is {self.mode!r}; it is auto, round, never or a number of rounds from 1")
 
     def due(self, accepted: int, proposed: int) -> bool:
-        """Whether to refresh after a round that kept `accepted` of `proposed` tokens."""
+        """Whether to refresh after a round that accepted `accepted` of `proposed` tokens."""
         self._rounds += 1
         self._cost_share *= _FADING
         if proposed:
-            tested = min(accepted + 1, proposed)  # nothing after the first rejection was
+            tested = min(accepted + 1, proposed)  # nothing after the first rejection is tested
             known = _RECENT**tested
             if self._rounds == 1:
                 self._recent = self._fresh
@@ -61,6 +62,6 @@ class RefreshPolicy:
         return self.mode == "round"
 
     def done(self, seconds: float, round_seconds: float) -> None:
-        """Notes a refresh that took `seconds` after a round of `round_seconds`; 0 leaves its cost out of account."""
+        """Notes a refresh that took `seconds` after a round of `round_seconds`; with 0 seconds it counts as free."""
         self._rounds = 0
         self._cost_share = seconds / max(round_seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""From logits to the distribution a token is drawn from, and the draw. The same for every tier.
+"""From logits to the distribution that a token is drawn from, and the drawing. The same for every tier.
 
 The order and the meaning of the filters are those of `transformers`: temperature, then top-k, then top-p.
 """
@@ -14,16 +14,17 @@ from torch import Tensor
 from ...tp.errors import ModelError, UsageError
 
 _LIKELY = 256
-"""Tokens that nearly always reach top-p: finding them takes a tenth of the time that sorting 4,096 does."""
+"""The most likely tokens, which nearly always reach top-p together: finding so many takes a tenth of the time that
+sorting 4,096 takes."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 switch the filters off.
+    """Sampling parameters. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 switch the filters off.
 
-    `seed` `None` draws one when generation starts. A given seed gives the same tokens again on the same machine: draft
-    and block lengths then adapt to counts and modelled costs only, never to a clock. A drawn one does not, as lengths
-    decide which random number meets which token (and, in 16-bit, how a near-tie rounds).
+    With `seed` `None` a seed is drawn when generation starts. A seed that was given yields the same tokens again on the
+    same machine: the numbers of draft tokens then adapt to counts and modelled costs only, not to measured times, as
+    they decide which random number is used for which token (and, in 16 bits, how a near-tie rounds).
 
     Raises:
         UsageError: a value out of range.
@@ -45,7 +46,7 @@ class Sampling:
             raise UsageError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
 
     def with_seed(self) -> Sampling:
-        """The same, with a seed drawn from the operating system where none was given."""
+        """The same parameters, with a seed drawn from the operating system where none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbelow(2**31))
 
     @property
@@ -53,11 +54,41 @@ class Sampling:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Draws the tokens of one run."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    """On the device that tokens are drawn on; its state advances with every token."""
+    eos_token_ids: frozenset[int]
+    """The tokens that end the text."""
+    adapts_to_time: bool
+    """Whether draft lengths and refreshes adapt to measured times; if not, a seed gives the same tokens again."""
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """See `distribution`."""
+        return distribution(logits, self.sampling)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """See `draw`."""
+        return draw(weights, self.generator)
+
+    def ends(self, token: int) -> bool:
+        """Whether `token` ends the text."""
+        return token in self.eos_token_ids
+
+    def until_end(self, tokens: list[int]) -> list[int]:
+        """`tokens` up to the first that ends the text, which is kept."""
+        end = next((i for i, token in enumerate(tokens) if self.ends(token)), len(tokens))
+        return tokens[: end + 1]
+
+
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
 
-    Greedy gives all mass to the first of the largest logits. A row whose largest logit is not finite holds NaN, which
-    becomes an error once a token drawn from it is read: to look at it here would wait for the device.
+    Greedy gives probability 1 to the first of the largest logits. A row whose largest logit is not finite becomes NaN,
+    and `read` raises an error for a token drawn from it: checking here would wait for the device.
     """
     peak = logits.amax(dim=-1, keepdim=True)
     if sampling.greedy:
@@ -72,7 +103,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """The likeliest tokens of each row of `[n, vocab]` that together reach `top_p`, and nothing else."""
+    """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
     ordered, order = _likeliest(probabilities, top_p)
     before = ordered.cumsum(dim=-1) - ordered
     kept = ordered.masked_fill(before >= top_p, 0.0)
@@ -81,8 +112,8 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Tokens of each row in falling order, enough of them to reach `top_p`: probabilities and tokens."""
-    if probabilities.device.type == "cpu":  # a GPU sorts faster than its host could look at a sum
+    """The probabilities and the ids of each row's tokens, most likely first, at least as many as reach `top_p`."""
+    if probabilities.device.type == "cpu":  # on a GPU sorting is faster than bringing the sum to the host
         ordered, order = probabilities.topk(min(_LIKELY, probabilities.shape[-1]), dim=-1)
         if (ordered.sum(dim=-1) >= top_p).all():
             return ordered, order
@@ -94,20 +125,20 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
 
     Returns:
-        `[n]` int64 on the device, which nothing waits for (`torch.multinomial` does, to check its input); -1 for a row
+        `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a row
         that holds NaN. `read` brings them to the host.
     """
-    reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i has the stretch from reach[i - 1] to reach[i]
+    reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
     total = reach[:, -1:]
     point = torch.empty_like(total).uniform_(generator=generator).mul_(total)  # below the total, rounded or not
     return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
 
 
 def read(tokens: Tensor) -> list[int]:
-    """Drawn tokens on the host, which waits for the device here.
+    """Drawn tokens, brought to the host; waits for the device.
 
     Raises:
-        ModelError: one was drawn from a row that was not of numbers.
+        ModelError: one was drawn from a row that held NaN.
     """
     numbers: list[int] = tokens.tolist()
     if min(numbers) < 0:

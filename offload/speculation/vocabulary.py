@@ -1,7 +1,7 @@
-"""A draft whose vocabulary differs from its target's by padding: same tokenizer, other number of unused rows.
+"""Draft models whose vocabulary differs from the target's by padding: same tokenizer, other number of unused rows.
 
-Embeddings are padded to sizes that suit the hardware, which are not the same for every size of a family (Qwen2.5 has
-152,064 rows at 7B and 151,936 at 0.5B). The target's vocabulary is the one that counts.
+Embeddings are padded to sizes that suit the hardware, which differ between the models of a family (Qwen2.5 has 152,064
+rows at 7B and 151,936 at 0.5B). Distributions are always over the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 
 LARGEST_PADDING = 512
-"""Rows by which two vocabularies may differ and still be taken for one, padded differently."""
+"""Rows by which two vocabularies may differ and still count as one that is padded differently."""
 
 
 def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
@@ -29,12 +29,12 @@ def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
 
 
 def readable(token_ids: Tensor, vocab_size: int) -> Tensor:
-    """`token_ids` for a model of `vocab_size` tokens; those it does not know become its last, which only costs
-    acceptance, and those that are none (see `sampling.draw`) its first, until that is noticed."""
+    """`token_ids` as a model of `vocab_size` tokens can read them: ids beyond its vocabulary become its last token,
+    which lowers acceptance only, and -1 (see `sampling.draw`) its first, until `sampling.read` reports it."""
     return token_ids.clamp(0, vocab_size - 1)
 
 
 def cover(logits: Tensor, vocab_size: int) -> Tensor:
-    """`logits` `[n, any]` over exactly `vocab_size` tokens: surplus ones are dropped, missing ones are impossible."""
+    """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
     missing = vocab_size - logits.shape[-1]
     return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))

@@ -75,10 +75,6 @@ class Blocks(Protocol):
         """Says that tokens from `length` on are forgotten in every layer."""
         ...
 
-    def pretend(self, length: int) -> None:
-        """Says that the first `length` tokens are there, all zeros: for measuring what they cost."""
-        ...
-
     def move_from(self, other: Blocks, length: int) -> bool:
         """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
         held twice; whether that could be done. `other` must not be used afterwards."""
@@ -136,12 +132,6 @@ class DeviceBlocks:
 
     def rollback(self, length: int) -> None:
         pass
-
-    def pretend(self, length: int) -> None:
-        for layer, blocks in enumerate(self._layers):
-            whole = -(-length // self.block_size)
-            blocks[:whole].zero_()
-            self._clean[layer] = whole
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):

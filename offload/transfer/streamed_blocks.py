@@ -73,11 +73,6 @@ class StreamedBlocks:
     def resident_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._resident)
 
-    def pretend(self, length: int) -> None:
-        for host in self._host:
-            host.zero_()
-        self._base = length // self.block_size * self.block_size
-
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
             return False

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernels import oracle, random_qkv
+from oracles import error_of, oracle, random_qkv
 from tiny import save_llama
-from triforce.kernels import attention
-from triforce.kernels.attention import attend, choose_backend
+from triforce.kernels.attention import attend, attend_blocks, takes_blocks
 from triforce.kernels.cpu import attention as cpu_attention
-from triforce.kernels.cpu import library as compiled_module
-from triforce.kernels.cpu.attention import attend_blocks, attend_compiled, compiled_attention, takes_blocks
-from triforce.kernels.cpu.library import attention_level
+from triforce.kernels.cpu.attention import attend_compiled, compiled_attention
+from triforce.kernels.cpu.library import cpu_level, load_library, loaded
+from triforce.kernels.selection import use_kernels
 from triforce.offload.caches.full import FullCache
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.rope import Rope
 
 compiled = pytest.mark.skipif(
-    attention_level() == 0, reason="the compiled kernels were not built, or this processor cannot run them"
+    cpu_level() == 0, reason="the compiled kernels were not built, or this processor cannot run them"
 )
 DTYPES = [torch.bfloat16, torch.float32]
 LEVELS = ["AVX2", "AVX-512", "AVX-512 bfloat16 dot products"]
@@ -31,19 +30,8 @@ every_level = pytest.mark.parametrize("level", [pytest.param(i, id=name) for i, 
 
 
 def need(level):
-    if level > attention_level():
+    if level > cpu_level():
         pytest.skip(f"this processor has no {LEVELS[level - 1]}")
-
-
-def error_of(got, want):
-    """The largest difference of outputs and of log-sum-exps, where rows that see nothing must agree exactly."""
-    (out, lse), (want_out, want_lse) = got, want
-    seen = want_lse > float("-inf")
-    assert torch.equal(seen, lse > float("-inf"))
-    assert (out[~seen] == 0).all()
-    return max(
-        (out - want_out).abs().max().item(), (lse[seen] - want_lse[seen]).abs().amax().item() if seen.any() else 0
-    )
 
 
 @compiled
@@ -69,12 +57,12 @@ def check_attention(dtype, shape, n, m, level):
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_errs_no_more_than_twice_as_much_as_the_plain_path(dtype, monkeypatch):
+def test_it_errs_no_more_than_twice_as_much_as_the_plain_path(dtype):
     q, k, v = random_qkv((4, 4, 64), 13, 8192, dtype)
     want = oracle(q, k, v, 0.125, 8192 - 13)
     error = error_of(attend_compiled(q, k, v, scale=0.125, diagonal=8192 - 13), want)
-    monkeypatch.setattr(attention, "takes", lambda *_: False)
-    plain = error_of(attend(q, k, v, scale=0.125, diagonal=8192 - 13), want)
+    with use_kernels(attention="plain"):
+        plain = error_of(attend(q, k, v, scale=0.125, diagonal=8192 - 13), want)
     assert error < 2 * plain, f"{error} where the plain path has {plain}"
 
 
@@ -209,29 +197,21 @@ def test_what_the_kernels_do_not_take_goes_another_way():
     assert error_of(attend(q, k, v, scale=0.2, diagonal=97), oracle(q, k, v, 0.2, 97)) < 1e-5
 
 
-def test_the_compiled_kernels_are_taken_wherever_they_can_be():
-    usual = {"dtype": torch.bfloat16, "head_dim": 64, "packages": frozenset(), "capability": None}
-    for few_rows in (True, False):
-        for flash_mask in (True, False):
-            assert choose_backend(**usual, few_rows=few_rows, flash_mask=flash_mask, compiled=True) == "compiled"
-            assert choose_backend(**usual, few_rows=few_rows, flash_mask=flash_mask, compiled=False) != "compiled"
-
-
 @pytest.mark.slow
 def test_without_the_library_plain_pytorch_computes_the_same():
     """In a process of its own that finds no built kernels."""
     code = (
         "import triforce.kernels.cpu.library as compiled; compiled.EXTENSION_SUFFIXES = []\n"
-        "import torch; from test_kernels import oracle, random_qkv\n"
-        "from triforce.kernels.attention import _backend, attend\n"
-        "from triforce.kernels.cpu.attention import takes_blocks\n"
+        "import torch; from oracles import oracle, random_qkv\n"
+        "from triforce.kernels.attention import attend, takes_blocks\n"
+        "from triforce.kernels.cpu.library import instructions\n"
         "q, k, v = random_qkv((4, 2, 64), 5, 300)\n"
         "out, lse = attend(q, k, v, scale=0.2, diagonal=295)\n"
         "want, _ = oracle(q, k, v, 0.2, 295)\n"
-        "print(_backend(q.device, q.dtype, 64, True, True, True), takes_blocks(q, torch.empty(1, 2, 2, 64, 64)))\n"
+        "print(instructions(), takes_blocks(q, torch.empty(1, 2, 2, 64, 64)))\n"
         "print((out - want).abs().max().item() < 2e-5)"
     )
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env=os.environ | {"PYTHONPATH": paths},
@@ -239,7 +219,7 @@ def test_without_the_library_plain_pytorch_computes_the_same():
         text=True,
         timeout=300,
     )
-    assert done.stdout.split() == ["plain", "False", "True"], done.stderr
+    assert done.stdout.split() == ["None", "False", "True"], done.stderr
 
 
 @compiled
@@ -292,9 +272,16 @@ def test_what_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(dtype
     assert torch.equal(out[1, :2], fine[1, :2])
 
 
-def test_a_library_of_other_sources_is_not_used(monkeypatch):
-    monkeypatch.setattr(compiled_module, "_ABI", -1)
-    assert compiled_module.loaded.__wrapped__() is None
+@compiled
+def test_a_library_of_other_sources_is_not_used(tmp_path):
+    kernels = loaded()
+    assert kernels is not None
+    built = Path(kernels._name)
+    assert load_library(built) is not None
+    assert load_library(built, abi=-1) is None
+    assert load_library(built, call_size=8) is None
+    (tmp_path / "no.so").write_bytes(b"no library")
+    assert load_library(tmp_path / "no.so") is None
 
 
 @compiled

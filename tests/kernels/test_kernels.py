@@ -4,35 +4,11 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from oracles import oracle, random_qkv
 from triforce.kernels.attention import FEW_ROWS, attend, merge_partials
 from triforce.kernels.chunks import chunk_scores, gather_chunks, select_chunks
 
 SHAPES = [(4, 4, 32), (8, 2, 64), (6, 1, 24), (2, 2, 128)]  # num_heads, num_kv_heads, head_dim
-
-
-def random_qkv(shape, n, m, dtype=torch.float32, seed=0):
-    num_heads, num_kv_heads, head_dim = shape
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(num_heads, n, head_dim, generator=g).to(dtype)
-    k = torch.randn(num_kv_heads, m, head_dim, generator=g).to(dtype)
-    v = torch.randn(num_kv_heads, m, head_dim, generator=g).to(dtype)
-    return q, k, v
-
-
-def oracle(q, k, v, scale, diagonal, window=None):
-    """SDPA in float64, and the log-sum-exp of its scores."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    n, m = q.shape[1], k.shape[1]
-    mask = torch.ones(n, m, dtype=torch.bool)
-    if diagonal is not None:
-        distance = torch.arange(n).unsqueeze(1) + diagonal - torch.arange(m)
-        mask = (distance >= 0) & (distance < (window or m + n + abs(diagonal)))
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
-    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
-    return out.nan_to_num(0.0), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -158,3 +134,14 @@ def test_gather_fetches_each_head_its_own_chunks():
     for head in range(3):
         want = torch.cat([flat[head, 4 * c : 4 * c + 4] for c in indices[head].tolist()])
         assert torch.equal(got[head], want)
+
+
+@pytest.mark.parametrize("n", [1, 5, FEW_ROWS + 1, 150])
+@pytest.mark.parametrize("window", [None, 30])
+def test_the_plain_path_takes_a_diagonal_in_a_tensor(n, window):
+    q, k, v = random_qkv((4, 2, 32), n, 100)
+    for value in (-3, 0, 40, 300):
+        out, lse = attend(q, k, v, scale=0.3, diagonal=torch.tensor(value), window=window)
+        want_out, want_lse = oracle(q, k, v, 0.3, value, window)
+        assert (out - want_out).abs().max() < 2e-5
+        assert torch.allclose(lse.double(), want_lse, rtol=0, atol=2e-5)

@@ -41,16 +41,16 @@ def test_fixed_lengths_stay(pair):
     assert (stats["settings"]["draft_length"], stats["settings"]["block_length"]) == (5, 9)
 
 
-@pytest.mark.parametrize(("stood", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
-def test_adapted_lengths_follow_acceptance(pair, stood, shortest, longest):
+@pytest.mark.parametrize(("accepted", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
+def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(), 60)
     verify, retrieval, draft = run._tiers
     for tier in (verify, retrieval):
-        tier.acceptance = Acceptance(accepted=stood, tested=1000)
+        tier.acceptance = Acceptance(accepted=accepted, tested=1000)
     draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
     verify.choose_lengths()
     assert shortest <= retrieval.draft_tokens <= longest
-    assert (verify.draft_tokens <= 1) == (stood == 0)
+    assert (verify.draft_tokens <= 1) == (accepted == 0)
 
 
 def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
@@ -146,6 +146,10 @@ def test_statistics_add_up(pair):
     assert stats["acceptance"]["retrieval"] == pytest.approx(
         sum(e.accepted for e in events) / sum(e.proposed for e in events)
     )
+    tested = sum(min(e.accepted + 1, e.proposed) for e in events)
+    assert run.statistics.retrieval_acceptance == sum(e.accepted for e in events) / tested
+    assert stats["acceptance"]["retrieval_per_token"] == run.statistics.retrieval_acceptance
+    assert stats["acceptance"]["draft_per_token"] == run.statistics.draft_acceptance
     # 3 layers, keys and values, 4 heads of 16 in float32; the last token's are not in the cache yet.
     assert stats["memory"]["kv_bytes"] == (100 + 60 - 1) * 3 * 2 * 64 * 4
     # Every pass reads the whole prompt; nothing crosses a link where the cache lives beside the model.

@@ -4,7 +4,7 @@ many tokens, up to 31, are proposed and verified at a time."""
 import pytest
 import torch
 from tiny import random_tokens, save_llama
-from triforce.kernels.cpu.library import library
+from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.planning.placement import Placement
@@ -12,7 +12,9 @@ from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed, or not for this CPU")
+pytestmark = pytest.mark.skipif(
+    cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+)
 
 PROMPT = random_tokens(700, seed=3)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import change_config, in_shards, to_bin
 from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from triforce.offload.caches.full import FullCache
@@ -22,12 +23,6 @@ CPU = torch.device("cpu")
 
 def load(directory):
     return Decoder.load(directory, dtype=torch.float32, device=CPU)
-
-
-def change_config(directory, **changes):
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in (config | changes).items() if v != "absent"}))
 
 
 def change_weights(directory, change):
@@ -122,26 +117,6 @@ def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
 
 
 # Formats. The oracle is transformers, whose `save_pretrained` wrote the model and whose tensors are compared.
-
-
-def to_bin(directory, **options):
-    """Turns safetensors, single or sharded, into what `torch.save` makes of each file."""
-    for path in list(directory.glob("model*.safetensors")):
-        name = path.name.replace("model", "pytorch_model", 1).replace("safetensors", "bin")
-        torch.save(load_file(path), directory / name, **options)
-        path.unlink()
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
-        (directory / "pytorch_model.bin.index.json").write_text(text)
-        index.unlink()
-
-
-def in_shards(directory, model, most="180KB"):
-    """Rewrites a model's weights as three shards, by transformers."""
-    (directory / "model.safetensors").unlink()
-    model.save_pretrained(directory, max_shard_size=most)
-    assert len(list(directory.glob("model-0000?-of-00003.safetensors"))) == 3
 
 
 FORMATS = {

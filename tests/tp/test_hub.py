@@ -15,8 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from checkpoints import in_shards, to_bin
 from command import TRIFORCE, check_refusal, run_command, save_tokenizer
-from test_checkpoint import in_shards, to_bin
 from tiny import save_llama
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

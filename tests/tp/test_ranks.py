@@ -295,10 +295,10 @@ FAULTS = {
     "a deliberate fault": """
 import triforce.offload.caches.full as module
 attend = module.FullCache.attend
-def failing(self, layer, *qkv):
+def failing(self, layer, *qkv, **rest):
     if self.length > 20:
         raise ValueError("a deliberate fault")
-    return attend(self, layer, *qkv)
+    return attend(self, layer, *qkv, **rest)
 module.FullCache.attend = failing
 """,
     "memory ran out": """

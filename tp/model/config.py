@@ -16,10 +16,10 @@ from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the decoder needs to know; names are those of Hugging Face's `config.json`.
+    """The shape of a model; names are those of Hugging Face's `config.json`.
 
-    `max_position_embeddings` counts what a RoPE scaling adds; `eos_token_ids` may be empty; `dtype` is the checkpoint's
-    own; `sliding_windows` has an entry a layer, or is empty where no layer has one.
+    `max_position_embeddings` includes what a RoPE scaling adds; `eos_token_ids` may be empty; `dtype` is that of the
+    checkpoint; `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
     """
 
     vocab_size: int
@@ -43,7 +43,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model; a tied head is counted once."""
+        """Number of weights; a tied output head is not counted again."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.qkv_bias:
             attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
@@ -53,11 +53,11 @@ class ModelConfig:
         return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one token over all layers, when kept in `dtype`."""
+        """Bytes of one token's keys and values over all layers in `dtype`."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def sliding_window(self, layer: int) -> int | None:
-        """Tokens that a token of this layer sees, its own included; `None` for all before it."""
+        """Tokens that a token attends to in this layer, itself included; `None` for all before it."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     @classmethod
@@ -74,7 +74,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
-        """What `load` makes of a `config.json` that holds `raw`; `directory`, which need not be there, names the model.
+        """As `load`, for a `config.json` with the content `raw`. `directory` names the model and need not exist.
 
         Raises:
             ModelError: as `load`.
@@ -186,7 +186,7 @@ def _rotated_share(raw: dict[str, Any]) -> Any:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    """Ids given as one, several, or none."""
+    """Token ids that are given as one number, as a list, or as null."""
     return tuple(int(token) for token in (value if isinstance(value, list) else [value]) if token is not None)
 
 

@@ -1,8 +1,8 @@
-"""The one decoder (Llama shape and its near kin): token ids in, logits out, attention left to the cache it is given.
+"""The decoder, for Llama and similar architectures: token ids in, logits out; attention is computed by the cache.
 
 Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
-tokens. On several ranks each computes its part of every layer: two sums a layer and one gather of the logits join the
-parts. The decoder knows nothing of where keys live, of positions, or of sampling.
+tokens. On several ranks each computes its part of every layer; two sums per layer and one gather of the logits join the
+parts. The decoder does not know where keys are stored, at which positions, or how tokens are sampled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .config import ModelConfig
 from .rope import Rope
 
 PREFILL_ROWS = 4096
-"""Rows that pass through a layer together; bounds the activations of a long prefill."""
+"""Tokens that are computed together in a layer, which bounds the activations of a long prefill."""
 
 
 class Cache(Protocol):
-    """What attention talks to: keeps the keys and values of every token so far and attends new queries to them."""
+    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them."""
 
     @property
     def length(self) -> int:
-        """Tokens in the cache; the next token stands at this position."""
+        """Tokens in the cache, which is the position of the next token."""
         ...
 
     def prepare(self, n: int) -> None:
-        """Says that `n` tokens come next, before the first layer attends to them."""
+        """Announces a pass of `n` tokens; called before the first layer's `attend`."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Appends `n` tokens to a layer and attends to them and all before, causally.
+        """Appends `n` tokens to a layer and computes causal attention to these and all earlier ones.
 
         Args:
             layer: layers are called in ascending order, each with the same tokens in one or several parts.
@@ -53,13 +53,13 @@ class Cache(Protocol):
         ...
 
     def rollback(self, length: int) -> None:
-        """Forgets every token from position `length` on, exactly as if they had never come."""
+        """Removes every token from position `length` on, exactly as if they had never been added."""
         ...
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """This rank's weights of one layer; projections that share an input are one matrix."""
+    """This rank's weights of one layer; projections of the same input are joined to one matrix."""
 
     input_norm: Tensor  # [hidden]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -77,11 +77,14 @@ class Decoder:
     """A Llama-shaped decoder, or one rank's part of it, with its weights on one device."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Ranks = ALONE) -> None:
-        """Args: `ranks` share the model; each reads its part of the weights only.
+        """Reads the weights, or this rank's part of them.
+
+        Args:
+            ranks: those that share the model.
 
         Raises:
             ModelError: see `Checkpoint`.
-            UsageError: so many ranks cannot share its heads.
+            UsageError: the model's heads cannot be split over so many ranks.
         """
         split = Split.of(config, ranks)
         self.config = config
@@ -110,7 +113,7 @@ class Decoder:
 
         Raises:
             ModelError: see `ModelConfig.load` and `Checkpoint`.
-            UsageError: so many ranks cannot share its heads.
+            UsageError: the model's heads cannot be split over so many ranks.
         """
         config = ModelConfig.load(directory)
         return cls(config, Checkpoint(directory, dtype, device), device, ranks)
@@ -126,12 +129,12 @@ class Decoder:
     ) -> Tensor:
         """Runs `n` tokens that follow those in `cache` through the model, layer by layer, and adds them to the cache.
 
-        All rows pass one layer before the next begins, so a long prompt attends while its keys are at hand.
+        All tokens pass one layer before the next begins, so that a long prompt needs the keys of one layer at a time.
 
         Args:
             token_ids: `[n]` int64.
-            num_logits: logits are computed for this many last tokens.
-            on_progress: called with the share of the work done, 0 to 1, after each part of a layer.
+            num_logits: number of last tokens whose logits are computed.
+            on_progress: called after each part of a layer with the share of the work that is done, 0 to 1.
 
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
@@ -184,7 +187,7 @@ class Decoder:
 
 
 class _Progress:
-    """Turns rows done into the share of a forward's multiplications done, attention included."""
+    """Reports the progress of a forward as a share of its multiplications, attention included."""
 
     def __init__(self, config: ModelConfig, start: int, n: int, callback: Callable[[float], None] | None) -> None:
         self._callback = callback
@@ -238,5 +241,5 @@ def _read_layer(config: ModelConfig, split: Split, checkpoint: Checkpoint, index
 
 
 def _rows_of(heads: slice, config: ModelConfig) -> slice:
-    """The rows of a projection that make `heads`."""
+    """The rows of a projection's weight that compute `heads`."""
     return slice(heads.start * config.head_dim, heads.stop * config.head_dim)

@@ -1,4 +1,4 @@
-"""What each architecture name implies: where it departs from Llama's shape, and what its absent keys mean."""
+"""Supported architectures: how each differs from Llama, and the defaults of keys that its `config.json` may omit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: where it departs from Llama's shape."""
+    """How an architecture differs from Llama."""
 
     qkv_bias: bool = False
-    """Queries, keys and values always have a bias; the output projection then has none."""
+    """The projections of queries, keys and values always have a bias; the output projection has none."""
     attention_bias: bool = False
-    """The key `attention_bias` is heard: it gives all four projections one."""
+    """The key `attention_bias` is used: if true, all four projections of attention have a bias."""
     qk_norm: bool = False
-    """Queries and keys are normalised over `head_dim` before they are rotated."""
+    """Queries and keys have an RMS norm over `head_dim` before the rotation."""
     windows: Literal["none", "all", "some"] = "none"
-    """Which layers a sliding window applies to: `some` are those that `layer_types` or `max_window_layers` tells."""
+    """Which layers have a sliding window; `some`: those given by `layer_types` or `max_window_layers`."""
     defaults: dict[str, int] = field(default_factory=dict)
-    """What keys mean that a `config.json` does not give, as in `transformers`."""
+    """Values of keys that are absent from `config.json`, as in `transformers`."""
 
 
 _QWEN_DEFAULTS = {
@@ -45,14 +45,14 @@ FAMILIES = {
         attention_bias=True, qk_norm=True, windows="some", defaults=_QWEN_DEFAULTS | {"head_dim": 128}
     ),
 }
-"""Every architecture the decoder computes, by its name in `config.json`."""
+"""The architectures that the decoder supports, by their names in `config.json`."""
 
 
 def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """For each layer how many tokens it sees, its own included, `None` for all; empty where no layer has a window.
+    """For each layer the tokens that a token attends to, itself included, `None` for all; empty without any window.
 
     Raises:
-        TypeError, ValueError: an impossible window, or layer types that do not fit the model.
+        TypeError, ValueError: an impossible window, or unknown layer types, or not one for each layer.
     """
     if family.windows == "none":
         return ()

@@ -9,17 +9,17 @@ from ...kernels.layers import rotate
 from .rope_scaling import RopeConfig
 
 Rows = tuple[Tensor, Tensor]
-"""Rows of the table: cosines and signed sines of as many positions, each `[n, head_dim]`, float32."""
+"""Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
 
 
 class Rope:
-    """Rotates queries and keys by position, from a table of cosines and sines that grows as positions do.
+    """Rotates queries and keys by position, with a table of cosines and sines that grows with the positions in use.
 
     Angles and the rotation itself are float32 whatever the model's dtype; the result has the input's dtype.
 
-    Dynamic scaling makes a rotation depend on how long the sequence was at the time: a prompt's tokens come together,
-    each later one alone. `begin` fixes that length for the prompt, so that what a position means depends on nothing
-    else, however many tokens a draft proposes and a pass holds.
+    With dynamic scaling a token's rotation depends on the length of the sequence when the token is added: all tokens of
+    a prompt are added together, later ones one by one. `begin` sets the prompt's length, from which the rotation at
+    every position follows, however many tokens are drafted and however many a pass has.
     """
 
     def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
@@ -28,8 +28,8 @@ class Rope:
         self._cos = self._sin = torch.empty(0, head_dim, device=device)
 
     def begin(self, prompt_length: int) -> bool:
-        """Notes that a text starts with a prompt of so many tokens; whether that changed what positions mean, so that
-        keys rotated before must not be used again. Only dynamic scaling ever says so."""
+        """Sets the number of tokens of the prompt; returns whether that changes rotations, so that keys rotated before
+        must not be used again, which only dynamic scaling can cause."""
         original = self._config.original_positions
         changed = max(prompt_length, original) != max(self._prompt_length, original)
         self._prompt_length = prompt_length
@@ -41,7 +41,7 @@ class Rope:
         return True
 
     def reserve(self, positions: int) -> None:
-        """Makes the table hold positions below `positions`; called for the whole context, it never grows again."""
+        """Extends the table to all positions below `positions`; after a call for the whole context it grows no more."""
         if positions <= self._cos.shape[0]:
             return
         lengths = torch.arange(1, positions + 1)
@@ -50,7 +50,7 @@ class Rope:
         angles = torch.arange(positions, device=self._device).float().unsqueeze(1) * frequencies  # [positions, dim / 2]
         cos, sin = (turned * self._config.attention_factor for turned in (angles.cos(), angles.sin()))
         self._cos = torch.cat((cos, cos), dim=-1)
-        # The sign of rotate_half lives in the table, so that a rotation is a roll and two products.
+        # The table includes the sign of rotate_half, so that a rotation is a roll and two products.
         self._sin = torch.cat((-sin, sin), dim=-1)
 
     def rows(self, start: int, n: int) -> Rows:
@@ -60,10 +60,10 @@ class Rope:
         return self._cos[start : start + n], self._sin[start : start + n]
 
     def rotate(self, x: Tensor, start: int | Rows, out: Tensor | None = None) -> Tensor:
-        """Rotates `x` `[heads, n, head_dim]`, whose rows stand at positions `start`, `start + 1`, ...; into `out`, if
+        """Rotates `x` `[heads, n, head_dim]`, whose rows have the positions `start`, `start + 1`, ..., into `out` if
         given.
 
-        `start` may be the table's rows themselves, for positions that the host does not know.
+        `start` may also be the table's rows for these positions, where the host does not know the positions.
         """
         cos, sin = self.rows(start, x.shape[-2]) if isinstance(start, int) else start
         return rotate(x, cos, sin, out)

@@ -1,7 +1,8 @@
-"""How a model stretches RoPE to contexts longer than it was first trained on: the parameters, and the frequencies.
+"""RoPE scaling, by which a model is extended to contexts longer than its original ones: parameters and frequencies.
 
 Scalings: none, linear (position interpolation, arXiv 2306.15595), dynamic (NTK-aware, recomputed as the sequence
-grows), YaRN (arXiv 2309.00071) and Llama 3.1's. Meaning and defaults of the parameters are those of `transformers`.
+grows), YaRN (arXiv 2309.00071) and Llama 3.1's. The meaning and the defaults of the parameters are those of
+`transformers`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 class RopeConfig:
     """RoPE's base and scaling. Parameters that a type does not use keep their defaults and have no effect.
 
-    `original_positions` is the context before stretching, in tokens; `attention_factor` scales cosines and sines.
+    `original_positions` is the context without the scaling, in tokens; `attention_factor` scales cosines and sines.
     """
 
     theta: float = 10000.0
@@ -49,7 +50,7 @@ class RopeConfig:
             raise ValueError(f"rope_theta {theta:g}, which must be above 1")
         if kind == "default":
             return cls(theta)
-        # Where the context before stretching stands depends on the writer; what stands outside takes precedence.
+        # The original context may be given inside or outside the RoPE parameters; the latter takes precedence.
         original = raw.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
         original = max_positions if kind in ("linear", "dynamic") else int(original or max_positions)
         if kind == "yarn" and given["factor"] is None:
@@ -76,8 +77,8 @@ class RopeConfig:
         return cls(theta, kind, factor, original)
 
     def positions(self, max_positions: int) -> int:
-        """The tokens the model is meant for, where its `config.json` gives `max_positions`, which for these scalings
-        counts the context before stretching as often as the one after."""
+        """The context length of the model, in tokens. `max_positions` is what its `config.json` gives, which with some
+        scalings is the context without the scaling in some models and with it in others."""
         if self.type in ("linear", "dynamic", "yarn"):
             return max(max_positions, int(self.original_positions * self.factor))
         return max_positions
@@ -86,8 +87,8 @@ class RopeConfig:
         """Radians a position advances each pair of dimensions by, float32 on the CPU.
 
         Args:
-            lengths: `[n]` int64, for each of `n` positions the length of the sequence when it is rotated; only
-                dynamic scaling looks at it.
+            lengths: `[n]` int64, for each of `n` positions the length of the sequence when its token is added; only
+                dynamic scaling uses it.
 
         Returns:
             `[head_dim / 2]`, or for dynamic scaling `[n, head_dim / 2]`.
@@ -104,7 +105,7 @@ class RopeConfig:
             kept = self._yarn_kept(head_dim)
             return frequencies * kept + frequencies / self.factor * (1 - kept)
         if self.type == "llama3":
-            # Turns within the original context: few are stretched by the whole factor, many not at all.
+            # Frequencies that turn rarely within the original context are divided by the factor, fast ones are kept.
             turns = self.original_positions * frequencies / (2 * math.pi)
             span = self.high_freq_factor - self.low_freq_factor
             kept = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -112,10 +113,10 @@ class RopeConfig:
         return frequencies
 
     def _yarn_kept(self, head_dim: int) -> Tensor:
-        """The share of each frequency that stays as it was, `[head_dim / 2]`, falling from 1 to 0 along a ramp."""
+        """The share of each frequency that is not scaled, `[head_dim / 2]`, falling from 1 to 0 along a ramp."""
 
         def pair_that_turns(turns: float) -> float:
-            """The (fractional) pair of dimensions that turns so often within the original context."""
+            """The (fractional) index of the pair of dimensions that makes so many turns within the original context."""
             return head_dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
@@ -127,7 +128,8 @@ class RopeConfig:
 
 
 def rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes `rope_parameters`; older checkpoints `rope_scaling`, which wins where both are given."""
+    """The RoPE part of a `config.json`: `rope_parameters` (transformers 5), or `rope_scaling` (before), which takes
+    precedence."""
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
@@ -138,7 +140,7 @@ def rope_type(raw: dict[str, Any]) -> str:
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:
-    """As given, or what the paper found for `factor` (section 3.4), optionally as a ratio of two such."""
+    """The factor on cosines and sines: as given, or the paper's for `factor` (section 3.4), or a ratio of two such."""
 
     def suggested(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0

@@ -1,7 +1,7 @@
-"""Starting ranks on this machine, and seeing to it that they end together.
+"""Starts ranks on this machine, and makes sure that they end together.
 
-torch's elastic launcher starts them, finds a free port on loopback, watches them and stops all when one fails. What it
-cannot do for a rank is done here: `Guard` ends a rank whose launcher is gone, or that does not end when told to.
+PyTorch's elastic launcher starts them, finds a free port on loopback, watches them and stops all when one fails. In
+addition `Guard`, in each rank, ends the rank when its launcher is gone, or when it does not end on a signal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from ..errors import PeerError, TriforceError, UsageError
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
-"""Seconds from being told to end to ending by force: rank 0 has statistics to write, the others serve it until then."""
+"""Seconds from a signal to ending by force: rank 0 still writes statistics, for which it needs the others."""
 
-_LOOK_S = 0.5
-"""How often a rank looks whether its launcher still lives."""
+_CHECK_S = 0.5
+"""Seconds between a rank's checks whether its launcher is alive."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended: its exit code (negative: the signal that killed it) and what it recorded, if anything."""
+    """How a rank failed: its exit code (negative: the signal that killed it), and its error message or an empty one."""
 
     rank: int
     exit_code: int
@@ -38,15 +38,17 @@ class Failure:
 
 
 def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
-    """Runs `command` as so many ranks that share stdin, stdout and stderr, and waits for them.
+    """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them.
 
-    Args: `ready` is called when all is imported and nothing is started.
+    Args:
+        ready: called when the launcher is imported, before any process is started.
 
     Returns:
-        0; rank 0's own exit code, where it failed by itself and has said why; 128 and the signal that ended all.
+        0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
+        the run.
 
     Raises:
-        TriforceError: another rank failed; the first failure, in its words (`UsageError` if that is what it was).
+        TriforceError: another rank failed; with the message of the first failure, and a `UsageError` if that was one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,10 +56,12 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
 
     ready()
     os.environ.update(_environment(os.environ, ranks))
-    logging.disable(logging.CRITICAL)  # the launcher's own words, about processes; ours are about ranks
-    # A release that has no such field hears all signals, SIGHUP under nohup among them.
+    logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
+    # Releases without this field handle all signals, also SIGHUP under nohup.
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    heard: dict[str, Any] = {"signals_to_handle": ",".join(_heard())} if "signals_to_handle" in fields else {}
+    handled: dict[str, Any] = (
+        {"signals_to_handle": ",".join(_handled_signals())} if "signals_to_handle" in fields else {}
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -68,7 +72,7 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        **heard,
+        **handled,
     )
     try:
         elastic_launch(config, command[0])(*command[1:])
@@ -83,31 +87,31 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
     return 0
 
 
-def _heard() -> list[str]:
-    """The signals that end a run: not those that this process was started to ignore (`nohup`)."""
+def _handled_signals() -> list[str]:
+    """The signals that end a run, but for those that this process ignores, as under `nohup`."""
     ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     return [number.name for number in ends if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What ranks on one machine need to know and the user has not said."""
+    """Environment variables for ranks on one machine, but for those that the user has set."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # all cores for each would fight
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # otherwise every rank would use all cores
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
-        wanted["GLOO_SOCKET_IFNAME"] = loopback  # a host's own name need not resolve
+        wanted["GLOO_SOCKET_IFNAME"] = loopback  # the host's name may not resolve
     return {name: value for name, value in wanted.items() if name not in given}
 
 
 def _cores() -> int:
-    """Cores that this process may use; where the system does not say (macOS), those there are."""
+    """Cores that this process may use; on systems that do not tell (macOS), all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _recorded(failure: object) -> str:
-    """What a rank recorded of its error, without the class that everything here has."""
+    """The error message that a rank recorded, without the name of the class that `record` wraps errors in."""
     data = getattr(failure, "error_file_data", {})
     message = data.get("message", "") if isinstance(data, dict) else ""
     text = str(message.get("message", "") if isinstance(message, dict) else message)
@@ -115,8 +119,8 @@ def _recorded(failure: object) -> str:
 
 
 def _outcome(failures: list[Failure]) -> int:
-    """The exit code of a run whose ranks failed so, or the error that began it."""
-    follow_ups = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)  # lost its peers, or was told to end
+    """The exit code of a run with these failures; raises the first failure's error where rank 0 has not printed it."""
+    follow_ups = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)  # ended because another rank did
     own = sorted((f for f in failures if f.exit_code not in follow_ups), key=lambda f: f.rank)
     first = own[0] if own else failures[0]
     if own and first.rank == 0 and first.exit_code > 0:
@@ -130,7 +134,7 @@ def _outcome(failures: list[Failure]) -> int:
 
 
 def record(error: BaseException) -> bool:
-    """Leaves `error` where the launcher finds it; whether there is a launcher."""
+    """Writes `error` to the file that the launcher reads; returns whether there is a launcher."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -142,39 +146,39 @@ def record(error: BaseException) -> bool:
 
 
 def still_joined() -> bool:
-    """Whether this process is in a group of ranks that it has not left; PyTorch is not imported to find out."""
+    """Whether this process is a member of a group of ranks. Does not import PyTorch."""
     distributed = sys.modules.get("torch.distributed")
-    is_initialized = getattr(distributed, "is_initialized", None)  # not there yet while it is imported
+    is_initialized = getattr(distributed, "is_initialized", None)  # missing while the module is being imported
     return is_initialized is not None and is_initialized()
 
 
 class _Plain(Exception):
-    pass
+    """An error that a user can act on, without the name of its class."""
 
 
 class Guard:
-    """Ends this process by force where it would outlive its run: a blocked collective hears no signal handler.
+    """Ends this process by force when it would outlive its run: Python's signal handlers do not run during a blocked
+    collective.
 
-    It ends `grace` seconds after SIGTERM, SIGINT or SIGHUP (whose handlers, if any, still run), and at once when the
-    process that started it is gone. It watches from a thread until the process ends.
+    It ends the process `grace` seconds after SIGTERM, SIGINT or SIGHUP (whose handlers, if any, still run), and at once
+    when the parent process is gone. It watches from a thread until the process ends.
     """
 
     def __init__(self, grace: float) -> None:
-        """To be made in the main thread, after signal handlers are installed: only a handled signal is noticed."""
+        """Must be called in the main thread, after signal handlers are installed: other signals are not noticed."""
         self._grace = grace
         self._parent = os.getppid()
-        self._ear, mouth = socket.socketpair()
-        mouth.setblocking(False)
-        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
-        self._mouth = mouth
+        self._signals, self._sender = socket.socketpair()  # the interpreter sends the number of each signal
+        self._sender.setblocking(False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def _watch(self) -> None:
         ends_at = float("inf")
         code = 1
         while time.monotonic() < ends_at:
-            heard, _, _ = select.select([self._ear], [], [], _LOOK_S)
-            for number in self._ear.recv(64) if heard else b"":
+            received, _, _ = select.select([self._signals], [], [], _CHECK_S)
+            for number in self._signals.recv(64) if received else b"":
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and ends_at == float("inf"):
                     ends_at, code = time.monotonic() + self._grace, 128 + number
             if os.getppid() != self._parent:

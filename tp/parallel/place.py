@@ -1,4 +1,4 @@
-"""Where a process stands among those that were started together. It imports no PyTorch: the command asks it first."""
+"""The rank of this process among those that were started together. Does not import PyTorch, so that asking is quick."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from ..errors import UsageError
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among those that were started together, as torchrun's environment says it."""
+    """The rank of a process among those that were started together, from torchrun's environment variables."""
 
     rank: int
     size: int
     local_rank: int
-    """Among those of this machine."""
+    """The rank among the processes of this machine."""
     local_size: int
+    """Processes on this machine."""
 
     @classmethod
     def from_environment(cls) -> Place | None:
-        """This process's place; `None` if it was started alone.
+        """The place of this process; `None` if it was started alone.
 
         Raises:
-            UsageError: the variables are there, but are no place.
+            UsageError: the variables are set, but to impossible values.
         """
         names = ("RANK", "WORLD_SIZE")
         if not all(name in os.environ for name in names):
@@ -41,10 +42,10 @@ class Place:
 
     @classmethod
     def among(cls, gpus: int) -> Place | None:
-        """This process's place among `gpus` ranks; `None` if it is alone.
+        """The place of this process among `gpus` ranks; `None` if it is alone.
 
         Raises:
-            UsageError: that is not what the environment says; see `from_environment`.
+            UsageError: the environment says otherwise; see also `from_environment`.
         """
         place = cls.from_environment()
         if gpus < 1:

@@ -1,7 +1,7 @@
-"""The processes that share one model, and what they say to each other: sums, gathers, and rank 0's word.
+"""The processes (ranks) that share one model, and their communication: sums, gathers, and broadcasts from rank 0.
 
-A process alone is a group of one, in which every call returns what it was given. Otherwise `torch.distributed` carries
-it: Gloo between CPUs, NCCL between GPUs. Who starts the processes is `launch`'s concern, or torchrun's.
+A process alone is a group of one, in which every call returns its argument. Larger groups use `torch.distributed`: Gloo
+between CPUs, NCCL between GPUs. The processes are started by `launch` or by torchrun.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Ranks:
     rank: int = 0
     size: int = 1
     local_size: int = 1
-    """Members on this machine, which share its memory."""
+    """Ranks on this machine, which share its memory."""
     collectives: Counter[str] = field(default_factory=Counter)
-    """Calls so far that every rank took part in, by kind; not counted are those that a replayed CUDA graph makes."""
+    """Collective calls so far, by kind, without those of replayed CUDA graphs."""
 
     @classmethod
     def join(cls, place: Place, device: torch.device) -> Ranks:
-        """Meets the other ranks at `MASTER_ADDR:MASTER_PORT`; a group that this process is in already is kept.
+        """Joins the other ranks at `MASTER_ADDR:MASTER_PORT`, unless this process has joined them already.
 
         Raises:
-            UsageError: no meeting point in the environment.
-            TriforceError: the port is taken, or a rank did not come.
+            UsageError: the environment does not give address and port.
+            TriforceError: the port is taken, or another rank did not join.
         """
         if not dist.is_initialized():
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -52,11 +52,11 @@ class Ranks:
                 dist.init_process_group(backend, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
-            atexit.register(_leave)  # Gloo's threads abort an interpreter that exits with the group still joined
+            atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
         return cls(place.rank, place.size, place.local_size)
 
     def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
-        """The sum of every rank's `x`, in place; counted as `kind`."""
+        """The sum of all ranks' `x`, in place; counted in `collectives` as `kind`."""
         if self.size > 1:
             self._call(kind, lambda: dist.all_reduce(x))
         return x
@@ -70,7 +70,7 @@ class Ranks:
         return found.tolist()
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Every rank's `x` `[n, m]` side by side, `[n, size * m]`, by rank."""
+        """The columns of every rank's `x` `[n, m]` in the order of ranks, `[n, size * m]`."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -79,7 +79,7 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
     def share(self, value: T) -> T:
-        """Rank 0's `value`, anything that can be pickled."""
+        """Rank 0's `value`, which can be any object that can be pickled."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
@@ -87,7 +87,7 @@ class Ranks:
         return box[0]
 
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:
-        """Rank 0's whole numbers, at most `room` of them, in one broadcast of fixed size."""
+        """Rank 0's integers, at most `room` of them, in one broadcast of fixed size."""
         if self.size == 1:
             return numbers
         message = torch.zeros(room + 1, dtype=torch.int64)
@@ -98,7 +98,7 @@ class Ranks:
         return message[1 : int(message[0]) + 1].tolist()
 
     def leave(self) -> None:
-        """Ends the group; every rank calls it."""
+        """Leaves the group; every rank must call it."""
         if self.size > 1:
             _leave()
 

@@ -1,7 +1,7 @@
-"""What of a model each rank holds: heads, MLP columns and rows of the output head (Megatron-LM, arXiv 1909.08053).
+"""The part of a model that each rank holds, as in Megatron-LM (arXiv 1909.08053): heads, MLP columns, rows of the head.
 
-Query heads are split evenly; so are key/value heads, or, where there are fewer than ranks, each is held by several.
-The embedding stays whole on every rank: looking up a row of it is no work, and a split one would cost a sum.
+Query heads are split evenly, and so are key/value heads; if there are fewer of these than ranks, several ranks hold the
+same one. Every rank holds the whole embedding: reading rows of it is cheap, and a split one would cost a sum.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Split:
     mlp: slice
     vocabulary: slice
     vocabulary_room: int
-    """Rows of the largest rank's part of the output head; the last ranks' may be shorter."""
+    """Rows of the largest part of the output head; the last ranks' parts may be smaller."""
 
     @classmethod
     def of(cls, config: ModelConfig, ranks: Ranks) -> Split:
-        """The part of `ranks.rank`.
+        """The part that `ranks.rank` holds.
 
         Raises:
             UsageError: the heads cannot be split over so many ranks.
         """
         check_split(config, ranks.size)
-        kv_head = ranks.rank * config.num_kv_heads // ranks.size  # the first one, or the one shared with others
+        kv_head = ranks.rank * config.num_kv_heads // ranks.size  # the first one, or the one that other ranks hold too
         room = -(-config.vocab_size // ranks.size)
         first_row = min(ranks.rank * room, config.vocab_size)
         return cls(
@@ -44,7 +44,7 @@ class Split:
         )
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """`whole` with the heads and the MLP width of this part: what caches and sizes on one rank go by."""
+        """`whole` with the heads and the MLP width of this part, for the caches and the byte counts of one rank."""
         return replace(
             whole, num_heads=_len(self.heads), num_kv_heads=_len(self.kv_heads), intermediate_size=_len(self.mlp)
         )

@@ -1,5 +1,5 @@
-"""Weights from safetensors or PyTorch's own format, one file or shards; each tensor, or the part of it that a rank
-holds, is read when it is asked for."""
+"""Reads weights in safetensors or PyTorch's format, one file or shards: tensor by tensor, of each the part that a rank
+holds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..errors import ModelError
 from .weight_files import weight_files
 
 _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
-"""Number formats that can be read, as safetensors and as PyTorch call them."""
+"""Number formats that can be read, by their names in safetensors and in PyTorch."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file: what its header says, and a way to read a part of it."""
+    """A tensor in a file: shape and dtype from the header, and a function that reads a part of it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -31,19 +31,19 @@ class _Stored:
 
 
 class Checkpoint:
-    """The tensors of a model directory by name; every read checks name, shape and kind.
+    """The tensors of a model directory by name; every read checks name, shape and number format.
 
-    What is read is copied, and a file is mapped only while one tensor is read, because the pages of a mapping count as
-    resident once they were touched: what is held is the parts that were asked for, once, and never more than one tensor
-    besides. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is held whole until the next one is
-    read.) Replacing a file later changes nothing.
+    Tensors are copied, and a file is mapped into memory only while one of its tensors is read, because the pages of a
+    mapping count as resident memory once they were read. So memory holds the parts that were read, and during a read at
+    most one tensor more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in memory as a whole
+    until another is read.) Replacing a file later has no effect on what was read.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Reads the headers; tensors will come out in `dtype` on `device`.
+        """Reads the headers; `read` will return tensors in `dtype` on `device`.
 
         Raises:
-            ModelError: no weights, or a file that is missing, truncated or in no format that can be read.
+            ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
         """
         self._directory, self._dtype, self._device = directory, dtype, device
         self._unmapped: tuple[Path, dict[str, Tensor]] | None = None
@@ -54,8 +54,8 @@ class Checkpoint:
         self._unread = set(self._paths)
 
     def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        """The tensor `name`, whose shape as a whole must be `shape`; or only `rows` of its first dimension and
-        `columns` of its second, and no other part of the file is read then. The result is contiguous.
+        """The tensor `name`, which must have the shape `shape` in the file; or only `rows` of its first dimension and
+        `columns` of its second, in which case nothing else of the file is read. The result is contiguous.
 
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
@@ -75,15 +75,15 @@ class Checkpoint:
         return tensor
 
     def unread(self) -> list[str]:
-        """Tensors of the files that nobody asked for, but for those that say nothing new: RoPE's tables, and the output
-        head of a model that uses its embedding instead."""
+        """Tensors that have not been read, but for those that a model need not read: RoPE's tables, and the output head
+        of a model that uses its embedding instead."""
         return sorted(n for n in self._unread if ".rotary_emb." not in n and n != "lm_head.weight")
 
     def check_all_read(self) -> None:
-        """To be called when a model has read its weights.
+        """Called by a model that has read all its weights.
 
         Raises:
-            ModelError: there are tensors that it has no use for, so it is not the model that they are of.
+            ModelError: tensors are left that it does not have, so they are another model's.
         """
         unread = self.unread()
         if unread:
@@ -95,7 +95,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
-        """The tensors in a file; the file is closed, and its pages are let go, at the end."""
+        """The tensors in a file, which is open and mapped only within the context."""
         if path.suffix == ".safetensors":
             try:
                 with safe_open(str(path), framework="pt") as file:
@@ -152,7 +152,7 @@ class _SafetensorsFile(Mapping[str, _Stored]):
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether this is PyTorch's format since 1.6; only that can be mapped."""
+    """Whether this is PyTorch's format since 1.6; only files in that can be mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub: found in its cache, or downloaded there, only the files that are needed.
+"""Models of the Hugging Face hub: finds them in its cache, or downloads the files that are needed to it.
 
-A model that is in the cache whole is used as it is, and the network is left alone; `hf download NAME` fetches a newer
-version. Nothing is imported before it is needed: names are looked up before anything heavy.
+A model that is completely in the cache is used without asking the network; `hf download NAME` fetches a newer version.
+Slow imports are made only where they are needed, so that an unknown name is refused quickly.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether this could be a model of the hub: `owner/name`."""
+    """Whether `name` has the form of a hub model's name, `owner/name`."""
     return _NAME.fullmatch(name) is not None
 
 
 def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
-    """The directory of a hub model's files, downloaded first if they are not all in the cache.
+    """The directory with the files of a hub model, which are downloaded if they are not all in the cache.
 
-    The hub's client shows its progress on stderr and reads its own settings (`HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE`,
-    `HF_ENDPOINT`).
+    The hub's client shows its progress on stderr and reads its own environment variables (`HF_HOME`, `HF_TOKEN`,
+    `HF_HUB_OFFLINE`, `HF_ENDPOINT`).
 
     Args:
         name: `owner/name`.
-        note: called with one line before a download begins.
+        note: called with one line of text before a download begins.
 
     Raises:
-        ModelError: not there and not to be had; an architecture that is not supported, before its weights are fetched.
+        ModelError: the model is not in the cache and cannot be downloaded, or its architecture is not supported (which
+            is found before its weights are downloaded).
     """
     cached = find_cached(name)
     if cached:
@@ -59,7 +60,7 @@ def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """The directory of a hub model in the cache, if it is there with configuration, tokenizer and all weights."""
+    """The directory of a hub model in the cache, if its configuration, tokenizer and all weights are there."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, _CONFIG)
@@ -75,7 +76,7 @@ def find_cached(name: str) -> Path | None:
 def _download(name: str, note: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
-    # First, because other requests are repeated for half a minute where there is no network.
+    # Asked first: without a network this fails at once, whereas a download is tried again for half a minute.
     info = HfApi().model_info(name, files_metadata=True)
     directory = Path(hf_hub_download(name, _CONFIG)).parent
     commit = directory.name
@@ -90,7 +91,7 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
     for file in small if single in there else [*small, index]:
         hf_hub_download(name, file, revision=commit)
 
-    from ..model.config import ModelConfig  # PyTorch is needed soon anyway, but not to wait for gigabytes of no use
+    from ..model.config import ModelConfig  # checked before gigabytes are downloaded
 
     ModelConfig.load(directory)
     weights = [single] if single in there else shard_names(directory / index)
@@ -104,7 +105,7 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
 
 
 def _check_room(name: str, info: ModelInfo, files: list[str], directory: Path) -> int:
-    """Bytes of `files` that are not on the disk yet, if there is room for them."""
+    """Bytes of `files`; raises `ModelError` if the disk has no room for them."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     needed = sum(sizes.get(file, 0) for file in files)
     free = shutil.disk_usage(directory).free
@@ -118,7 +119,7 @@ def _full_disk(cache: Path, free: int) -> str:
 
 
 def _explained(name: str, error: Exception) -> ModelError | None:
-    """What the client's errors mean to a user; `None` for one that is a bug."""
+    """The client's error in words that a user can act on; `None` for an error that is a bug."""
     from huggingface_hub import constants, errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -147,7 +148,7 @@ def _explained(name: str, error: Exception) -> ModelError | None:
     if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
         cache = Path(constants.HF_HUB_CACHE)
         return ModelError(f"the disk is full: {_full_disk(cache, shutil.disk_usage(cache).free)}; then run again")
-    # The client lets errors of its HTTP library through, whose name depends on the client's version.
+    # The client passes on errors of its HTTP library, whose module name depends on the client's version.
     transport = type(error).__module__.partition(".")[0].startswith("httpx")
     if isinstance(error, errors.LocalEntryNotFoundError) or (transport and type(error).__name__.startswith("Connect")):
         return ModelError(

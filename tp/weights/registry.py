@@ -1,6 +1,6 @@
-"""Where models are found: directories, models of the hub, and presets, which pair a target with its draft.
+"""Finds models by name: directories, models of the hub, and presets, which are pairs of a target and its draft.
 
-A preset is a file in `presets/`; whoever adds one changes no code.
+A preset is a JSON file in `presets/`; adding one needs no change of code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Preset:
-    """A target and the draft that goes with it, by name.
+    """A target and its draft, by name.
 
-    `target` and `draft` are names on the hub, or directories for what comes with the package.
+    `target` and `draft` are names on the hub, or directories of the package.
     """
 
     name: str
@@ -35,9 +35,10 @@ class Preset:
     draft: str
     summary: str
     published: tuple[dict[str, int], ...]
-    """Settings that were published for it: `gpus`, and for so many `budget`, `chunk_size`, `block_length`, ..."""
+    """Settings published with the model: dicts of `gpus`, and of `budget`, `chunk_size`, `block_length`, ... for that
+    number of GPUs."""
     raw_configs: tuple[dict[str, Any], ...]
-    """The facts of the two `config.json`, target's and draft's; none for directories, which have the files."""
+    """The contents of the two `config.json`, target's and draft's; empty for directories of the package."""
 
     @classmethod
     def load(cls, path: Path) -> Preset:
@@ -53,7 +54,7 @@ class Preset:
         )
 
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """The shapes of target and draft, without anything being downloaded. Imports PyTorch.
+        """The configurations of target and draft; downloads nothing. Imports PyTorch.
 
         Raises:
             ModelError: see `ModelConfig.load`.
@@ -66,7 +67,7 @@ class Preset:
         return ModelConfig.from_json(self.raw_configs[0], target), ModelConfig.from_json(self.raw_configs[1], draft)
 
     def directories(self) -> tuple[Path | None, Path | None]:
-        """Where target and draft lie on this machine, `None` for one that is yet to be downloaded."""
+        """The directories of target and draft on this machine; `None` for one that is not downloaded yet."""
         target, draft = (Path(n) if Path(n).is_dir() else find_cached(n) for n in (self.target, self.draft))
         return target, draft
 
@@ -77,16 +78,16 @@ PRESETS = {path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets"
 def find_pair(
     model: str | Path, draft: str | Path | None = None, note: Callable[[str], None] | None = None
 ) -> tuple[Path, Path | None]:
-    """The directories of a target and its draft; what is on the hub and not in its cache is downloaded.
+    """The directories of a target and its draft, which are downloaded from the hub if necessary.
 
     Args:
-        model: a preset's name, a directory or a model of the hub (`owner/name`), looked for in this order.
-        draft: the same (a preset stands for its draft); `"none"` for no draft; `None` for the preset's own, if `model`
-            is one.
-        note: called with one line before a download begins.
+        model: the name of a preset, a directory or a name on the hub (`owner/name`), tried in this order.
+        draft: the same, where a preset means its draft; `"none"` for no draft; `None` for that of the preset, if
+            `model` is one.
+        note: called with one line of text before a download begins.
 
     Raises:
-        ModelError: there is no such model, or it cannot be had.
+        ModelError: there is no such model, or it cannot be downloaded.
     """
     preset = find_preset(model)
     target = find_model(preset.target if preset else model, note)
@@ -99,12 +100,12 @@ def find_pair(
 
 
 def find_preset(model: str | Path) -> Preset | None:
-    """The preset of that name, if there is one."""
+    """The preset of this name, if there is one."""
     return PRESETS.get(str(model))
 
 
 def published_settings(model: str | Path, gpus: int) -> dict[str, int]:
-    """Settings that were published for a preset on `gpus` or the next fewer, under the names of the engine's."""
+    """The settings published for a preset on `gpus` GPUs, or on the largest smaller number; by the engine's names."""
     preset = find_preset(model)
     fitting = [entry for entry in preset.published if entry["gpus"] <= gpus] if preset else []
     best = max(fitting, key=lambda entry: entry["gpus"], default={})
@@ -112,10 +113,10 @@ def published_settings(model: str | Path, gpus: int) -> dict[str, int]:
 
 
 def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> Path:
-    """The directory of a model that is one, or is on the hub.
+    """The directory of a model: `model` itself, or that of a hub model, which is downloaded if necessary.
 
     Raises:
-        ModelError: a file, not there, or not to be had.
+        ModelError: `model` is a file, does not exist, or cannot be downloaded.
     """
     path = Path(model).expanduser()
     if path.is_dir():

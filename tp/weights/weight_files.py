@@ -1,4 +1,4 @@
-"""Which files of a model directory hold its weights; told without importing PyTorch."""
+"""Finds the files with a model directory's weights. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..errors import ModelError
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
-"""A single file, or an index of shards; the first that is there is taken."""
+"""Names of the single file or the index of shards, in the order in which they are looked for."""
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with the weights of a model directory: safetensors, or PyTorch's own format where there are none.
+    """The files with a model directory's weights: safetensors, or PyTorch's format if there are none.
 
     Raises:
-        ModelError: there are none, or the index is unreadable or names a file that is not there.
+        ModelError: there are none, or the index cannot be read or names a file that does not exist.
     """
     for single, index in LAYOUTS:
         if (directory / single).is_file():
@@ -32,10 +32,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index of weights names.
+    """The files that are listed in an index of shards.
 
     Raises:
-        ModelError: it cannot be read as one.
+        ModelError: it cannot be read as an index.
     """
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

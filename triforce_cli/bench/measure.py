@@ -1,4 +1,4 @@
-"""Measures one engine at several lengths of context and numbers of tiers, in turn. It knows no screen and no file."""
+"""Measures one engine at several context lengths and numbers of tiers. It knows no screen and no file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...offload import Engine, Generation, Round, Sampling
-from ...offload.caches.full import RECENT_ROWS
+from ...offload.caches.full import RECENT_ROWS as REREAD_TOKENS
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Step:
 
 
 def steps(contexts: Sequence[int], tiers: Sequence[int], repeats: int) -> list[Step]:
-    """What is run, in order: for each context the prompt is read once, then all take turns, each first in its turn."""
+    """The runs in their order: for each context the prompt is read once, then every repeat has each number of tiers, in
+    an order that rotates from one repeat to the next."""
     order: list[Step] = []
     for context in contexts:
         order.append(Step(context, max(tiers), 0))
@@ -42,9 +43,9 @@ class Run:
     stats: dict[str, Any]
     """The JSON of `triforce generate`."""
     passes: dict[str, int]
-    """Of each tier while decoding."""
+    """Passes of each tier while decoding."""
     proposed: dict[str, int]
-    """Tokens that each drafter offered."""
+    """Tokens that each drafter proposed."""
 
     @property
     def tbt_ms(self) -> float:
@@ -68,7 +69,7 @@ class AtContext:
 
 
 class Watch(Protocol):
-    """Who wants to know how far it is."""
+    """Is told how far the measuring is."""
 
     def begin(self, step: Step) -> None: ...
 
@@ -90,16 +91,16 @@ def measure(
     watch: Watch,
     advance: Callable[[Generation], Round | None],
 ) -> None:
-    """Runs `order`, and appends to `found` as it goes, so that an interrupt leaves there what was measured.
+    """Runs `order` and appends to `found` as it goes, so that `found` has what was measured by an interrupt.
 
     Args:
-        token_ids: of which each prompt is the beginning.
+        token_ids: each prompt is the beginning of these.
         advance: makes one step of a run; `None` at its end.
     """
     for step in order:
         prompt = token_ids[: step.context - new_tokens]
-        # The last tokens are read again: the attention they pay says what the retrieval cache takes up first.
-        reuse = max(1, len(prompt) - RECENT_ROWS) if step.repeat else 0
+        # The last tokens are read again: their attention chooses the first content of the retrieval cache.
+        reuse = max(1, len(prompt) - REREAD_TOKENS) if step.repeat else 0
         watch.begin(step)
         generation = engine.stream(
             prompt, sampling, new_tokens, ignore_eos=True, tiers=step.tiers, reuse=reuse, on_prefill=watch.prefill
@@ -114,7 +115,7 @@ def measure(
             resident = stats["settings"]["resident_bytes"]
             found.append(AtContext(step.context, len(prompt), stats["prefill_s"], resident, run))
         watch.end(step, run, generation.statistics.prefill_s)
-        del generation  # it holds the cache, whose memory the next context wants
+        del generation  # it holds the cache, whose memory the next context needs
 
 
 def _run(step: Step, generation: Generation) -> Run:
@@ -122,14 +123,3 @@ def _run(step: Step, generation: Generation) -> Run:
     passes = {"verify": s.rounds, "retrieval": s.retrieval_proposed - s.draft_accepted, "draft": s.draft_proposed}
     proposed = {"retrieval": s.retrieval_proposed, "draft": s.draft_proposed}
     return Run(step.tiers, step.repeat, s.token_ids, generation.stats(), passes, proposed)
-
-
-def first_difference(runs: Sequence[Run], reference: Run) -> int | None:
-    """Where the first of `runs` that writes other tokens than `reference` does so; `None` if all write the same."""
-    places = [
-        index
-        for run in runs
-        for index, (ours, theirs) in enumerate(zip(run.token_ids, reference.token_ids, strict=True))
-        if ours != theirs
-    ]
-    return min(places, default=None)

@@ -1,4 +1,4 @@
-"""The picture of a bench's JSON: time between tokens against context, and beside it what was accepted."""
+"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from ..machine import on, sampling_words
+from ..measurement import on, sampling_words
 from .report import conditions, modelled
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MARKERS = {1: "o", 2: "s", 3: "D"}
 GREY = "#666666"
 
 LOG_FROM = 20.0
-"""Where the slowest takes so many times as long as the fastest, the axis is logarithmic."""
+"""The axis is logarithmic where the slowest takes at least so many times as long as the fastest."""
 
 _CAPTION_WIDTH = 190
 """Characters of small print that fit the picture."""
@@ -94,7 +94,7 @@ def _contexts(axes: Axes, document: dict[str, Any], room: float) -> None:
 
 
 def thousands(tokens: float) -> str:
-    """As people say it: 4K is 4,096 tokens."""
+    """A short form: 4K is 4,096 tokens."""
     return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
 
 
@@ -109,12 +109,15 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
         y = [time["median"] for time in times]
         error = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
         open_marks = any(modelled(row) for _, row in there)
+        last = there[-1][1]
+        speedup = f", {last['speedup']:.2g}× as fast" if last["speedup"] and tiers > 1 else ""
         axes.errorbar(
-            x, y, yerror_or_none(error), color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7, linewidth=2.4,
-            capsize=4, elinewidth=1.3, markerfacecolor="white" if open_marks else COLOURS[tiers], markeredgewidth=1.8,
+            x, y, error if any(map(any, error)) else None, color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7,
+            linewidth=2.4, capsize=4, elinewidth=1.3, markeredgewidth=1.8,
+            markerfacecolor="white" if open_marks else COLOURS[tiers],
         )  # fmt: skip
         name = NAMES[tiers] + (" (modelled)" if open_marks else "")
-        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{_speedup(there[-1][1])}", COLOURS[tiers]))
+        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{speedup}", COLOURS[tiers]))
         values += [time[part] for time in times for part in ("min", "max")]
     floors = [(at["context"], at["floor"]["ms"]) for at in contexts if at["floor"]]
     if floors:
@@ -131,14 +134,6 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
         axes.set_ylim(0, 1.05 * max(values))
     axes.set_title("time between tokens, ms", loc="left", fontsize=12, pad=10)
     _label(axes, contexts[-1]["context"], labels)
-
-
-def yerror_or_none(error: list[list[float]]) -> list[list[float]] | None:
-    return error if any(value for side in error for value in side) else None
-
-
-def _speedup(row: dict[str, Any]) -> str:
-    return f", {row['speedup']:.2g}× as fast" if row["speedup"] and row["tiers"] > 1 else ""
 
 
 def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
@@ -169,7 +164,7 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
 
 
 def _label(axes: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Names lines at their ends, moved apart where they would overlap."""
+    """Labels lines at their ends; labels that would overlap are moved apart."""
     to_share = axes.transData + axes.transAxes.inverted()
     placed: list[float] = []
     shares = sorted(((to_share.transform((x, y))[1], y, words, colour) for y, words, colour in labels), reverse=True)

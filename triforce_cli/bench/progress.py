@@ -1,4 +1,4 @@
-"""How far a bench is and how long it will take: a line that changes on a terminal, one line a run elsewhere."""
+"""Progress of a bench and the time left: one changing line on a terminal, otherwise a line for each run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..terminal.streams import tell
 from .measure import Run, Step
 
 DRAW_EVERY_S = 2.0
-"""Between rounds, on a terminal: drawing takes a processor from what is measured, about 0.1 % of it so."""
+"""At least so long between two pictures on a terminal: drawing then takes about 0.1 % of a processor."""
 
 PREFILL_POWER = 1.5
-"""A prompt of n tokens takes time in proportion to n and to n²; for a forecast between the two."""
+"""Reading n tokens has parts in proportion to n and to n²; the forecast assumes this power of n."""
 
 
 class Forecast:
-    """Seconds that steps will take, from those that were done."""
+    """Seconds that the remaining runs will take, from those that were done."""
 
     def __init__(self, order: Sequence[Step], new_tokens: int) -> None:
         self._order, self._new_tokens = order, new_tokens
@@ -35,14 +35,14 @@ class Forecast:
         self._runs.setdefault((step.context, step.tiers), []).append(decode_s)
 
     def prefill_s(self, context: int) -> float | None:
-        """Of a prompt of so many tokens; `None` before one was read."""
+        """Time to read a prompt of so many tokens; `None` before one was read."""
         if self._prefill is None:
             return None
         known, seconds = self._prefill
         return seconds * (context / known) ** PREFILL_POWER
 
     def run_s(self, step: Step) -> float | None:
-        """Of an answer: as it was there, else as it was elsewhere, in proportion to the context."""
+        """Time of an answer: as measured at this context, else as at another one, in proportion to the context."""
         here = self._runs.get((step.context, step.tiers))
         if here:
             return fmean(here)
@@ -53,7 +53,8 @@ class Forecast:
         return fmean(self._runs[nearest]) * max(1.0, step.context / nearest[0])
 
     def left_s(self, done: int, prefill_left: float = 1.0, run_left: float = 1.0) -> float | None:
-        """From within step `done` (from 0), of whose prefill and answer these shares are left; `None` if unknown."""
+        """Time left in step `done` (from 0), of whose prefill and answer these shares are left, and after it; `None` if
+        unknown."""
         total = 0.0
         for index, step in enumerate(self._order[done:]):
             run_s, prefill_s = self.run_s(step), self.prefill_s(step.context) if step.repeat == 0 else 0.0
@@ -65,7 +66,7 @@ class Forecast:
 
 
 class Display:
-    """See `bench_measure.Watch`."""
+    """Shows what `measure.Watch` is told."""
 
     def __init__(self, console: Console, order: Sequence[Step], new_tokens: int) -> None:
         self._order, self._new_tokens = order, new_tokens

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import torch
 from rich.console import Console
@@ -22,25 +20,23 @@ from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
+from ..call import Call
 from ..generate.prompt import Source, long_prompt
 from ..generate.run import load_engine, step
 from ..generate.tokenizer import Tokenizer, check_same_vocabulary
+from ..measurement import machine, provenance, publish
 from ..options import Request
-from ..terminal.output import JsonFile, ResultFile, result_console
+from ..terminal.output import JsonFile, ResultFile
 from ..terminal.stopping import Stop
 from ..terminal.streams import Unfailing, tell
-from .command import AUTO_CONTEXTS, Asked
 from .measure import AtContext, measure, steps
 from .progress import Display
-from .report import Bandwidth, Subject, as_document, report
-
-if TYPE_CHECKING:
-    from ..app import Call
+from .report import KIND, as_document, report
+from .request import AUTO_CONTEXTS, Asked
 
 
 def run(
-    request: Request,
-    asked: Asked,
+    request: Asked,
     source: Source,
     directories: tuple[Path, Path | None],
     files: tuple[JsonFile, ResultFile],
@@ -54,41 +50,36 @@ def run(
     """
     target, draft = directories
     config = ModelConfig.load(target)
-    sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
-    contexts = fitting_contexts(asked, config, request.max_new_tokens)
+    sampling = Sampling(**request.sampling)
+    contexts = fitting_contexts(request, config, request.max_new_tokens)
     if draft:
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
     prompt = long_prompt(source, tokenizer, contexts[-1] - request.max_new_tokens)
-    call.signals.allow()
-    engine = load_engine(request, contexts[-1])
-    tiers = _tiers(asked, engine)
-    device = engine.target.device
-    bandwidth = measure_bandwidth(
-        device, engine.target.ranks.local_size, streams=device.type == "cuda" or request.resident is not None
-    )
-    subject = replace(
-        describe(request, engine.target, engine.draft is not None, call),
-        sampling={name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "seed")},
-        new_tokens=request.max_new_tokens,
-        repeats=asked.repeats,
-        prompt={
+    with call.signals.allowed():
+        engine = load_engine(request, contexts[-1])
+        tiers = _tiers(request, engine)
+        head = describe(request, engine.target, engine.draft is not None, call, streams=request.resident is not None)
+    head |= {
+        "sampling": request.sampling,
+        "new_tokens": request.max_new_tokens,
+        "repeats": request.repeat,
+        "prompt": {
             "name": prompt.name,
             "text_tokens": prompt.text_tokens,
             "repeated": prompt.text_tokens < len(prompt.token_ids),
         },
-    )
+    }
 
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-    order = steps(contexts, tiers, asked.repeats)
+    order = steps(contexts, tiers, request.repeat)
     found: list[AtContext] = []
 
     def document(interrupted: bool) -> dict[str, Any]:
-        return as_document(subject, bandwidth, [at for at in found if at.runs], interrupted)
+        return as_document(head, [at for at in found if at.runs], interrupted)
 
-    call.signals.hold()
-    with published(document, files, call), Display(console, order, request.max_new_tokens) as display:
+    with published(document, files), Display(console, order, request.max_new_tokens) as display:
         measure(
             engine,
             prompt.token_ids,
@@ -104,14 +95,11 @@ def run(
 
 
 @contextmanager
-def published(
-    document: Callable[[bool], dict[str, Any]], files: tuple[JsonFile, ResultFile], call: Call
-) -> Iterator[None]:
+def published(document: Callable[[bool], dict[str, Any]], files: tuple[JsonFile, ResultFile]) -> Iterator[None]:
     """Publishes `document(interrupted)` after the block; if that was stopped or failed, what it measured by then."""
     try:
         yield
     except (Stop, Exception):
-        call.signals.hold()
         partial = document(True)
         if partial["contexts"]:
             _publish(partial, *files)
@@ -120,15 +108,8 @@ def published(
 
 
 def _publish(document: dict[str, Any], json_file: JsonFile, plot_file: ResultFile) -> None:
-    """The files where they were asked for, and the table to stdout, or to stderr if that is the JSON's.
-
-    Each is written even if another cannot be, and the table last: a pipe that nobody reads further ends it.
-    """
-    with ExitStack() as last_first:
-        last_first.callback(report, result_console(json_file), document)
-        if plot_file.wanted:
-            last_first.callback(_draw, document, plot_file)
-        last_first.callback(json_file.write, document)
+    pictures = [lambda: _draw(document, plot_file)] if plot_file.wanted else []
+    publish(document, json_file, report, *pictures)
 
 
 def _draw(document: dict[str, Any], plot_file: ResultFile) -> None:
@@ -137,64 +118,71 @@ def _draw(document: dict[str, Any], plot_file: ResultFile) -> None:
     plot_file.write_bytes(draw(document, plot_file.kind))
 
 
-def fitting_contexts(asked: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
+def fitting_contexts(request: Asked, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
     """The lengths to measure.
 
     Raises:
         CapacityError: one is beyond the model's last position.
         UsageError: so are all that are measured by default.
     """
-    if asked.contexts is None:
+    if request.contexts is None:
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
         if not fitting:
             raise UsageError(
-                f"{config.name} has {config.max_position_embeddings:,} positions and --new-tokens is {new_tokens:,}; "
-                "say with --contexts what to measure"
+                f"{config.name} has {config.max_position_embeddings:,} positions and --max-new-tokens is "
+                f"{new_tokens:,}; say with --contexts what to measure"
             )
         return fitting
-    if asked.contexts[-1] > config.max_position_embeddings:
+    if request.contexts[-1] > config.max_position_embeddings:
         raise CapacityError(
-            f"--contexts asks for {asked.contexts[-1]:,} tokens, but {config.name} has "
+            f"--contexts asks for {request.contexts[-1]:,} tokens, but {config.name} has "
             f"{config.max_position_embeddings:,} positions; leave the longer ones out"
         )
-    return asked.contexts
+    return request.contexts
 
 
-def _tiers(asked: Asked, engine: Engine) -> tuple[int, ...]:
+def _tiers(request: Asked, engine: Engine) -> tuple[int, ...]:
     """The numbers of tiers to measure: without a draft two are all there are."""
-    if engine.draft is not None or asked.tiers[-1] < 3:
-        return asked.tiers
+    if engine.draft is not None or request.tiers[-1] < 3:
+        return request.tiers
     tell("there is no draft: two tiers take the place of three (--draft D gives one)")
-    return tuple(sorted({min(count, 2) for count in asked.tiers}))
+    return tuple(sorted({min(count, 2) for count in request.tiers}))
 
 
-def measure_bandwidth(device: torch.device, local_ranks: int, *, streams: bool) -> Bandwidth:
-    """Of memory, and of the link if keys and values may cross it. The ranks of a CPU share its memory, so rank 0 reads
-    with the threads of all."""
-    threads = torch.get_num_threads()
+def describe(request: Request, target: Decoder, drafts: bool, call: Call, *, streams: bool) -> dict[str, Any]:
+    """The head of the document: what is measured, where, and the bandwidths, which are measured here.
+
+    Args:
+        drafts: whether there is a draft.
+        streams: whether the KV cache may stream on a CPU too.
+    """
+    size, device = target.ranks.size, target.device
+    return {
+        **provenance(KIND, call.command),
+        "machine": machine(device.type, device_name(device), size, torch.get_num_threads()),
+        "model": request.model,
+        "draft": (request.draft or request.model) if drafts else None,
+        "parameters": target.config.num_parameters,
+        "weight_bytes": size * weights_read(target.part, size) * target.dtype.itemsize,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "sampling": None,
+        "new_tokens": 0,
+        "repeats": 0,
+        "prompt": None,
+        "measured_bandwidth": _bandwidth(target, streams=streams or device.type == "cuda"),
+    }
+
+
+def _bandwidth(target: Decoder, *, streams: bool) -> dict[str, float | None]:
+    """GB/s of memory and, if keys and values may cross it, of the link. The ranks of a CPU share its memory, so rank 0
+    reads with the threads of all."""
+    device, threads = target.device, torch.get_num_threads()
     if device.type == "cpu":
-        torch.set_num_threads(threads * local_ranks)
-    memory = memory_bandwidth(device)
+        torch.set_num_threads(threads * target.ranks.local_size)
+    memory, carried = memory_bandwidth(device), None
     torch.set_num_threads(threads)
-    if not streams:
-        return Bandwidth(memory)
-    link = make_link(device)
-    carried = link_bandwidth(link, device)
-    link.close()
-    return Bandwidth(memory, carried["in"])
-
-
-def describe(request: Request, target: Decoder, drafts: bool, call: Call) -> Subject:
-    """What is measured and where, but for what it writes."""
-    size = target.ranks.size
-    return Subject(
-        command=shlex.join(["triforce", *call.arguments]),
-        model=request.model,
-        draft=(request.draft or request.model) if drafts else None,
-        device=target.device.type,
-        device_name=device_name(target.device),
-        world_size=size,
-        dtype=str(target.dtype).removeprefix("torch."),
-        parameters=target.config.num_parameters,
-        weight_bytes=size * weights_read(target.part, size) * target.dtype.itemsize,
-    )
+    if streams:
+        link = make_link(device)
+        carried = link_bandwidth(link, device)["in"] / 1e9
+        link.close()
+    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": carried}

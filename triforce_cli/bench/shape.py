@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...offload.planning.cost_model import Assumptions
 from ...offload.planning.shape_steps import ROOM, ShapeSteps, StepTimes
@@ -11,53 +11,40 @@ from ...offload.settings import Settings
 from ...offload.speculation.lengths import expected_tokens
 from ...tp.devices import resolve_device, resolve_dtype
 from ...tp.weights.registry import published_settings
-from ..options import Request
+from ..call import Call
+from ..measurement import spread
 from ..plan.planning import shapes
 from ..terminal.output import JsonFile, ResultFile
 from ..terminal.streams import tell
-from .command import Asked
-from .report import Bandwidth, Subject, as_document, derived_floor, spread
-from .run import describe, fitting_contexts, measure_bandwidth, published
-
-if TYPE_CHECKING:
-    from ..app import Call
+from .report import as_document, derived_floor
+from .request import Asked
+from .run import describe, fitting_contexts, published
 
 
-def run(
-    request: Request, asked: Asked, acceptance: tuple[float, ...], files: tuple[JsonFile, ResultFile], call: Call
-) -> None:
-    """Measures and reports. `acceptance`, as far as it is given, is assumed of the retrieval cache and of the draft.
+def run(asked: Asked, files: tuple[JsonFile, ResultFile], call: Call) -> None:
+    """Measures and reports. Of the model that is asked for only the shape is used.
 
     Raises:
         TriforceError: the request cannot be met.
         Stop: it was interrupted; what was measured by then is out.
     """
-    target, draft = shapes(request.model, request.wanted_draft)
+    target, draft = shapes(asked.model, asked.wanted_draft)
     most = 3 if draft else 2
     tiers = tuple(sorted({min(count, most) for count in asked.tiers}))
-    settings = Settings(
-        tiers=tiers[-1],
-        budget=request.budget,
-        chunk_size=request.chunk_size,
-        draft_length=request.draft_length,
-        block_length=request.block_length,
-        refresh=request.refresh,
-        resident=request.resident,
-    ).with_defaults(published_settings(request.model, 1))
+    settings = Settings(tiers=tiers[-1], **asked.settings).with_defaults(published_settings(asked.model, 1))
     contexts = fitting_contexts(asked, target, 0)
-    device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
-    tell(f"making random weights of the shape of {request.model} ...")
-    call.signals.allow()
-    steps = ShapeSteps(
-        target, draft if tiers[-1] == 3 else None, settings, dtype=dtype, device=device, context=contexts[-1]
-    )
-    bandwidth = measure_bandwidth(device, 1, streams=device.type == "cuda" or settings.resident is not None)
-    subject = describe(request, steps.target, steps.draft is not None, call)
-    assumed = Assumptions(*acceptance)
+    device, dtype = resolve_device(asked.device), resolve_dtype(asked.dtype, target)
+    tell(f"making random weights of the shape of {asked.model} ...")
+    small = draft if tiers[-1] == 3 else None
+    with call.signals.allowed():
+        steps = ShapeSteps(target, small, settings, dtype=dtype, device=device, context=contexts[-1])
+        streams = settings.resident is not None
+        head = describe(asked, steps.target, steps.draft is not None, call, streams=streams)
+    assumed = Assumptions(*(asked.assume_acceptance or ()))
     found: list[dict[str, Any]] = []
 
     def document(interrupted: bool) -> dict[str, Any]:
-        return as_document(subject, bandwidth, [], interrupted) | {
+        return as_document(head, [], interrupted) | {
             "shape": {
                 "assumed_acceptance": {"retrieval": assumed.acceptance, "draft": assumed.draft_acceptance},
                 "room_tokens": ROOM,
@@ -66,34 +53,27 @@ def run(
             "contexts": found,
         }
 
-    with published(document, files, call):
+    with published(document, files):
         for context in contexts:
             tell(f"{context:,} tokens: steps ...")
-            call.signals.allow()
-            times = steps.at(context, assumed)
-            call.signals.hold()
-            found.append(_context(times, tiers, assumed, subject, bandwidth))
+            with call.signals.allowed():
+                times = steps.at(context, assumed)
+            found.append(_context(times, tiers, assumed, head))
             tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
 
 
-def _context(
-    times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, subject: Subject, bandwidth: Bandwidth
-) -> dict[str, Any]:
+def _context(times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, head: dict[str, Any]) -> dict[str, Any]:
     return {
         "context": times.context,
         "prompt_tokens": times.context,
         "prefill_s": None,
         "resident_bytes": times.resident_bytes,
-        "floor": derived_floor(subject.weight_bytes + times.read_bytes, times.streamed_bytes, subject, bandwidth),
+        "floor": derived_floor(head["weight_bytes"] + times.read_bytes, times.streamed_bytes, head),
         "steps_ms": {
             name: spread([1e3 * seconds for seconds in getattr(times, name)]) if getattr(times, name) else None
             for name in ("plain", "verify", "retrieval", "draft")
         },
-        "lengths": {
-            "budget": times.budget,
-            "block_length": times.block_length,
-            "draft_length": times.draft_length,
-        },
+        "lengths": {"budget": times.budget, "block_length": times.block_length, "draft_length": times.draft_length},
         "tiers": [_tiers(count, times, assumed) for count in tiers],
     }
 

@@ -1,4 +1,4 @@
-"""Measures systems one after another, in rotating order, each run in a new process; then says where their texts part.
+"""Measures systems one after another, in rotating order, each run in a new process, and finds where texts differ.
 
 One system is in memory at a time: none takes memory or processor from another, and each has all there is.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from ..measurement import first_difference
 from ..terminal.stopping import Stop
 from .baselines.catalogue import TRIFORCE, Entry
 from .baselines.process import WorkerError, run_worker
@@ -18,7 +19,7 @@ from .baselines.protocol import Job, Measurement
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token where a system's answer and triforce's part. The logits are the target's with its full cache,
+    """The first token where a system's answer differs from triforce's. The logits are the target's with its full cache,
     after what both had written by then; `None` where they could not be computed."""
 
     index: int
@@ -98,10 +99,10 @@ def compare(
     on_start: Callable[[int, int, str], None],
     on_end: Callable[[Row], None],
 ) -> Comparison:
-    """Runs everything. What fails becomes a row that says why; an interrupt ends the measuring and keeps what is there.
+    """Runs everything. A system that fails is a row that says why; an interrupt keeps what was measured.
 
     Args:
-        job: what all are asked for; `system` and `options` are filled in here.
+        job: what every system is asked for; `system` and `options` are filled in here.
         limit_s: seconds that one worker may take, loading and warm-up included.
         settings: of triforce, as `Engine.load` names them.
         on_start: called before each worker with its number, the count of all, and the system's name.
@@ -115,7 +116,7 @@ def compare(
             if row.failure is None and row.entry.needs_draft and job.draft is None:
                 row.failure = "needs a draft: give --draft D"
             if row.failure is None and row.entry.prepares:
-                _prepare(row, job, limit_s)
+                _run(row, "prepare", job, limit_s)
             if row.failure:
                 on_end(row)
         for index in range(repeats):
@@ -132,45 +133,41 @@ def compare(
     return comparison
 
 
-def _prepare(row: Row, job: Job, limit_s: float) -> None:
-    try:
-        run_worker(row.entry.module, "prepare", replace(job, system=row.entry.name), limit_s)
-    except WorkerError as error:
-        row.failure, row.log = str(error), error.log
-
-
 def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> None:
     ours = row.entry.module == TRIFORCE.module
-    job = replace(job, system=row.entry.name, options=settings if ours else {})
+    measured = _run(row, "measure", replace(job, options=settings if ours else {}), limit_s)
+    if measured is not None:
+        row.runs.append(Measurement(**measured))
+
+
+def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
+    """What a worker returns; `None` where it fails, which the row then says."""
     try:
-        row.runs.append(Measurement(**run_worker(row.entry.module, "measure", job, limit_s)))
+        return run_worker(row.entry.module, action, replace(job, system=row.entry.name), limit_s)
     except WorkerError as error:
         row.failure, row.log = str(error), error.log
+        return None
 
 
 def find_differences(comparison: Comparison, limit_s: float) -> None:
-    """Notes where the answer of each system's first run parts from triforce's, with the target's logits there."""
+    """Notes where the answer of each system's first run differs from triforce's, with the target's logits there."""
     if not comparison.triforce.runs:
         return
-    answer = comparison.triforce.runs[0].token_ids
-    parted: list[tuple[Row, Difference]] = []
+    reference = comparison.triforce.runs[0]
+    answer = reference.token_ids
+    different: list[tuple[Row, Difference]] = []
     for row in comparison.rows[1:]:
-        index = first_difference(answer, row.runs[0].token_ids) if row.runs else None
+        index = first_difference(row.runs[:1], reference)
         if index is not None:
             row.difference = Difference(index, row.runs[0].token_ids[index], answer[index])
-            parted.append((row, row.difference))
-    if not parted:
+            different.append((row, row.difference))
+    if not different:
         return
-    candidates = [[found.index, found.triforce_token, found.token] for _, found in parted]
+    candidates = [[found.index, found.triforce_token, found.token] for _, found in different]
     job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})
     try:
         logits = run_worker(TRIFORCE.module, "logits", job, limit_s)
     except WorkerError:
-        return  # the difference stands without them
-    for (row, found), (ours, theirs) in zip(parted, logits, strict=True):
+        return  # they are missing then
+    for (row, found), (ours, theirs) in zip(different, logits, strict=True):
         row.difference = replace(found, triforce_logit=ours, logit=theirs)
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two answers of one length differ."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)

@@ -1,4 +1,4 @@
-"""A comparison for people (a table, and what exactly ran) and for scripts (JSON)."""
+"""A comparison for scripts (JSON) and for people (a table, and what exactly ran), which is made from the JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...tp.units import gib
-from ..machine import machine, provenance, sampling_words
+from ..measurement import machine, provenance, sampling_words
+from ..terminal.tables import make_table, print_lines
 from .comparison import Comparison, Row
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
 
 KIND = "triforce compare"
 """The document's `kind`."""
@@ -36,14 +35,19 @@ def as_document(comparison: Comparison, device_name: str, command: str) -> dict[
         "seed": job.seed,
         "repeats": comparison.repeats,
         "interrupted": comparison.interrupted is not None,
-        "systems": [_system(row, comparison) for row in comparison.rows],
+        "systems": [_system(row, comparison.triforce) for row in comparison.rows],
     }
 
 
-def _system(row: Row, comparison: Comparison) -> dict[str, Any]:
+def _system(row: Row, triforce: Row) -> dict[str, Any]:
     document: dict[str, Any] = {"name": row.entry.name, "failure": row.failure}
     if not row.runs:
         return document
+
+    def speedup(of: str) -> float | None:
+        ours = getattr(triforce, of) if triforce.runs else 0.0
+        return getattr(row, of) / ours if ours else None
+
     return document | {
         "ran": row.runs[0].ran,
         "ttft_s": row.ttft_s,
@@ -51,114 +55,85 @@ def _system(row: Row, comparison: Comparison) -> dict[str, Any]:
         "tokens_per_s": 1 / row.tbt_s if row.tbt_s else None,
         "total_s": row.total_s,
         "memory": {"host_peak_bytes": row.host_peak_bytes, "device_peak_bytes": row.device_peak_bytes},
-        "speedup_of_triforce": {
-            "tbt": _speedup(row.tbt_s, comparison.triforce, "tbt_s"),
-            "total": _speedup(row.total_s, comparison.triforce, "total_s"),
-        },
+        "speedup_of_triforce": {"tbt": speedup("tbt_s"), "total": speedup("total_s")},
         "answers_agree": row.answers_agree,
         "first_difference": asdict(row.difference) if row.difference else None,
         "runs": [asdict(run) | {"tbt_ms": run.tbt_s * 1e3} for run in row.runs],
     }
 
 
-def _speedup(seconds: float, triforce: Row, of: str) -> float | None:
-    """How many times as long a system takes as triforce."""
-    ours = getattr(triforce, of) if triforce.runs else 0.0
-    return seconds / ours if ours else None
-
-
-def report(console: Console, comparison: Comparison, device_name: str) -> None:
-    """The table and the lines under it."""
-    job = comparison.job
-    runs = f"medians of {comparison.repeats} runs" if comparison.repeats > 1 else "one run"
-    console.print(
-        f"{job.asked_model}, {job.dtype} on {device_name}; {len(job.prompt_ids):,} tokens of prompt, "
-        f"{job.max_new_tokens:,} new ones, {sampling_words(vars(job))}; {runs}",
-        soft_wrap=True,
-        markup=False,
+def report(console: Console, document: dict[str, Any]) -> None:
+    """The table of a document, and the lines around it."""
+    repeats, cuda = document["repeats"], document["device"] == "cuda"
+    runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
+    head = (
+        f"{document['model']}, {document['dtype']} on {document['device_name']}; {document['prompt_tokens']:,} tokens "
+        f"of prompt, {document['new_tokens']:,} new ones, {sampling_words(document['sampling'])}; {runs}"
     )
-    console.print(_table(comparison))
-    console.print(
-        "\nspeed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding ÷ the tokens after the first. "
+    print_lines(console, [head])
+    titles = ["system", "TTFT", "TBT", "tokens/s", "memory", *(["on the GPU"] if cuda else []), "speed-up", "text"]
+    rows = [[one["name"], *_figures(one, cuda), _text(one, document)] for one in document["systems"]]
+    console.print(make_table(titles, rows, left=("system", "text")))
+    lines = [
+        "",
+        "speed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first. "
         "memory: the most that the process held, libraries and loading included"
-        + ("; on the GPU, PyTorch's tensors." if job.device == "cuda" else "."),
-        soft_wrap=True,
-    )
-    for row in comparison.rows:
-        if row.runs:
-            console.print(f"{row.entry.name}: {row.runs[0].ran}", soft_wrap=True, markup=False)
-    for note in _notes(comparison):
-        console.print(note, soft_wrap=True, markup=False)
+        + ("; on the GPU, PyTorch's tensors." if cuda else "."),
+        *(f"{one['name']}: {one['ran']}" for one in document["systems"] if "ran" in one),
+    ]
+    print_lines(console, lines + _notes(document))
 
 
-def _table(comparison: Comparison) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("system", box=None, pad_edge=False)
-    for title in ("TTFT", "TBT", "tokens/s", "memory"):
-        table.add_column(title, justify="right", no_wrap=True)
-    if comparison.job.device == "cuda":
-        table.add_column("on the GPU", justify="right", no_wrap=True)
-    table.add_column("speed-up", justify="right", no_wrap=True)
-    table.add_column("text")
-    for row in comparison.rows:
-        table.add_row(row.entry.name, *_figures(row, comparison), Text(_text(row, comparison)))
-    return table
-
-
-def _figures(row: Row, comparison: Comparison) -> list[str]:
-    on_cuda = comparison.job.device == "cuda"
-    if not row.runs:
-        return ["-"] * (6 if on_cuda else 5)
-    tbt, speedup = row.tbt_s, _speedup(row.tbt_s, comparison.triforce, "tbt_s")
+def _figures(one: dict[str, Any], cuda: bool) -> list[str]:
+    if "runs" not in one:
+        return ["-"] * (6 if cuda else 5)
+    tbt, speedup, memory = one["tbt_ms"], one["speedup_of_triforce"]["tbt"], one["memory"]
     return [
-        f"{row.ttft_s:.2f} s",
-        f"{tbt * 1e3:.1f} ms" if tbt else "-",
-        f"{1 / tbt:.1f}" if tbt else "-",
-        gib(row.host_peak_bytes),
-        *([gib(row.device_peak_bytes) if row.device_peak_bytes else "-"] if on_cuda else []),
-        f"{speedup:.2f}" if speedup and row is not comparison.triforce else "-",
+        f"{one['ttft_s']:.2f} s",
+        f"{tbt:.1f} ms" if tbt else "-",
+        f"{one['tokens_per_s']:.1f}" if tbt else "-",
+        gib(memory["host_peak_bytes"]),
+        *([gib(memory["device_peak_bytes"]) if memory["device_peak_bytes"] else "-"] if cuda else []),
+        f"{speedup:.2f}" if speedup and one["name"] != "triforce" else "-",
     ]
 
 
-def _text(row: Row, comparison: Comparison) -> str:
-    """What became of a system: how its text compares, or why there is none."""
-    if not row.runs:
-        return row.failure or "not measured: interrupted"
+def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
+    """How a system's text compares with triforce's, or why there is none."""
+    if "runs" not in one:
+        return one["failure"] or "not measured: interrupted"
     words: list[str] = []
-    if row is not comparison.triforce and comparison.job.greedy and comparison.triforce.runs:
-        words.append(_difference(row, comparison))
-    if not row.answers_agree and comparison.job.greedy:
+    greedy, triforce = document["sampling"]["temperature"] == 0, document["systems"][0]
+    if one is not triforce and greedy and "runs" in triforce:
+        words.append(_difference(one, triforce))
+    if not one["answers_agree"] and greedy:
         words.append("its own runs differ")
-    if row.failure:
-        words.append(f"run {len(row.runs) + 1} failed: {row.failure}")
+    if one["failure"]:
+        words.append(f"run {len(one['runs']) + 1} failed: {one['failure']}")
     return "; ".join(words)
 
 
-def _difference(row: Row, comparison: Comparison) -> str:
-    found = row.difference
+def _difference(one: dict[str, Any], triforce: dict[str, Any]) -> str:
+    found = one["first_difference"]
     if found is None:
         # After an interrupt nobody has looked yet.
-        same = row.runs[0].token_ids == comparison.triforce.runs[0].token_ids
+        same = one["runs"][0]["token_ids"] == triforce["runs"][0]["token_ids"]
         return "the same tokens" if same else "other tokens"
-    if found.logit is None or found.triforce_logit is None:
-        return f"differs from token {found.index} on: {found.token}, triforce {found.triforce_token}"
-    return (
-        f"differs from token {found.index} on: {found.token} (logit {found.logit:.4f}), "
-        f"triforce {found.triforce_token} (logit {found.triforce_logit:.4f})"
+    theirs, ours = (
+        "" if found[name] is None else f" (logit {found[name]:.4f})" for name in ("logit", "triforce_logit")
     )
+    return f"differs from token {found['index']} on: {found['token']}{theirs}, triforce {found['triforce_token']}{ours}"
 
 
-def _notes(comparison: Comparison) -> list[str]:
-    """What a reader should know before making something of differences."""
-    parted = [row.entry.name for row in comparison.rows if row.difference]
-    if not parted:
+def _notes(document: dict[str, Any]) -> list[str]:
+    """How to read the differences between texts, if there are any."""
+    different = [one["name"] for one in document["systems"] if one.get("first_difference")]
+    if not different:
         return []
-    if comparison.job.dtype == "float32":
-        return [f"In float32 greedy texts are the same; {', '.join(parted)} computed something else."]
+    if document["dtype"] == "float32":
+        return [f"In float32 greedy texts are the same; {', '.join(different)} computed something else."]
     return [
-        f"Logits are the target's, with its full cache, in one pass in {comparison.job.dtype}: 16-bit formats round "
+        f"Logits are the target's, with its full cache, in one pass in {document['dtype']}: 16-bit formats round "
         "differently from one way of computing to another, and where two tokens all but tie, either may come out. "
         "--dtype float32 shows whether it is that."
     ]

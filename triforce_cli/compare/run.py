@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import torch
 
 from ...offload import Sampling
@@ -18,16 +15,17 @@ from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
+from ..call import Call
 from ..generate.prompt import Source, build_prompt
 from ..generate.tokenizer import Tokenizer, check_same_vocabulary
-from ..terminal.output import JsonFile, result_console
-from ..terminal.stopping import Signals
+from ..measurement import publish
+from ..terminal.output import JsonFile
 from ..terminal.streams import tell
 from .baselines.catalogue import Entry
 from .baselines.protocol import Job
-from .command import Asked
 from .comparison import Row, compare
 from .report import as_document, report
+from .request import Asked
 
 
 def run(
@@ -36,7 +34,7 @@ def run(
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
-    signals: Signals,
+    call: Call,
 ) -> None:
     """Measures and reports. `directories` are the target's and the draft's.
 
@@ -46,21 +44,18 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="triforce-compare-") as folder:
         job = make_job(asked, source, directories, folder)
-        signals.allow()
-        comparison = compare(
-            job,
-            baselines,
-            repeats=asked.repeats,
-            limit_s=asked.limit_s,
-            settings=asked.settings,
-            on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
-            on_end=lambda row: _tell_of(row, asked.debug),
-        )
-        signals.hold()
+        with call.signals.allowed():
+            comparison = compare(
+                job,
+                baselines,
+                repeats=asked.repeat,
+                limit_s=60 * asked.time_limit,
+                settings=asked.settings,
+                on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
+                on_end=lambda row: _tell_of(row, asked.debug),
+            )
     name = device_name(torch.device(job.device))
-    with ExitStack() as last_first:  # the table last, which a pipe that nobody reads further ends, and in any case
-        last_first.callback(report, result_console(json_file), comparison, name)
-        json_file.write(as_document(comparison, name, asked.command))
+    publish(as_document(comparison, name, call.command), json_file, report)
     if comparison.interrupted:
         raise comparison.interrupted
     if not comparison.possible:
@@ -71,14 +66,14 @@ def run(
 
 
 def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None], folder: str) -> Job:
-    """What every system will be asked for.
+    """The job of every system.
 
     Raises:
         TriforceError: it cannot be met.
     """
     target, draft = directories
     Settings(**asked.settings)
-    Sampling(asked.temperature, asked.top_p, asked.top_k, asked.seed)
+    Sampling(**asked.sampling)
     config = ModelConfig.load(target)
     if draft:
         check_draft(config, ModelConfig.load(draft))
@@ -97,11 +92,8 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         dtype=str(resolve_dtype(asked.dtype, config)).removeprefix("torch."),
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        seed=asked.seed,
-        threads=threads(),
+        **asked.sampling,
+        threads=asked.threads or torch.get_num_threads(),
         folder=folder,
     )
 
@@ -118,15 +110,6 @@ def _token_ids(asked: Asked, source: Source, tokenizer: Tokenizer, config: Model
     if len(token_ids) < wanted:
         raise UsageError(f"--prompt-tokens is {wanted:,}, but the prompt has {len(token_ids):,} tokens")
     return token_ids[:wanted]
-
-
-def threads() -> int:
-    """Threads that every system computes with: `OMP_NUM_THREADS`, or the cores that this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, psutil.cpu_count(logical=False) or usable)
 
 
 def _tell_of(row: Row, debug: bool) -> None:

@@ -1,4 +1,4 @@
-"""The prompt: where its text comes from, how an instruction joins it, and what is dropped when it does not fit."""
+"""The prompt: reading its text, adding a question, and dropping a part where it does not fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SENTENCE_END = re.compile(r"[a-z]\.(?=[ \n]+[A-Z])(?!\n\n)")
 
 @dataclass(frozen=True)
 class Source:
-    """The context's text and where it is from, in words. The built-in one is cut to length once tokens are known."""
+    """A text, and its origin in words. The built-in text is cut to length once its tokens are known."""
 
     text: str
     name: str
@@ -117,7 +117,7 @@ def _checked(text: str, name: str) -> str:
 
 
 def _built_in_text() -> str:
-    """The topics that the built-in prompt begins with, and behind them all others, for who wants a longer one."""
+    """The topics that the built-in prompt begins with, followed by all others, for longer contexts."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -160,7 +160,7 @@ def build_prompt(
         check_context(config, len(token_ids), max_new_tokens)
         return Prompt(token_ids)
 
-    if truncate == "tail":  # what now stands before the question need not end with a line
+    if truncate == "tail":  # the text before the question may now end inside a line
         before, after, special = _surroundings("", ask, tokenizer)
     # Encoded in three parts, so that the cut falls inside the context whatever the tokens at its borders are.
     context = tokenizer.encode(source.text, False)
@@ -219,7 +219,7 @@ def cut(tokens: list[int], room: int, part: str) -> list[int]:
 
 
 def _surroundings(context: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str, str, bool]:
-    """What stands before and after the context, and whether encoding adds the tokens that open a text."""
+    """The text before and after the context, and whether encoding adds the tokens that begin a text (BOS)."""
     if ask is None:
         return "", "", True
     gap = "\n" * (2 - min(2, len(context) - len(context.rstrip("\n"))))

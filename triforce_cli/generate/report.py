@@ -1,4 +1,4 @@
-"""What people read on stderr before and after a run, and while the prompt is read."""
+"""Messages on stderr: what will run, the progress of reading the prompt, and the statistics of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 def report_choices(
     console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
 ) -> None:
-    """What will run where, in a few lines, before it does."""
+    """What is about to run where, in a few lines."""
     from ...offload.planning.memory import available_bytes
     from ...tp.devices import device_name
 
@@ -85,7 +85,7 @@ def _progress_lines(tokens: int) -> Callable[[float], None]:
 
 
 def report_statistics(console: Console, stats: dict[str, Any]) -> None:
-    """What a run's JSON says, in a few lines."""
+    """The JSON of a run in a few lines."""
     tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
     read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
     endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
@@ -96,9 +96,10 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
         times = ", ".join(f"{name} {tbt[name]:.1f}" for name in ("mean", "p50", "p95"))
         rows["TBT"] = f"{times} ms ({stats['tokens_per_s']:.1f} tokens/s)"
         if settings["tiers"] > 1:
-            shares = [f"{name} {accepted[name]:.0%}" for name in ("draft", "retrieval") if accepted[name] is not None]
+            shares = {name: accepted[f"{name}_per_token"] for name in ("draft", "retrieval")}
+            tested = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
             per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
-            rows["accepted"] = ", ".join([*shares, per_round])
+            rows["accepted"] = f"{tested} of tested tokens, {per_round}" if tested else per_round
         total = max(sum(seconds.values()), 1e-9)
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
         if read["bytes"]:

@@ -8,12 +8,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+import torch
 from rich.console import Console
 
 from ...offload import Engine, Generation, Round, Sampling
 from ...offload.speculation.vocabulary import check_draft
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
+from ..measurement import use_threads
 from ..options import Request
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
@@ -21,11 +23,12 @@ from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing
 from .prompt import Source, build_prompt
 from .report import prefill_progress, report_choices, report_statistics
+from .request import GenerateRequest
 from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
 def run(
-    request: Request,
+    request: GenerateRequest,
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
@@ -38,19 +41,18 @@ def run(
         Stop: the run was interrupted, after its text, its statistics and its JSON are out.
     """
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-    sampling = Sampling(request.temperature, request.top_p, request.top_k, request.seed)
+    sampling = Sampling(**request.sampling)
     target, draft = directories
     config = ModelConfig.load(target)
     if draft and request.tiers == 3:
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
-    signals.allow()
-    prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
-    engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
-    report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
+    with signals.allowed():
+        prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
+        engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
+        report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
 
-    signals.hold()
     live = request.live and LiveDisplay.possible(console)
     output = None if json_file.on_stdout else TextOutput(deferred=live and same_terminal(sys.stdout, sys.stderr))
     text = TextStream(tokenizer.decode)
@@ -61,12 +63,11 @@ def run(
             generation = engine.stream(
                 prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
             )
-            step(generation, signals)  # its token is taken from the statistics, like all others
+            step(generation, signals)  # the first token is taken from the statistics, like all others
         name = Path(request.model).name
         with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
             _decode(generation, signals, text, output, display)
     except (Stop, Exception) as error:
-        signals.hold()
         if generation is None or not (generation.statistics.token_ids or isinstance(error, Stop)):
             raise
         ended = error
@@ -79,25 +80,21 @@ def run(
 
 def load_engine(request: Request, context: int | None) -> Engine:
     """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
+    use_threads(request.threads)
     return Engine.load(
         request.model,
         draft=request.draft,
         device=request.device,
         dtype=request.dtype,
         gpus=request.gpus,
-        resident=request.resident,
         context=context,
-        tiers=request.tiers,
-        budget=request.budget,
-        chunk_size=request.chunk_size,
-        draft_length=request.draft_length,
-        block_length=request.block_length,
-        refresh=request.refresh,
+        tiers=request.most_tiers,
+        **request.settings,
     )
 
 
 def follow(request: Request) -> None:
-    """The part of a rank above 0 in `run`: it computes along, and reads, prints and writes nothing.
+    """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
 
     Raises:
         TriforceError: as `run`, or another rank has ended.
@@ -106,16 +103,12 @@ def follow(request: Request) -> None:
     while (generation := engine.follow()) is not None:
         for _ in generation:
             pass
-        del generation  # it holds the cache, whose memory the next run may want
+        del generation  # it holds the cache, whose memory the next run may need
     engine.close()
 
 
 def _decode(
-    generation: Generation,
-    signals: Signals,
-    text: TextStream,
-    output: TextOutput | None,
-    display: LiveDisplay | None,
+    generation: Generation, signals: Signals, text: TextStream, output: TextOutput | None, display: LiveDisplay | None
 ) -> None:
     event: Round | None = None
     while True:
@@ -131,11 +124,8 @@ def _decode(
 
 def step(generation: Generation, signals: Signals) -> Round | None:
     """One step of the engine, `None` at its end: here, and only here, a signal interrupts a run."""
-    signals.allow()
-    try:
+    with signals.allowed():
         return next(generation, None)
-    finally:
-        signals.hold()
 
 
 def _finish(
@@ -146,7 +136,7 @@ def _finish(
     json_file: JsonFile,
     ended: BaseException | None,
 ) -> BaseException | None:
-    """Writes what is left to write, whatever fails on the way; the first thing that ended the run is returned."""
+    """Writes text, JSON and statistics even if one of them fails; returns the first error or interrupt of the run."""
     piece = text.push(generation.statistics.token_ids[text.num_tokens :]) + text.flush()
     try:
         if output:
@@ -164,17 +154,19 @@ def _finish(
 
 
 def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
-    """The JSON with the text behind the ids it is made of."""
+    """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
     document: dict[str, Any] = {}
     for key, value in stats.items():
         document[key] = value
+        if key == "world_size":
+            document["threads"] = torch.get_num_threads()
         if key == "token_ids":
             document["text"] = text
     return document
 
 
 def same_terminal(one: TextIO, other: TextIO) -> bool:
-    """Whether both streams are one terminal. Its device tells: a name it need not have (in a container)."""
+    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
     if not (one.isatty() and other.isatty()):
         return False
     return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev

@@ -51,7 +51,7 @@ class Tokenizer:
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:
-    """The tokenizer where `tokenizer.json` says all there is to say: importing transformers takes seconds."""
+    """The tokenizer where `tokenizer.json` is sufficient: importing transformers takes seconds."""
     path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     if not path.is_file() or not settings.is_file() or any(directory.glob("*chat_template*")):
         return None
@@ -118,12 +118,11 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer as Backend
+
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        vocab = raw["model"]["vocab"]
-        words = vocab if isinstance(vocab, dict) else {entry[0]: i for i, entry in enumerate(vocab)}
-        return words | {token["content"]: token["id"] for token in raw.get("added_tokens", [])}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return Backend.from_file(str(path)).get_vocab()
+    except Exception as error:  # the library raises nothing narrower
         raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
@@ -148,7 +147,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All that was given out."""
+        """All text returned so far."""
         return "".join(self._pieces)
 
     def push(self, ids: Sequence[int]) -> str:
@@ -158,7 +157,7 @@ class TextStream:
         return "" if window.endswith("�") else self._advance(window)
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, once nothing follows."""
         return self._advance(self._decode(self._ids[self._start :]))
 
     def _advance(self, window: str) -> str:

@@ -23,6 +23,7 @@ from ...tp.weights.registry import find_model, find_preset, published_settings
 
 if TYPE_CHECKING:
     from .measured import Calibration, Measured
+    from .request import PlanRequest
 
 
 @dataclass(frozen=True)
@@ -112,69 +113,49 @@ def _modelled(tiers: int, estimate: Estimate | None) -> dict[str, Any]:
     return {**counts, "fits": True, **times}
 
 
-def make_plan(
-    model: str,
-    draft: str | None,
-    *,
-    card: Card,
-    dtype: str,
-    context: int | None,
-    gpus: int,
-    host_memory: float | None,
-    tiers: int,
-    lengths: dict[str, int | None],
-    resident: float | None,
-    acceptance: float | None,
-    draft_acceptance: float | None,
-    measured: Measured | None = None,
-) -> Plan:
-    """Args: in the words of the options; `None` is auto. `measured` is what times are taken from, in place of `card`.
+def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None) -> Plan:
+    """Args: `measured` is what times are taken from, in place of `card`.
 
     Raises:
         ModelError: no shape of that name is here.
         UsageError: settings or a number of GPUs that cannot be.
     """
+    model, draft = request.model, request.draft
     target, small = shapes(model, draft)
-    settings = Settings(
-        tiers=min(tiers, 3 if small else 2),
-        budget=lengths["budget"],
-        chunk_size=lengths["chunk_size"],
-        draft_length=lengths["draft_length"],
-        block_length=lengths["block_length"],
-        resident=resident,
-    )
-    request = RunRequest(
+    tiers = min(request.tiers, 3 if small else 2)
+    settings = Settings(tiers=tiers, resident=request.resident, **request.lengths)
+    run = RunRequest(
         target=target,
         draft=small,
-        dtype=resolve_dtype(dtype, target),
-        context=context or target.max_position_embeddings,
-        settings=settings.with_defaults(published_settings(model, gpus)),
-        gpus=gpus,
+        dtype=resolve_dtype(request.dtype, target),
+        context=request.context or target.max_position_embeddings,
+        settings=settings.with_defaults(published_settings(model, request.gpus)),
+        gpus=request.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
-        host_bytes=None if host_memory is None else int(host_memory * 2**30),
+        host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),
     )
     calibration = None
     if measured is None:
         hardware: Hardware = Machine.of(card)
-        assumed = Assumptions.of(acceptance, draft_acceptance)
+        assumed = Assumptions.of(*request.acceptance)
     else:
-        measured.check(request, model)
-        calibration = measured.machine(request, card.link_gb_per_s * 1e9)
-        hardware, assumed = calibration.machine, calibration.assumptions(acceptance, draft_acceptance)
+        measured.check(run, model)
+        calibration = measured.machine(run, card.link_gb_per_s * 1e9)
+        hardware, assumed = calibration.machine, calibration.assumptions(*request.acceptance)
     estimates = {}
-    for count in range(1, request.settings.tiers + 1):
-        lesser = replace(request, settings=replace(request.settings, tiers=count))
+    for count in range(1, run.settings.tiers + 1):
+        lesser = replace(run, settings=replace(run.settings, tiers=count))
         estimates[count] = None if shortfalls(lesser) else estimate(make_run_plan(lesser), hardware, assumed)
     return Plan(
         model=model,
-        draft=(draft or model) if request.settings.tiers == 3 else None,
+        draft=(draft or model) if run.settings.tiers == 3 else None,
         card=card,
-        run=make_run_plan(request),
+        run=make_run_plan(run),
         hardware=hardware,
         assumed=assumed,
         estimates=estimates,
-        shortfalls=shortfalls(request),
-        remedies=remedies(request),
+        shortfalls=shortfalls(run),
+        remedies=remedies(run),
         calibration=calibration,
     )
 

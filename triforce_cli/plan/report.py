@@ -6,12 +6,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from ...offload.planning.run_plan import RUNTIME_BYTES
 from ...tp.units import gib
+from ..terminal.tables import make_table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from .measured import Calibration
     from .planning import Plan
 
@@ -50,37 +52,34 @@ def show(plan: Plan) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     request, run = plan.run.request, plan.run
-    table = Table(box=None, pad_edge=False, show_footer=False)
-    table.add_column("what")
-    table.add_column("each GPU" if request.gpus > 1 else "GPU", justify="right")
-    table.add_column("host", justify="right")
-
-    def row(what: str, device: int = 0, host: int = 0) -> None:
-        table.add_row(what, gib(device) if device else "-", gib(host) if host else "-")
-
     placement = run.placement
     plural = "s" if placement.num_blocks > 1 else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
-    row("weights" + (", draft included" if plan.draft else ""), run.weights)
-    row(f"KV cache, {blocks}", run.resident_kv, run.streamed_kv * request.gpus)
-    # The larger of these two counts: they are never there together.
-    for what, size in ((f"retrieval cache, {run.budget:,} tokens", run.retrieval), ("prefill", run.prefill)):
-        if size:
-            counted = size == max(run.retrieval, run.prefill)
-            table.add_row(what + ("" if counted else " (not at the same time)"), gib(size) if counted else
-                          f"({gib(size)})", "-")  # fmt: skip
-    if placement.streams:
-        row("ring", run.ring)
-        row("open stretches", run.open_stretches)
-    row("process", run.cuda_context, RUNTIME_BYTES * request.gpus)
-    row("left free", run.reserve)
-    row("total", run.device_total, run.host_total * request.gpus)
-    table.add_row(
-        "there is",
-        gib(request.gpu_bytes or 0),
-        gib(request.host_bytes) if request.host_bytes is not None else "(not given)",
-    )
-    return table
+    draft = ", draft included" if plan.draft else ""
+    larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
+    others = {f"retrieval cache, {run.budget:,} tokens": run.retrieval, "prefill": run.prefill}
+    streaming = {"ring": run.ring, "open stretches": run.open_stretches}
+    host = "(not given)" if request.host_bytes is None else gib(request.host_bytes)
+    rows = [
+        ("weights" + draft, _size(run.weights), "-"),
+        (f"KV cache, {blocks}", _size(run.resident_kv), _size(run.streamed_kv * request.gpus)),
+        *((name, gib(size), "-") for name, size in others.items() if size == larger > 0),
+        *(
+            (f"{name} (not at the same time)", f"({gib(size)})", "-")
+            for name, size in others.items()
+            if 0 < size < larger
+        ),
+        *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
+        ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
+        ("left free", _size(run.reserve), "-"),
+        ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
+        ("available", gib(request.gpu_bytes or 0), host),
+    ]
+    return make_table(("memory", "each GPU" if request.gpus > 1 else "GPU", "host"), rows, left=("memory",))
+
+
+def _size(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes else "-"
 
 
 def _verification(plan: Plan) -> str:
@@ -93,14 +92,14 @@ def _verification(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    """What stands of what is drafted, and, beside measured passes, whether that was measured too."""
+    """The acceptance that times rest on and, where passes were measured, whether it was measured too."""
     _, *measured = plan.calibration.accepted if plan.calibration else (0, None, None)
 
     def source(value: float, known: float | None) -> str:
         return f" ({'measured' if value == known else 'assumed'})" if plan.calibration else ""
 
     large, small = plan.assumed.acceptance, plan.assumed.draft_acceptance
-    words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts stands"
+    words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts is accepted when tested"
     if plan.draft is None:
         return words
     return f"{words}, {small:.2g}{source(small, measured[1])} of what the small model drafts"
@@ -131,25 +130,15 @@ def _measured(calibration: Calibration) -> list[str]:
 
 
 def _speed_table(plan: Plan) -> Table:
-    table = Table(box=None, pad_edge=False)
-    titles = ("tiers", "TBT, modelled", "verification", "retrieval", "draft", "lengths", "tokens/round")
-    for title in titles:
-        table.add_column(title, justify="right")
-    for tiers, estimate in plan.estimates.items():
-        if estimate is None:
-            table.add_row(str(tiers), "does not fit")
+    rows: list[list[str]] = []
+    for tiers, one in plan.estimates.items():
+        if one is None:
+            rows.append([str(tiers), "does not fit", *[""] * 5])
             continue
-        lengths = {1: "-", 2: str(estimate.block_length), 3: f"{estimate.block_length}, {estimate.draft_length}"}
-        table.add_row(
-            str(tiers),
-            _ms(estimate.tbt_s),
-            _ms(estimate.verify_s),
-            _ms(estimate.retrieval_s),
-            _ms(estimate.draft_s),
-            lengths[tiers],
-            f"{estimate.tokens_per_round:.1f}",
-        )
-    return table
+        lengths = {1: "-", 2: str(one.block_length), 3: f"{one.block_length}, {one.draft_length}"}[tiers]
+        times = map(_ms, (one.tbt_s, one.verify_s, one.retrieval_s, one.draft_s))
+        rows.append([str(tiers), *times, lengths, f"{one.tokens_per_round:.1f}"])
+    return make_table(("tiers", "TBT, modelled", "verification", "retrieval", "draft", "lengths", "tokens/round"), rows)
 
 
 def _ms(seconds: float) -> str:

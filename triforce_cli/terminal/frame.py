@@ -1,7 +1,7 @@
 """One picture of the live display, drawn from a snapshot: a pure function, so that tests need no terminal.
 
-It builds rich segments by hand instead of nesting tables and panels: it is drawn several times a second by a process
-that has better things to do, and this takes a fraction of the time.
+It builds rich segments by hand instead of nesting tables and panels, which takes a fraction of the time: it is drawn
+several times a second by the process that computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Line = list[Segment]
 SIDE_BY_SIDE = 144
 """Columns from which the numbers stand beside the text instead of below it."""
 
-_SIDE_WIDTH = 62
+_SIDE_WIDTH = 66
 _LABEL = 10
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -58,6 +58,7 @@ class Snapshot:
     tokens_per_s: float
     tokens_per_round: float
     accepted_draft: float | None
+    """Accepted ÷ tested, as is the next."""
     accepted_retrieval: float | None
     draft_length: int
     block_length: int
@@ -150,10 +151,10 @@ def _progress(s: Snapshot, width: int) -> Line:
 
 def _accepted(s: Snapshot) -> Line:
     draft, retrieval = ("-" if share is None else f"{share:.0%}" for share in (s.accepted_draft, s.accepted_retrieval))
-    per_round = f"{s.tokens_per_round:.1f}"
-    return _labelled(
-        "accepted", _spans("draft ", draft, "  retrieval ", retrieval, "  ·  ", per_round, " tokens/round")
+    spans = _spans(
+        "draft ", draft, "  retrieval ", retrieval, " of tested  ·  ", f"{s.tokens_per_round:.1f}", " tokens/round"
     )
+    return _labelled("accepted", spans)
 
 
 def _lengths(s: Snapshot) -> Line:
@@ -176,7 +177,7 @@ def _memory(s: Snapshot, width: int) -> Line:
 
 
 def _time_bar(s: Snapshot, width: int) -> Line:
-    """One bar of `width` cells, divided as a round's time is; the parts' ends are rounded, so that they add up."""
+    """One bar of `width` cells, divided like the time of a round; ends are rounded, so that the parts add up."""
     total = sum(s.time_s.values())
     if total <= 0:
         return []
@@ -191,7 +192,7 @@ def _time_bar(s: Snapshot, width: int) -> Line:
 
 
 def _time_legend(s: Snapshot, width: int) -> list[Line]:
-    """What the bar's parts are, in as many lines as they take: one of 76 cells, whatever the shares."""
+    """What the parts of the bar are, in as many lines as they need: one line of 76 cells holds any shares."""
     lines: list[Line] = [_labelled("", [])]
     used = _LABEL
     for name, share in _shares(s):
@@ -241,7 +242,7 @@ def _labelled(label: str, line: Line) -> Line:
 
 
 def _spans(*parts: str) -> Line:
-    """Words and values by turns; values stand out."""
+    """Words and values alternate; values are bold."""
     return [Segment(part, _STRONG if index % 2 else _PLAIN) for index, part in enumerate(parts) if part]
 
 

@@ -1,4 +1,4 @@
-"""The live display of a run: a picture of its statistics on stderr, several times a second."""
+"""The live display of a run: its text and statistics on stderr, drawn several times a second."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .wrapping import WrappedText
 PICTURES_PER_S = 4
 
 QUIET_S = 0.5
-"""Without a round for so long, a thread draws, so that a slow model's display follows a resize too. A thread that draws
-while the model runs takes a core from it; between rounds a picture costs its own time and no more."""
+"""Where no round ends for so long, a thread draws, so that the display of a slow model follows a resize too. Otherwise
+pictures are drawn between rounds, as a thread that draws while the model runs takes a core from it."""
 
 MOST_OF_TIME = 0.01
-"""The share of time that drawing may take: slower drawing makes for fewer pictures, never for slower decoding."""
+"""The largest share of time for drawing: slower drawing means fewer pictures, not slower decoding."""
 
 _NOW_S = 1.0
-"""How far back "now" reaches."""
+"""The length of time that "now" is averaged over."""
 
 _MEMORY_EVERY_S = 1.0
 
@@ -91,7 +91,7 @@ class LiveDisplay:
             self._live.stop()
 
     def note(self, piece: str, event: Round | None) -> None:
-        """Takes the text of a round, and the round; draws where a picture is due."""
+        """Adds the text of a round, and the round; draws if a picture is due."""
         self._text.add(piece)
         if event is not None and event.index:
             self._history.append((event.seconds, len(event.tokens)))
@@ -99,7 +99,7 @@ class LiveDisplay:
             self._draw()
 
     def snapshot(self) -> Snapshot:
-        """The run as it stands."""
+        """The state of the run now."""
         s, lengths = self._generation.statistics, self._generation.lengths
         for seconds in s.token_s[self._seen :]:
             insort(self._sorted_tbt, seconds)
@@ -121,8 +121,8 @@ class LiveDisplay:
             tbt_history_s=tuple(seconds / tokens for seconds, tokens in history),
             tokens_per_s=s.tokens_per_s,
             tokens_per_round=s.tokens_per_round,
-            accepted_draft=ratio(s.draft_accepted, s.draft_proposed),
-            accepted_retrieval=ratio(s.retrieval_accepted, s.retrieval_proposed),
+            accepted_draft=ratio(s.draft_accepted, s.draft_tested),
+            accepted_retrieval=ratio(s.retrieval_accepted, s.retrieval_tested),
             draft_length=lengths["draft_length"],
             block_length=lengths["block_length"],
             budget=self._budget,
@@ -166,7 +166,7 @@ class LiveDisplay:
 
 
 def _recent(history: tuple[tuple[float, int], ...]) -> float:
-    """Time per token over the last rounds, as many as make up `_NOW_S`, at least one; 0 before there is any."""
+    """Time per token over the last rounds, as many as `_NOW_S` holds but at least one; 0 before there is any."""
     seconds, tokens = 0.0, 0
     for round_s, round_tokens in reversed(history):
         seconds, tokens = seconds + round_s, tokens + round_tokens

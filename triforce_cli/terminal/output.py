@@ -1,4 +1,4 @@
-"""Where results go: the text to stdout, the statistics to a JSON file. Nothing is lost on the way out."""
+"""Where results go: the text to stdout, statistics to a JSON file, each written whole or with an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTROL = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) 
 
 
 def harmless(text: str) -> str:
-    """`text` without characters that would steer a terminal."""
+    """`text` without control characters, which a terminal would act on."""
     return text.translate(_CONTROL)
 
 
@@ -80,7 +80,7 @@ class TextOutput:
 
 
 class ResultFile:
-    """Where a result goes, checked before the run. A regular file is replaced at once, or not at all."""
+    """A file for a result, checked before the run. A regular file is replaced as a whole or not at all."""
 
     def __init__(self, path: Path | None, temporary: Path | None, option: str) -> None:
         self._path, self._temporary, self._option = path, temporary, option
@@ -91,13 +91,13 @@ class ResultFile:
 
     @property
     def kind(self) -> str:
-        """What its name ends with, without the dot."""
+        """The ending of its name, without the dot."""
         return self._path.suffix[1:].lower() if self._path else ""
 
     @classmethod
     @contextmanager
-    def prepare(cls, path: Path | None, option: str) -> Iterator[Self]:
-        """Args: `option` is what gave `path`.
+    def prepare(cls, path: Path | None, option: str = "--json") -> Iterator[Self]:
+        """Args: `option` is the one that gave `path`.
 
         Raises:
             UsageError: a directory.
@@ -112,7 +112,7 @@ class ResultFile:
         if path.exists() and not os.access(path, os.W_OK):
             raise TriforceError(f"{option} {path} cannot be written: permission denied")
         if path.exists() and not path.is_file():
-            yield cls(path, None, option)  # a device or a pipe takes what it is given
+            yield cls(path, None, option)  # a device or a pipe is written directly
             return
         target = path.resolve()
         try:
@@ -132,7 +132,7 @@ class ResultFile:
         """Writes the file; nothing where none was asked for.
 
         Raises:
-            TriforceError: the disk says no.
+            TriforceError: it cannot be written.
         """
         if self._path is None:
             return
@@ -152,18 +152,12 @@ class JsonFile(ResultFile):
     def on_stdout(self) -> bool:
         return self._path == Path("-")
 
-    @classmethod
-    @contextmanager
-    def prepare(cls, path: Path | None, option: str = "--json") -> Iterator[Self]:
-        with super().prepare(path, option) as file:
-            yield file
-
-    def write(self, document: dict[str, Any]) -> None:
+    def write(self, document: Any) -> None:
         """Writes `document`; nothing where no file was asked for.
 
         Raises:
-            TriforceError: the disk says no.
-            Stop: stdout does.
+            TriforceError: the file cannot be written.
+            Stop: stdout cannot.
         """
         text = json.dumps(document, ensure_ascii=False, indent=2) + "\n"
         content = text.encode("utf-8", "backslashreplace")  # a path need not be UTF-8; JSON escapes it likewise

@@ -1,18 +1,20 @@
-"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away: all of them stop a run where it is safe, and none
-loses its text."""
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away stop a run where it is safe, and no text is lost."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 REPEAT_S = 1.0
-"""A signal that follows another one this soon repeats it: a key held down, or a shell and a terminal that both send."""
+"""A signal that follows another one within this time is a repetition: a key held down, or a shell and a terminal that
+both send it."""
 
 
 class Stop(BaseException):
@@ -34,18 +36,18 @@ class Stop(BaseException):
 
 
 class Signals:
-    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is; between `hold` and `allow`
-    they wait for `allow`.
+    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
+    `with signals.held()`, as soon as they are allowed again.
 
     So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. Once one
-    was raised, all is held, so that repeating it does not interrupt what it set off. A new one, `REPEAT_S` after the
-    last, is raised at once: a blocked pipe must not hold the process.
+    was raised, all are held, so that repeating it does not interrupt the ending that it set off. A new one, `REPEAT_S`
+    after the last, is raised at once: a blocked pipe must not hold the process.
     """
 
     def __init__(self) -> None:
         self._held = False
         self._stop: Stop | None = None
-        """What waits for `allow`, or was raised already."""
+        """The interrupt that waits for `allow`, or was raised already."""
         self._last_at = float("-inf")
         self._previous: dict[int, object] = {}
 
@@ -67,19 +69,44 @@ class Signals:
             self._previous[number] = signal.signal(number, self._handle)
 
     def ignore(self) -> None:
-        """From here to the end of the process nothing is left to stop, and a signal would only disturb its exit."""
+        """Ignores signals from here to the end of the process, whose exit they would only disturb."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self._previous = {}
 
     def disregard(self) -> None:
-        """From here on they do nothing here: another process answers them for this one."""
+        """From here on signals do nothing in this process: rank 0 handles them."""
         for number in self._previous:
             signal.signal(number, lambda *_: None)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals wait within this block; an error on its way out of it leaves them held.
+
+        Raises:
+            Stop: after the block, where a signal came in it.
+        """
+        before, self._held = self._held, True
+        yield
+        if not before:
+            self.allow()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A block of `held` code that a signal may interrupt.
+
+        Raises:
+            Stop: before it, where a signal waits, or in it.
+        """
+        self.allow()
+        try:
+            yield
+        finally:
+            self._held = True
+
     def allow(self) -> None:
         """Raises:
-        Stop: a signal came since `hold`, or what it raised before was swallowed.
+        Stop: a signal came while they were held, or what it raised before was swallowed.
         """
         self._held = False
         if self._stop:

@@ -1,4 +1,4 @@
-"""Standard streams that nobody reads any more: what is meant for people then goes nowhere, and stops no run."""
+"""Standard streams whose reader has gone: messages are then dropped, and do not stop a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def tell(note: str) -> None:
 
 
 class Unfailing:
-    """As much of a text stream as messages need. Once `stream` cannot be written (its reader left, its terminal was
-    closed), it takes everything and writes nothing."""
+    """The part of a text stream that messages need. Once `stream` cannot be written (its reader left, its terminal was
+    closed), everything written is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -47,8 +47,8 @@ class Unfailing:
 
 
 def abandon(stream: TextIO) -> None:
-    """Sends what `stream` still buffers nowhere, and all that follows: else the interpreter fails on it, or waits for
-    it, when it exits."""
+    """Drops what `stream` still buffers and all that follows: otherwise the interpreter would fail on it, or wait
+    for it, when it exits."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

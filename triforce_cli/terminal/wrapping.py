@@ -1,4 +1,4 @@
-"""Growing text, wrapped to a width as it comes: only the last line is ever wrapped again."""
+"""Growing text that is wrapped as it comes: only its last line is wrapped again."""
 
 from __future__ import annotations
 

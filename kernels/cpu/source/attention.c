@@ -1,42 +1,24 @@
-/* Attention on a CPU: shares the work among threads and picks the kernels. See attention.h. */
+/* Attention on a CPU: divides the work among threads and chooses the kernels. See attention.h. */
 
 #include "attention.h"
-#include "cpu.h"
 
 #include <stdlib.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-#define SHARED_PARTS ((int64_t)64 << 20) /* floats of partial results at most; else a block of rows has one thread */
-#define SMALL_WORK ((int64_t)1 << 17)    /* products of keys and rows below which a second thread costs more than it does */
-
-EXPORT int triforce_attention_level(void);
-EXPORT int triforce_attend(const Attention *call);
-
-/* The most that attention can use of this machine: see the levels in attention.h. */
-int triforce_attention_level(void)
-{
-#if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-            !__builtin_cpu_supports("avx512dq"))
-            return LEVEL_AVX2;
-        return __builtin_cpu_supports("avx512bf16") ? LEVEL_AVX512BF16 : LEVEL_AVX512;
-    }
-#endif
-    return LEVEL_NONE;
-}
+#define SHARED_PARTS ((int64_t)64 << 20) /* floats of partial results at most; beyond, one thread computes all splits of a block of rows */
+#define SMALL_WORK ((int64_t)1 << 17)    /* multiplications below which starting other threads takes longer than it saves */
 
 static const AttentionKernels *kernels_for(int64_t level, int64_t type)
 {
-    if (level > triforce_attention_level())
+    if (level > triforce_cpu_level())
         return 0;
 #if defined(__x86_64__) && defined(__GNUC__)
     switch (level) {
     case LEVEL_AVX2: return type == BFLOAT16 ? &attention_avx2_bfloat16 : &attention_avx2_float32;
     case LEVEL_AVX512: return type == BFLOAT16 ? &attention_avx512_bfloat16 : &attention_avx512_float32;
+    case LEVEL_AMX:
     case LEVEL_AVX512BF16: return type == BFLOAT16 ? &attention_avx512bf16_bfloat16 : &attention_avx512_float32;
     }
 #endif
@@ -46,7 +28,7 @@ static const AttentionKernels *kernels_for(int64_t level, int64_t type)
 
 static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
-/* A thread's temporaries, carved out of `room`, or with `room` 0 how many floats they take. */
+/* Points `work` to a thread's temporaries in `room`; returns the floats they take, also where `room` is 0. */
 static int64_t carve(Work *work, float *room, int64_t dim, int64_t rows)
 {
     float **parts[] = {&work->q, &work->keys, &work->scores, &work->sums, &work->part, &work->whole};
@@ -69,7 +51,6 @@ static void clear(float *whole, int64_t dim, int64_t rows)
     }
 }
 
-/* Returns 0; 1 without memory for temporaries; 2 on a machine without kernels of the level. */
 int triforce_attend(const Attention *call)
 {
     const AttentionKernels *kernels = kernels_for(call->level, call->type);
@@ -115,7 +96,7 @@ int triforce_attend(const Attention *call)
                 kernels->part(call, head, rows, first_split + item % splits, &work, parts + item * part_size);
             }
         }
-        /* The last rows see most, so they come first. */
+        /* The last rows see the most keys, so they are computed first. */
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < heads * blocks; item++) {
             const int64_t head = item % heads, block = blocks - 1 - item / heads;

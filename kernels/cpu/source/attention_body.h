@@ -1,13 +1,13 @@
 /* The attention kernels for one instruction set and input type. Included by a file that defines
- *   SET         the vectors to use: avx512 or avx2 (their names are SET_vec, SET_load, ...)
+ *   SET         the vector functions to use: avx512 or avx2 (SET_vec, SET_load, ...)
  *   TARGET      the compiler's target for the functions here
  *   LANES       float32 lanes of a vector
  *   STEP        vectors of scores, or of output columns, that fit into registers with ROWS_AT_A_TIME rows
- *   NAME        of the result, an AttentionKernels
+ *   NAME        the name of the AttentionKernels that this defines
  *   IS_BF16     whether inputs are bfloat16, else float32
- *   HAS_DOT     whether there are bfloat16 dot products; without, bfloat16 is widened first
- * and undefined again at the end. Query rows are taken ROWS_AT_A_TIME at a time, so that keys and values loaded into
- * registers serve them all. */
+ *   HAS_DOT     whether there are bfloat16 dot products; without them bfloat16 is converted to float32 first
+ * and which are undefined again at the end. Query rows are processed ROWS_AT_A_TIME at a time, so that keys and values are
+ * loaded into registers once for all of them. */
 
 #include <math.h>
 #include <string.h>
@@ -31,13 +31,13 @@ typedef float F(element);
 
 #if IS_BF16 && HAS_DOT
 #define DOT JOIN(SET, dot_bf16)
-#define WORDS(dim) ((dim) / 2) /* 32-bit words of a key that a dot product takes one by one */
+#define WORDS(dim) ((dim) / 2) /* 32-bit words of a key, one for each step of a dot product */
 #else
 #define DOT V(fma)
 #define WORDS(dim) (dim)
 #endif
 
-/* Columns 2 * LANES * i and on of a row: in their order, or even ones first where pairs are split. */
+/* Columns from 2 * LANES * i on of a row: in order for float32; for bfloat16 the even ones in `x`, the odd ones in `y`. */
 INLINE void F(load_columns)(const element *row, int64_t i, vec *x, vec *y)
 {
 #if IS_BF16
@@ -50,124 +50,18 @@ INLINE void F(load_columns)(const element *row, int64_t i, vec *x, vec *y)
 #endif
 }
 
-/* Writes the first `count` keys to `turned` [words][TILE], and zeros behind them. */
-FN void F(turn_keys)(const element *keys, int64_t row, int64_t count, int64_t dim, float *turned)
-{
-    static const float nothing[MAX_DIM];
-    for (int64_t key = 0; key < TILE; key += LANES) {
-        const float *rows[LANES];
-        for (int i = 0; i < LANES; i++)
-            rows[i] = key + i < count ? (const float *)(const void *)(keys + (key + i) * row) : nothing;
-        for (int64_t word = 0; word < dim * (int64_t)sizeof(element) / 4; word += LANES) {
-            vec r[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++)
-                r[i] = V(load)(rows[i] + word);
-            V(turn)(r);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-#if IS_BF16 && !HAS_DOT
-                V(store)(turned + 2 * (word + i) * TILE + key, V(first)(r[i]));
-                V(store)(turned + (2 * (word + i) + 1) * TILE + key, V(second)(r[i]));
-#else
-                V(store)(turned + (word + i) * TILE + key, r[i]);
-#endif
-            }
-        }
-    }
-}
-
-/* A query row as `DOT` takes it. */
-FN void F(copy_query)(const element *row, int64_t dim, float *q)
-{
-#if IS_BF16 && !HAS_DOT
-    for (int64_t i = 0; i < dim; i++) {
-        const uint32_t wide = (uint32_t)row[i] << 16;
-        memcpy(q + i, &wide, sizeof wide);
-    }
-#else
-    memcpy(q, row, dim * sizeof(element));
-#endif
-}
-
-/* The products of `rows` query rows with a tile of keys: scores [rows][TILE]. */
-INLINE void F(score)(const int rows, const float *q, const float *turned, int64_t words, float *scores)
-{
-    for (int64_t key = 0; key < TILE; key += STEP * LANES) {
-        vec sums[ROWS_AT_A_TIME][STEP];
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int j = 0; j < STEP; j++)
-                sums[r][j] = V(zero)();
-        for (int64_t word = 0; word < words; word++) {
-            vec keys[STEP];
-#pragma GCC unroll 8
-            for (int j = 0; j < STEP; j++)
-                keys[j] = V(load)(turned + word * TILE + key + j * LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                const vec query = V(all)(q[r * words + word]);
-#pragma GCC unroll 8
-                for (int j = 0; j < STEP; j++)
-                    sums[r][j] = DOT(query, keys[j], sums[r][j]);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int j = 0; j < STEP; j++)
-                V(store)(scores + r * TILE + key + j * LANES, sums[r][j]);
-    }
-}
-
-/* Turns a row's scores into exponentials relative to the row's peak so far, and adds to its total by lane; what was
- * summed before must be scaled by the result. */
-INLINE float F(exponentiate)(float *scores, float scale, int start, int stop, float *peak, float *sums)
-{
-    vec x[TILE / LANES];
-#pragma GCC unroll 8
-    for (int j = 0; j < TILE / LANES; j++)
-        x[j] = V(mul)(V(load)(scores + j * LANES), V(all)(scale));
-    const int partly = start > 0 || stop < TILE;
-    if (partly)
-#pragma GCC unroll 8
-        for (int j = 0; j < TILE / LANES; j++)
-            x[j] = V(within)(x[j], EMPTY, start - j * LANES, stop - j * LANES);
-    vec most = V(all)(EMPTY);
-#pragma GCC unroll 8
-    for (int j = 0; j < TILE / LANES; j++)
-        most = V(max)(x[j], most); /* without NaN, whose exponential then tells */
-    const float highest = V(largest)(most);
-    float shrink = 1.0f;
-    vec total = V(load)(sums);
-    if (highest > *peak) {
-        shrink = V(largest)(V(exp2)(V(all)(*peak - highest)));
-        total = V(mul)(total, V(all)(shrink));
-        *peak = highest;
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < TILE / LANES; j++) {
-        x[j] = V(exp2)(V(sub)(x[j], V(all)(*peak)));
-        if (partly)
-            x[j] = V(within)(x[j], 0.0f, start - j * LANES, stop - j * LANES);
-        total = V(add)(total, x[j]);
-        V(store)(scores + j * LANES, x[j]);
-    }
-    V(store)(sums, total);
-    return shrink;
-}
+#include "attention_scores.h"
 
 /* A tile of keys and its values. */
 typedef struct {
-    int64_t first, from, stop;                  /* its first key; which of its keys some row sees, counted within it */
+    int64_t first, from, stop;                  /* its first key; the keys that some row sees, counted from there */
     int64_t chunk;                              /* of its first key */
     const element *values;                      /* of its first key */
-    const element *next_keys, *next_values;     /* those of the next tile, which are fetched from memory meanwhile */
+    const element *next_keys, *next_values;     /* those of the next tile, prefetched meanwhile */
 } F(tile);
 
-/* Adds a tile's values, weighted, to 2 * `pairs` vectors of columns of each row. The first rows over a tile `fetch` the
- * same columns of the next. */
+/* Adds a tile's values, weighted by the scores, to 2 * `pairs` vectors of columns of each row. With `fetch` it prefetches
+ * the same columns of the next tile, which the first rows of a tile do. */
 INLINE void F(add_columns)(
     const int rows, const int pairs, const int fetch, const Attention *call, const F(tile) *tile, int64_t i, const float *scores,
     const float *shrink, float *out)
@@ -217,7 +111,7 @@ INLINE void F(add_values)(
         F(add_columns)(rows, 1, fetch, call, tile, i, scores, shrink, out);
 }
 
-/* The sums of a row's exponentials by chunk of the `keys` keys of a tile. */
+/* Sums a row's exponentials chunk by chunk over the `keys` keys of a tile. */
 INLINE void F(sum_chunks)(int64_t size, int64_t keys, const float *scores, float *sums)
 {
 #if LANES == 16
@@ -237,8 +131,8 @@ INLINE void F(sum_chunks)(int64_t size, int64_t keys, const float *scores, float
     }
 }
 
-/* Rows `r0` and on of a block over one tile. */
-INLINE void F(take_tile)(
+/* Attention of `rows` rows of a block, from `r0` on, to one tile. */
+INLINE void F(attend_tile)(
     const int rows, const Attention *call, const F(tile) *tile, int64_t r0, const Work *work, float *part)
 {
     const int64_t dim = call->head_dim, words = WORDS(dim), stride = row_stride(dim);
@@ -261,7 +155,7 @@ INLINE void F(take_tile)(
         F(add_values)(rows, 0, call, tile, work->scores, shrink, part + r0 * stride);
 }
 
-/* Gathers what there is to know of a block's rows. */
+/* Fills work->rows and work->q for a block of rows. */
 FN void F(prepare_rows)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work)
 {
     const int64_t dim = call->head_dim, group = call->num_heads / call->num_kv_heads;
@@ -299,19 +193,19 @@ FN void F(part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t sp
         tile.next_keys = k + block * call->k_block + offset * call->k_row;
         tile.next_values = v + block * call->v_block + offset * call->v_row;
         tile.chunk = first / call->chunk_size;
-        F(turn_keys)(keys, call->k_row, tile.stop, dim, work->keys);
+        F(transpose_keys)(keys, call->k_row, tile.stop, dim, work->keys);
         const int64_t blocks = (rows + ROWS_AT_A_TIME - 1) / ROWS_AT_A_TIME;
         for (int64_t b = 0, r0 = 0, size; b < blocks; b++, r0 += size) {
             size = (rows - r0) / (blocks - b);
             if (work->rows[r0 + size - 1].stop <= first)
                 continue;
             switch (size) {
-            case 1: F(take_tile)(1, call, &tile, r0, work, part); break;
-            case 2: F(take_tile)(2, call, &tile, r0, work, part); break;
-            case 3: F(take_tile)(3, call, &tile, r0, work, part); break;
-            case 4: F(take_tile)(4, call, &tile, r0, work, part); break;
-            case 5: F(take_tile)(5, call, &tile, r0, work, part); break;
-            default: F(take_tile)(6, call, &tile, r0, work, part); break;
+            case 1: F(attend_tile)(1, call, &tile, r0, work, part); break;
+            case 2: F(attend_tile)(2, call, &tile, r0, work, part); break;
+            case 3: F(attend_tile)(3, call, &tile, r0, work, part); break;
+            case 4: F(attend_tile)(4, call, &tile, r0, work, part); break;
+            case 5: F(attend_tile)(5, call, &tile, r0, work, part); break;
+            default: F(attend_tile)(6, call, &tile, r0, work, part); break;
             }
         }
     }
@@ -333,7 +227,8 @@ FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
     }
 }
 
-/* Makes what a row gave to chunks, relative to the peak of each tile's time, its share of the row's attention. */
+/* Turns a row's sums by chunk into shares of its attention: each tile's sums are relative to the highest score up to that
+ * tile. */
 FN void F(finish_mass)(const Attention *call, const Row *row, float peak, float norm)
 {
     const int64_t chunks = call->m / call->chunk_size, each = TILE / call->chunk_size;

@@ -68,8 +68,8 @@ AVX2 __m256 avx2_exp2(__m256 x)
     return _mm256_and_ps(normal, _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), exponent)));
 }
 
-/* Eight rows of eight 32-bit words, turned over in place. */
-AVX2 void avx2_turn(__m256 r[8])
+/* Eight rows of eight 32-bit words, transposed in place. */
+AVX2 void avx2_transpose(__m256 r[8])
 {
     __m256 t[8];
 #pragma GCC unroll 8

@@ -59,8 +59,8 @@ AVX512 __m512 avx512_exp2(__m512 x)
     return _mm512_scalef_ps(y, n);
 }
 
-/* Sixteen rows of sixteen 32-bit words, turned over in place. */
-AVX512 void avx512_turn(__m512 r[16])
+/* Sixteen rows of sixteen 32-bit words, transposed in place. */
+AVX512 void avx512_transpose(__m512 r[16])
 {
     __m512 t[16];
 #pragma GCC unroll 16

@@ -1,6 +1,5 @@
-/* What the compiled kernels for CPUs share. They are plain C, called through ctypes, and know nothing of Python or
- * PyTorch: pointers, counts and strides in elements come in. Those of layers.c need what `triforce_cpu_level` asks for;
- * attention is compiled for several instruction sets (attention.h), of which `triforce_attention_level` is the best. */
+/* The functions of the compiled kernels for CPUs. They are plain C, called through ctypes (kernels/cpu/library.py), and
+ * know nothing of Python or PyTorch: their arguments are pointers, counts, and strides in elements. */
 
 #ifndef TRIFORCE_CPU_H
 #define TRIFORCE_CPU_H
@@ -13,12 +12,25 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Raised whenever what a kernel takes changes, so that Python never calls a library of another time. */
-#define TRIFORCE_ABI 1
+/* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
+#define TRIFORCE_ABI 2
 EXPORT int triforce_abi(void);
 
-/* The most that this machine can run: 0 none of the kernels, 1 AVX-512 with bfloat16 dot products. */
+/* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
+EXPORT int64_t triforce_attention_size(void);
+
+/* Instruction sets, each with all before it. Attention is compiled for the first three; products (layers.c) need
+ * LEVEL_AVX512BF16. LEVEL_AMX adds no kernel here: it says that PyTorch's own bfloat16 products use matrix tiles. */
+enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
+
+/* The highest level of this processor, detected at the first call. */
 EXPORT int triforce_cpu_level(void);
+
+typedef struct Attention Attention;
+
+/* Attention as `call` describes it (attention.h): 0; 1 without memory for temporaries; 2 if this processor has not the
+ * level that was asked for. */
+EXPORT int triforce_attend(const Attention *call);
 
 /* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
  * RMS norm's weight) and `bias` may be NULL. 1 if memory ran out, else 0. */

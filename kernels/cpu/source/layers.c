@@ -1,8 +1,8 @@
 /* A decoder's products for a few rows: projections with the norm before them, the gated MLP, and the rotation.
  *
- * With few rows a matrix is read once and little else happens, so what a general matrix product spends before it starts
- * is most of the time. Sums are float32; results and, in bfloat16, every value that PyTorch would round are rounded
- * where it rounds them. Each row is computed as if it were alone: how many there are changes no bit of it. */
+ * With few rows, reading the matrix once is nearly all the work, and the preparations of a general matrix product would
+ * take most of the time. Sums are float32; in bfloat16, values are rounded wherever PyTorch rounds them. Each row is
+ * computed as if it were alone: its bits do not depend on the number of rows. */
 
 #include "cpu.h"
 
@@ -16,15 +16,14 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define OUTPUTS 4 /* rows of a matrix that are taken together, */
-#define ROWS 4    /* and rows of the input: 16 sums in registers */
+#define OUTPUTS 4 /* rows of a matrix, and */
+#define ROWS 4    /* rows of the input, that are multiplied together: 16 sums in registers */
 
-/* How far ahead of the products a matrix is fetched: it is read once, in rows too short for the processor to see what
- * comes next. */
+/* Bytes that a matrix is prefetched ahead of the products: its rows are too short for the processor's own prefetching. */
 #define FETCH_AHEAD (16 * 1024)
 
-/* Bytes of a matrix below which other threads cost more than they take over. All of them or none: OpenMP ends threads
- * that a smaller team has no use for, and a larger one has to start them again. */
+/* Bytes of a matrix below which one thread is faster than all. Never some of them: OpenMP ends the threads that a smaller
+ * team does not need, and has to start them again for a larger one. */
 #define SMALL_MATRIX (192 * 1024)
 
 typedef uint16_t bf16;
@@ -173,7 +172,7 @@ INLINE void normalised(const void *x, int64_t stride, const void *norm, float ep
     }
 }
 
-/* This thread's share of `count` things, in whole groups of OUTPUTS. */
+/* This thread's part of `count` outputs, in whole groups of OUTPUTS. */
 INLINE void share(int64_t count, int64_t *first, int64_t *stop)
 {
     const int64_t groups = (count + OUTPUTS - 1) / OUTPUTS, threads = omp_get_num_threads(), me = omp_get_thread_num();
@@ -306,7 +305,7 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
         }
 }
 
-/* Two copies of each, for the compiler to unroll with the format known. */
+/* Each is compiled twice, once per input type, so that the type is a constant there. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
                     void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int threads)

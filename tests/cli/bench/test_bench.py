@@ -32,7 +32,13 @@ def bench(pair, capfd):
     """Runs `bench` on the tiny pair; the outcome and the JSON."""
 
     def run(json_path=None, **changes):
-        options = {"--model": pair[0], "--draft": pair[1], "--prompt": TEXT, "--new-tokens": NEW_TOKENS, "--repeat": 2}
+        options = {
+            "--model": pair[0],
+            "--draft": pair[1],
+            "--prompt": TEXT,
+            "--max-new-tokens": NEW_TOKENS,
+            "--repeat": 2,
+        }
         options |= {"--contexts": ",".join(map(str, CONTEXTS)), "--dtype": "float32", "--temperature": 0}
         options |= {"--budget": 64, "--draft-length": 3, "--block-length": 5}
         options |= {"--json": json_path} if json_path else {}
@@ -223,12 +229,12 @@ def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
     ("changes", "code", "words"),
     [
         ({"contexts": "200,x"}, 2, ("--contexts", "'200,x'", "separated by commas")),
-        ({"contexts": "12"}, 2, ("--contexts has 12", "--new-tokens is 12")),
+        ({"contexts": "12"}, 2, ("--contexts has 12", "--max-new-tokens is 12")),
         ({"contexts": CONTEXT + 1}, 1, ("1,024 positions",)),
         ({"contexts": "auto"}, 2, ("1,024 positions", "--contexts")),
         ({"tiers": "1,4"}, 2, ("--tiers", "'1,4'", "1, 2 or 3")),
         ({"repeat": 0}, 2, ("--repeat", "'0'")),
-        ({"new_tokens": 1}, 2, ("--new-tokens", "'1'")),
+        ({"max_new_tokens": 1}, 2, ("--max-new-tokens", "'1'")),
         ({"budget": 4}, 2, ("budget is 4",)),
         ({"temperature": -1}, 2, ("temperature is -1",)),
         ({"plot": "bench.doc"}, 2, ("--plot", "bench.doc", ".png")),
@@ -245,7 +251,7 @@ def test_impossible_requests_are_refused_before_anything_is_measured(bench, chan
 def test_two_ranks_measure_as_one_does(pair, tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "200,300"]
-    arguments += ["--new-tokens", 6, "--repeat", 1, "--dtype", "float32", "--temperature", 0, "--gpus", 2]
+    arguments += ["--max-new-tokens", 6, "--repeat", 1, "--dtype", "float32", "--temperature", 0, "--gpus", 2]
     done = subprocess.run(
         [*TRIFORCE, *map(str, arguments), "--device", "cpu", "--json", str(path)], capture_output=True, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120,
@@ -264,7 +270,7 @@ def test_interrupting_keeps_what_was_measured(pair, tmp_path):
     path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "300,1000"]
     process = subprocess.Popen(
-        [*TRIFORCE, *map(str, arguments), "--new-tokens", "200", "--json", str(path), "--plot", str(picture)],
+        [*TRIFORCE, *map(str, arguments), "--max-new-tokens", "200", "--json", str(path), "--plot", str(picture)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stderr is not None

@@ -27,7 +27,7 @@ def measured_once(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs") / "benchmarks"
     folder.mkdir()
     common = ("--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--dtype", "float32", "--temperature", 0)
-    bench = ("--contexts", "200,300", "--new-tokens", 9, "--repeat", 2, "--plot", folder / "a.png")
+    bench = ("--contexts", "200,300", "--max-new-tokens", 9, "--repeat", 2, "--plot", folder / "a.png")
     compare = ("--max-new-tokens", 8, "--repeat", 1)
     compare += ("--baseline", "autoregressive", "--baseline", "transformers-assisted")
     with pytest.MonkeyPatch.context() as patch, Signals() as signals:

@@ -10,8 +10,8 @@ import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here, undocumented
 from transformers import AutoTokenizer
 from triforce.cli.generate.prompt import Source, build_prompt, cut, read_source
+from triforce.cli.generate.request import GenerateRequest
 from triforce.cli.generate.tokenizer import TextStream, Tokenizer
-from triforce.cli.options import Request
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
 
@@ -252,7 +252,7 @@ def test_help_and_version_do_not_wait_for_pytorch():
     program += "except SystemExit as e: print(e.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 False False"
-    for option in Request.__dataclass_fields__:
+    for option in GenerateRequest.__dataclass_fields__:
         assert f"--{option.replace('_', '-')}" in done.stdout, option
     assert run_command("--version").out.startswith("triforce ")
 

@@ -18,7 +18,7 @@ def bench_file(pair, tmp_path_factory):
     """A bench of the tiny pair, measured now."""
     path = tmp_path_factory.mktemp("measured") / "bench.json"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "300,900"]
-    arguments += ["--new-tokens", NEW_TOKENS, "--tiers", "1,2,3", "--draft-length", 3, "--block-length", 5]
+    arguments += ["--max-new-tokens", NEW_TOKENS, "--tiers", "1,2,3", "--draft-length", 3, "--block-length", 5]
     arguments += ["--budget", 64, "--dtype", "float32", "--temperature", 0, "--json", path]
     with pytest.MonkeyPatch.context() as patch, Signals() as signals:
         patch.setattr("triforce.offload.transfer.bandwidth.READ_BYTES", 2**24)
@@ -117,8 +117,8 @@ def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
         "acceptance at 900 tokens", "Times are modelled, from passes as measured", "(measured) of what",
     ):  # fmt: skip
         assert words in " ".join(outcome.out.split())
-    assert "0.5 (assumed) of what" in " ".join(plan("--acceptance", 0.5).out.split())
-    document = json.loads(plan("--json", "-", "--acceptance", 0.5, "--gpu-memory", 3, "--link-gbps", 7).out)
+    assert "0.5 (assumed) of what" in " ".join(plan("--assume-acceptance", 0.5).out.split())
+    document = json.loads(plan("--json", "-", "--assume-acceptance", 0.5, "--gpu-memory", 3, "--link-gbps", 7).out)
     assert document["assumed"]["acceptance"] == 0.5
     assert document["gpu"]["memory_bytes"] == 3 * 2**30 and document["gpu"]["link_gb_per_s"] == 7
 

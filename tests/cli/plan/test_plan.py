@@ -83,7 +83,7 @@ def test_what_is_planned_to_fit_is_within_the_memory(preset, gpus, memory):
     whole = request.token_bytes * request.context
     assert planned.resident_kv + planned.streamed_kv >= whole
     if planned.resident_kv:
-        assert planned.device_total <= request.gpu_bytes and not shortfalls(request)
+        assert request.gpu_bytes is not None and planned.device_total <= request.gpu_bytes and not shortfalls(request)
         if planned.placement.streams:
             block = planned.resident_kv // planned.placement.num_resident
             assert request.gpu_bytes - planned.device_total < block, "one more block of each layer would fit"
@@ -211,7 +211,8 @@ def test_figures_of_a_card_can_be_given(capfd):
         (("--shape", "qwen3-8b", "--model", "x"), 2, ("--model and --shape",)),
         (("--model", "nobody/nothing"), 1, ("nobody/nothing", "hf download")),
         (("--model", "not-there"), 1, ("'not-there'", "presets")),
-        (("--acceptance", "1.5"), 2, ("--acceptance", "'1.5'", "from 0 to 1")),
+        (("--assume-acceptance", "1.5"), 2, ("--assume-acceptance", "'1.5'", "from 0 to 1")),
+        (("--assume-acceptance", "0.5,x"), 2, ("--assume-acceptance", "'0.5,x'", "one or two")),
         (("--link-gbps", "0"), 2, ("--link-gbps", "above 0")),
         (("--gpus", "3", "--shape", THIRTEEN), 2, ("3 ranks", "--gpus may be")),
         (("--context", "0"), 2, ("--context", "'0'")),

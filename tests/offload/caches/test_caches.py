@@ -6,10 +6,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from profiles import examples
 from tiny import random_tokens, save_llama
+from tiny_caches import append, full_cache, streaming_cache
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
+from triforce.offload.caches.synthetic import fill_with_zeros
+from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -25,21 +30,6 @@ def decoder(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
     return Decoder.load(directory, dtype=torch.float32, device=CPU)
-
-
-def full_cache(decoder):
-    return FullCache.on_device(
-        decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=500, chunk_size=4
-    )
-
-
-def streaming_cache(decoder):
-    return StreamingCache(decoder, sinks=4, window=20)
-
-
-def append(decoder, cache, tokens):
-    if tokens:
-        decoder.forward(torch.tensor(tokens), cache)
 
 
 def play(decoder, cache, history, seed=0, floor=0):
@@ -79,15 +69,15 @@ def test_rollback_equals_replay(decoder, make, little_slack, history):
     assert error < 1e-4, f"logits differ by {error} after {len(tokens)} tokens"
 
 
-@given(history=steps, prompt_length=st.integers(1, 120), adopted=st.integers(0, 20))
+@given(history=steps, prompt_length=st.integers(1, 120), added=st.integers(0, 20))
 @examples(60)
-def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, adopted):
+def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, added):
     def start():
         full = full_cache(decoder)
         append(decoder, full, random_tokens(prompt_length, seed=1))
         cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
         cache.refresh()
-        append(decoder, full, random_tokens(adopted, seed=2))
+        append(decoder, full, random_tokens(added, seed=2))
         return full, cache
 
     full, cache = start()
@@ -103,7 +93,7 @@ def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, adopt
     append(decoder, replayed, tokens)
     assert cache.length == replayed.length
     assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
-    # After a verification all drafted tokens go and the full cache's own take their place.
+    # After a verification the full cache's own keys and values replace those of the draft tokens.
     for each in (cache, replayed):
         each.rollback(floor)
         each.update_tail()
@@ -131,7 +121,7 @@ def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head
     tokens = random_tokens(sum(parts))
     taken = 0
     for n in parts:
-        # Each part is followed by tokens that are taken back, as a verification's rejected ones are.
+        # Each part is followed by tokens that are rolled back, as a verification's rejected ones are.
         append(decoder, full, tokens[taken : taken + n] + random_tokens(3, seed=n))
         taken += n
         full.rollback(taken)
@@ -145,7 +135,72 @@ def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head
     assert full.recent_mass(0).shape[1] == (5 if parts == (100,) else 8)
 
 
-def test_adopted_tail_holds_the_full_caches_own_keys_and_values(decoder):
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
+def test_a_long_verification_keeps_the_mass_of_the_tokens_accepted_last(tmp_path, head_dim):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    context, drafted = random_tokens(150), random_tokens(40, seed=1)
+    verified, decoded = full_cache(decoder), full_cache(decoder)
+    verified.begin(mass_rows=len(drafted))
+    append(decoder, decoded, context)
+    for accepted in range(1, len(drafted) + 1):
+        append(decoder, decoded, drafted[accepted - 1 : accepted])
+        verified.rollback(0)
+        append(decoder, verified, context)
+        append(decoder, verified, drafted)
+        verified.rollback(len(context) + accepted)
+        for layer in range(decoder.config.num_layers):
+            got, want = verified.recent_mass(layer), decoded.recent_mass(layer)
+            assert got.shape == want.shape
+            error = (got - want).abs().max()
+            assert error < 1e-5, f"{accepted} of {len(drafted)} accepted, layer {layer}: shares differ by {error}"
+
+
+def test_rows_that_do_not_precede_a_prefills_last_ones_are_dropped(decoder):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(20))
+    append(decoder, full, random_tokens(100, seed=1))  # its last 8 rows are kept, not those before them
+    full.rollback(117)
+    assert full.recent_mass(0).shape[1] == 5
+
+
+def test_a_run_chooses_chunks_by_the_last_accepted_tokens(tmp_path):
+    save_llama(tmp_path, seed=1)
+    engine = Engine.load(tmp_path, device="cpu", dtype="float32", tiers=2, budget=16, chunk_size=4, block_length=40)
+    run = engine.stream(random_tokens(100), Sampling(temperature=1.0, top_p=1.0, seed=3), 100)
+    tokens, rejected = random_tokens(100), 0
+    for event in run:
+        tokens += event.tokens
+        rejected += event.proposed - event.accepted > 8
+        replayed = full_cache(engine.target)
+        append(engine.target, replayed, tokens[:-1])
+        for layer in range(3):
+            error = (run._full.recent_mass(layer) - replayed.recent_mass(layer)).abs().max()
+            assert error < 1e-5, f"round {event.index}, layer {layer}: shares differ by {error}"
+    assert rejected > 2
+
+
+@pytest.mark.parametrize("length", [3, 64, 200])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_cache_filled_with_zeros_holds_zeros_up_to_its_length(decoder, streams, length):
+    link = ThreadLink()
+    full = full_cache(decoder)
+    if streams:
+        place = Placement.streaming(500, 64, num_resident=1, chunk_size=4)
+        blocks = StreamedBlocks(decoder.config, link, place, dtype=torch.float32, device=CPU)
+        full = FullCache(decoder.config, decoder.rope, blocks, chunk_size=4)
+    append(decoder, full, random_tokens(300))
+    full.rollback(0)
+    fill_with_zeros(full, length)
+    assert full.length == length
+    chunks = torch.arange(-(-length // 4)).expand(decoder.config.num_kv_heads, -1)
+    for layer in range(decoder.config.num_layers):
+        for held in full.blocks.gather(layer, chunks, 4):
+            assert held[:, :length].abs().max() == 0
+    link.close()
+
+
+def test_an_updated_tail_holds_the_full_caches_own_keys_and_values(decoder):
     full = full_cache(decoder)
     append(decoder, full, random_tokens(61))
     cache = RetrievalCache(full, decoder.rope, budget=16, chunk_size=4)

@@ -13,6 +13,7 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.caches import kept as kept_cache
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.synthetic import fill_with_zeros
 from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
@@ -63,9 +64,9 @@ def test_streamed_tokens_equal_transformers(models, tiers, resident_blocks):
     assert result.stats["link"]["bytes_streamed"] > 0
 
 
-def test_streamed_samples_equal_those_at_hand(models):
+def test_streamed_samples_equal_those_of_a_cache_on_the_device(models):
     sampling = Sampling(1.0, 1.0, 0, 11)
-    settings = {"budget": 64, "refresh": "never"}  # a refresh that rides on verification comes a round later
+    settings = {"budget": 64, "refresh": "never"}  # a refresh during the next verification comes a round later
     all_on_device = load(models, **settings).generate(PROMPT, sampling, NEW_TOKENS)
     streamed = load(models, resident=0, **settings).generate(PROMPT, sampling, NEW_TOKENS)
     assert streamed.token_ids == all_on_device.token_ids
@@ -85,6 +86,17 @@ def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, ref
         streamed = run.stats()["link"]["bytes_streamed"]
         assert streamed == num_rounds * whole_blocks * block_bytes(engine) * engine.target.config.num_layers
     assert num_rounds > 3
+
+
+def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(models):
+    engine = load(models, resident=0, budget=64, refresh="round")
+    first = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
+    for _ in range(3):
+        next(first)
+    assert first._retrieval is not None and first._retrieval.collector is not None
+    kept = [keys.clone() for keys, _ in first._retrieval._buffers]
+    engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)
+    assert all(torch.equal(keys, old) for (keys, _), old in zip(first._retrieval._buffers, kept, strict=True))
 
 
 def test_prompt_leaves_the_device_once(models):
@@ -177,7 +189,7 @@ def cache_of(decoder, link, block_size, num_resident, capacity=1400):
 
 @pytest.mark.parametrize("steps", [[(600, 0), (5, 3), (64, 2), (70, 69), (9, 0), (600, 0), (1, 0)], [(3, 0)] * 40])
 @pytest.mark.parametrize(("block_size", "num_resident"), [(64, 0), (64, 3), (128, 1)])
-def test_any_steps_and_rollbacks_equal_those_at_hand(decoder, steps, block_size, num_resident):
+def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, steps, block_size, num_resident):
     link = ThreadLink()
     streamed, all_on_device = cache_of(decoder, link, block_size, num_resident), cache_of(decoder, None, block_size, 0)
     tokens = torch.tensor(random_tokens(2000, seed=8))
@@ -206,7 +218,8 @@ def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     link = ThreadLink(1e9)
     cache: Any = cache_of(decoder, link, block_size=2048, num_resident=0, capacity=8 * 2048)
-    cache.pretend(7 * 2048)
+    fill_with_zeros(cache, 7 * 2048)
+    link.wait_for_stores()
     ring = cache.blocks._ring
     ring_bytes = sum(buffer.numel() * buffer.element_size() for buffer in ring.buffers)
     rows = torch.tensor([1, 2, 3, 4, 5])

@@ -13,13 +13,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from profiles import examples
 from recorder import NoWaiting, Recorder, Tape, count_waits
-from test_caches import append, full_cache, streaming_cache
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from tiny_caches import append, full_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
-from triforce.kernels import attention, layers
+from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import full as full_cache_module
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -29,7 +28,7 @@ from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
 from triforce.offload.speculation import sampling
 from triforce.offload.speculation.lengths import PassCost
-from triforce.offload.speculation.tiers import Draws
+from triforce.offload.speculation.sampling import Sampler
 from triforce.offload.transfer.bandwidth import REPEATS
 from triforce.tp.errors import ModelError
 from triforce.tp.model.decoder import Decoder
@@ -47,9 +46,8 @@ def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
     sorts, where a CPU first looks at a sum."""
     monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    monkeypatch.setattr(attention, "_backend", lambda *_: "plain")
-    monkeypatch.setattr(layers, "_kernels", lambda *_: None)
-    monkeypatch.setattr(full_cache_module, "takes_blocks", lambda *_: False)
+    with use_kernels(attention="plain", layers="plain"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,7 @@ def test_what_a_capture_takes_says_nothing_of_a_pass(pairs, monkeypatch):
     draft, observed, after_each = run._tiers[-1], [], []
     monkeypatch.setattr(PassCost, "observe", lambda *given: observed.append(given))
     for _ in range(4):
-        draft._draw_alone(run._context, 1, run._draws)
+        draft._draw_alone(run._context, 1, run._sampler)
         draft.rollback(len(run._context) - 1)
         after_each.append(len(observed))
     assert recorder.warm_ups == recorder.captures == 1
@@ -224,14 +222,14 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     length, replays = len(run._context) - 1, recorder.replays
     for tier in (draft, retrieval):
         with torch.inference_mode(), NoWaiting():
-            tokens, rows = tier.draw_ahead(run._context, 6, run._draws)
+            tokens, rows = tier.draw_ahead(run._context, 6, run._sampler)
         assert tokens.shape == (6,)
         assert rows.shape == (6, 97)
         tier.rollback(length)
     assert recorder.replays > replays
     for tier, waits in ((draft, 1), (retrieval, 2)):  # one of the draft's own, one of the test of its tokens
         with torch.inference_mode(), count_waits() as calls:
-            tier.step(run._context, 4, run._draws)
+            tier.step(run._context, 4, run._sampler)
         assert calls == ["tolist"] * waits, tier.name
         tier.rollback(length)
     assert len(list(run)) > 0
@@ -243,11 +241,11 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     next(run)
     retrieval = run._tiers[1]
     with torch.inference_mode():
-        tokens, rows = retrieval.extend(run._context, 8, run._draws)
+        tokens, rows = retrieval.extend(run._context, 8, run._sampler)
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
-        draws = Draws(GREEDY, run._draws.generator, frozenset({tokens[end]}), adapts_to_time=False)
+        sampler = Sampler(GREEDY, run._sampler.generator, frozenset({tokens[end]}), adapts_to_time=False)
         retrieval.rollback(len(run._context) - 1)
-        cut, cut_rows = retrieval.extend(run._context, 8, draws)
+        cut, cut_rows = retrieval.extend(run._context, 8, sampler)
     assert cut == tokens[: end + 1]
     assert torch.equal(cut_rows, rows[: end + 1])
     assert retrieval.cache.length == len(run._context) + end
@@ -331,8 +329,8 @@ def as_one_operation(function):
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    from test_triton import OLD_INTERPRETER
     from triforce.kernels.triton import attention as triton_attention
+    from triton_runs import OLD_INTERPRETER
 
     if OLD_INTERPRETER:
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
@@ -345,7 +343,7 @@ def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch)
     want = [plain.forward(pair, 2) for pair in tokens]
     kernel = as_one_operation(triton_attention.attend_triton)
     monkeypatch.setattr(triton_attention, "attend_triton", kernel)
-    monkeypatch.setattr(attention, "_backend", lambda *_: "triton")
     for pair, logits in zip(tokens, want, strict=True):
-        error = (passes.forward(pair, 2) - logits).abs().max()
+        with use_kernels(attention="triton", layers="plain"):
+            error = (passes.forward(pair, 2) - logits).abs().max()
         assert error < 1e-4, f"logits differ by {error}"

@@ -48,7 +48,7 @@ def test_pass_cost_never_expects_a_longer_pass_to_be_cheaper():
 def test_acceptance_counts_only_what_was_tested():
     rate = Acceptance()
     for _ in range(500):
-        rate.observe(accepted=1, proposed=4)  # one stood, one fell, two were never tested
+        rate.observe(accepted=1, proposed=4)  # one accepted, one rejected, two not tested
     assert rate.rate == pytest.approx(0.5, abs=0.01)
 
 
@@ -61,7 +61,7 @@ def test_best_length_at_the_extremes(draft_seconds, rate, want):
     assert best_length(cost, draft_seconds, rate, 16)[0] == want
 
 
-def test_best_length_drafts_further_when_more_stands():
+def test_best_length_drafts_further_when_more_is_accepted():
     cost = PassCost(base=1.0, per_row=0.01)
     lengths = [best_length(cost, 0.05, rate, 30)[0] for rate in (0.2, 0.5, 0.8, 0.95, 0.99)]
     assert lengths == sorted(lengths)

@@ -76,8 +76,8 @@ def emitted_distribution(draft, target):
     """The distribution of the first emitted token for one proposed token, enumerated from the rule's own pieces."""
     rest = residual(target, draft)
     rest = rest / rest.sum()
-    stands = torch.minimum(target / draft.clamp_min(1e-30), torch.ones_like(target))
-    return draft * stands + (draft * (1 - stands)).sum() * rest
+    accepted = torch.minimum(target / draft.clamp_min(1e-30), torch.ones_like(target))
+    return draft * accepted + (draft * (1 - accepted)).sum() * rest
 
 
 rows = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
@@ -92,7 +92,7 @@ def test_rejection_keeps_target_distribution(draft, target):
 
 
 class ScriptedUniform:
-    """Stands for `torch.rand`, giving the numbers it was told."""
+    """Takes the place of `torch.rand` and returns given numbers."""
 
     def __init__(self, numbers):
         self.numbers = numbers
@@ -105,7 +105,7 @@ def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypat
     draft = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     target = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.25, 0.75], [1.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
-    proposed = torch.tensor([0, 0, 1])  # each stands with probability 0.5, 0.5, 1
+    proposed = torch.tensor([0, 0, 1])  # each accepted with probability 0.5, 0.5, 1
     for pattern, want in (
         ((0.49, 0.49, 0.99), (3, 0)),
         ((0.49, 0.51, 0.99), (1, 1)),
@@ -121,7 +121,7 @@ def test_nothing_proposed_draws_from_the_target():
     assert accept(empty, target, target, torch.Generator()) == (0, 2)
 
 
-def test_equal_distributions_always_stand():
+def test_tokens_of_equal_distributions_are_always_accepted():
     generator = torch.Generator().manual_seed(0)
     rows = torch.softmax(torch.randn(9, 6, generator=generator), -1)
     for proposed in itertools.islice(itertools.permutations(range(6)), 200):

@@ -83,10 +83,7 @@ def _config(job: Job) -> dict[str, Any]:
     return {
         "bf16": {"enabled": job.dtype == "bfloat16"},
         "fp16": {"enabled": job.dtype == "float16"},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": job.device == "cuda"},
-        },
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": job.device == "cuda"}},
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": 1,
         "steps_per_print": 10**9,

@@ -30,7 +30,7 @@ class Ours:
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         """Raises:
-        RuntimeError: the engine found a part of the prompt in its cache, so its prefill was none.
+        RuntimeError: the engine reused a part of the prompt from its cache, so the prefill was not measured.
         """
         result = self._engine.generate(prompt_ids, self._sampling, max_new_tokens, ignore_eos=True)
         stats = result.stats
@@ -42,7 +42,7 @@ class Ours:
 
 @torch.inference_mode()
 def logits(job: Job) -> list[list[float]]:
-    """The target's logits, with its full cache, where answers part.
+    """The target's logits, with its full cache, where answers differ.
 
     `job.options` has `answer`, the tokens after the prompt, and `candidates`, a list of `[index, *tokens]`. In one pass
     over prompt and answer, `tokens` are looked up in the logits from which token `index` of the answer was drawn.
@@ -58,7 +58,7 @@ def logits(job: Job) -> list[list[float]]:
         dtype=target.dtype,
         device=target.device,
         capacity=len(job.prompt_ids) + len(answer),
-        keeps_mass=False,
+        mass_rows=0,
     )
     tokens = torch.tensor([*job.prompt_ids, *answer[:last]], device=target.device)
     rows = target.forward(tokens, cache, num_logits=last + 1)

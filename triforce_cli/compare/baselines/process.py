@@ -1,4 +1,4 @@
-"""Starts a worker, waits for its answer, and says in one line why there is none."""
+"""Starts a worker and waits for its answer, or for a reason, in one line, why there is none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | _environment(job),
-            start_new_session=True,  # Ctrl-C is for the one that asked, which then ends the worker
+            start_new_session=True,  # Ctrl-C reaches the parent only, which then ends the worker
         )
         try:
             code = process.wait(limit_s)
@@ -70,7 +70,7 @@ def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """What every worker is given alike: the threads, and no reason to ask a network for anything."""
+    """The environment of every worker: the same threads, and no use of a network."""
     threads = str(job.threads)
     return {
         "OMP_NUM_THREADS": threads,

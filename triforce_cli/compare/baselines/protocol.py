@@ -1,6 +1,6 @@
-"""What `compare` and its workers say to each other, as JSON files: a job, and a measurement or an error.
+"""The messages between `compare` and its workers, as JSON files: a job, and a measurement or an error.
 
-It imports nothing heavy, so that what a worker's memory shows is its baseline's.
+It imports nothing heavy, so that a worker's memory is its baseline's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Job:
     seed: int | None
     threads: int
     folder: str
-    """For files that one step of a system leaves for the next."""
+    """For files that one worker of a system leaves for the next."""
     options: dict[str, Any] = field(default_factory=dict)
     """What only this system's module understands."""
 

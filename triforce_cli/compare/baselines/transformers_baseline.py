@@ -96,6 +96,6 @@ def _load(directory: str, job: Job) -> Any:
 
 
 def without_defaults(model: Any) -> None:
-    """Forgets what the checkpoint says of generation (an end-of-sequence token, its own sampling): `generate` would
-    fill in from it what a job leaves out."""
+    """Removes the checkpoint's own generation settings (an end-of-sequence token, sampling), which `generate` would use
+    for what a job leaves out."""
     model.generation_config = transformers.GenerationConfig()

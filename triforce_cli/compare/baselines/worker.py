@@ -1,7 +1,7 @@
 """The process in which one system is loaded, warmed up and measured: `python -m ... MODULE ACTION JOB RESULT`.
 
 `ACTION` is `measure`, or another function of the module that takes the job and returns what JSON can hold. The result
-file holds `{"result": ...}` or `{"error": ...}`; all else that is printed is for a log.
+file holds `{"result": ...}` or `{"error": ...}`; what the process prints goes to a log.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 def main(module_name: str, action: str, job_path: str, result_path: str) -> int:
     """The exit code: 0 with a result, 1 with an error."""
-    Guard(grace=0.0)  # whoever asked is gone: so is the question
-    with suppress(OSError):  # if memory runs out, this process is the one to go, not the one that would report it
+    Guard(grace=0.0)  # exit when the parent is gone
+    with suppress(OSError):  # if memory runs out, the system should end this process, not the one that reports it
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     answer: dict[str, Any]
     try:
         module, job = importlib.import_module(module_name), Job.load(Path(job_path))
         result = asdict(measure(module, job)) if action == "measure" else getattr(module, action)(job)
         answer = {"result": result}
-    except BaseException as error:  # of a system that is not ours: any of its failures is a row
+    except BaseException as error:  # whatever a system raises is reported in its row
         traceback.print_exc()
         answer = {"error": reason(error)}
     partial = Path(f"{result_path}.part")
@@ -82,7 +82,7 @@ def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
 
 
 def peak_bytes(device: str) -> tuple[int, int]:
-    """The most host memory that this process held, and GPU memory that PyTorch's tensors took, where it is used."""
+    """The most host memory that this process held, and the most GPU memory of PyTorch's tensors, 0 without a GPU."""
     host = _peak_resident()
     torch = sys.modules.get("torch")
     return host, torch.cuda.max_memory_allocated() if torch and device == "cuda" else 0
