@@ -72,7 +72,6 @@ def test_no_term_of_the_fit_is_below_zero_and_none_better_is_there():
         fit([])
 
 
-@pytest.mark.slow
 def test_measured_terms_take_the_place_of_the_cards(plan, bench_file):
     bench = json.loads(bench_file.read_text())
     outcome = plan("--json", "-")
