@@ -184,6 +184,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_does_not_import_triton():
     done = run_python(
         "import sys, torch; from triforce.kernels.attention import attend; import triforce.offload\n"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 from tiny import random_tokens, save_llama
 from tiny_caches import append, full_cache, streaming_cache
 from triforce.offload import Engine, Sampling
@@ -57,7 +58,7 @@ def little_slack(monkeypatch):
 
 
 @given(history=steps)
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("make", [full_cache, streaming_cache])
 def test_rollback_equals_replay(decoder, make, little_slack, history):
     cache, replayed = make(decoder), make(decoder)
@@ -69,7 +70,7 @@ def test_rollback_equals_replay(decoder, make, little_slack, history):
 
 
 @given(history=steps, prompt_length=st.integers(1, 120), added=st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, added):
     def start():
         full = full_cache(decoder)
