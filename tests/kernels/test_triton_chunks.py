@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
     ("group", "head_dim", "n", "m", "chunk_size"), [(1, 64, 3, 300, 4), (4, 96, 7, 136, 8), (8, 128, 1, 16, 16)]
 )
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (120, None), (-2, None), (200, 90)])
+@pytest.mark.slow(keep=8)
 def test_chunk_mass_is_the_attention_a_chunk_gets(device, dtype, group, head_dim, n, m, chunk_size, diagonal, window):
     q, k, v = random_qkv((2 * group, 2, head_dim), n, m, DTYPES[dtype][0])
     _, lse = oracle(q, k, v, 0.1, diagonal, window)

@@ -247,6 +247,7 @@ def test_impossible_requests_are_refused_before_anything_is_measured(bench, chan
     check_refusal(bench(**changes)[0], code, *words)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_as_one_does(pair, tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "200,300"]
@@ -264,6 +265,7 @@ def test_two_ranks_measure_as_one_does(pair, tmp_path):
         assert at["floor"]["read_bytes"] > read, "both ranks' weights, and the keys and values"
 
 
+@pytest.mark.slow
 def test_interrupting_keeps_what_was_measured(pair, tmp_path):
     path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "300,1000"]

@@ -209,6 +209,7 @@ def test_built_in_prompt_fits_any_model_and_ends_with_a_sentence(pair):
 
 
 @pytest.mark.skipif(None in PRESETS["embedded"].directories(), reason="the embedded pair is not there")
+@pytest.mark.slow
 def test_no_option_is_needed():
     outcome = run_command("generate", "--max-new-tokens", 8)
     assert outcome.code == 0, outcome

@@ -9,8 +9,9 @@ import functools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 from recorder import NoWaiting, Recorder, Tape, count_waits
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from tiny_caches import append, full_cache, streaming_cache
@@ -108,7 +109,7 @@ steps = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=5, ma
 
 
 @given(history=steps)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
 def test_replays_equal_passes_as_they_come_after_any_history(decoder, make, monkeypatch, history):
     monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)  # the window moves every dozen tokens
