@@ -14,10 +14,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+from command import undocumented
+from triforce.cli.doctor import examine
+from triforce.cli.models import describe
+from triforce.tp.weights.registry import EMBEDDED, PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -201,6 +205,12 @@ def test_errors_that_are_explained_are_in_the_code():
         pieces = [piece.strip(" ;,()") for piece in message.split("…")]
         pattern = re.compile(".*".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
         assert any(pattern.search(text) for text in written), f"no error says {message!r}"
+
+
+def test_every_key_that_models_and_doctor_write_is_documented():
+    row, findings = describe(PRESETS[EMBEDDED]), examine()
+    assert not undocumented([asdict(row)], "json.md")
+    assert not undocumented(asdict(findings), "json.md", but="versions")
 
 
 def test_a_commit_is_checked_with_the_tested_ruff():
