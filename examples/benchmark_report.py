@@ -67,6 +67,7 @@ def heading(document: dict[str, Any], path: Path) -> list[str]:
         f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
         f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
         "",
+        "<!-- not run: minutes to hours, on an idle machine -->",
         "```bash",
         document["command"],
         "```",

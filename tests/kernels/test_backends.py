@@ -12,7 +12,7 @@ from tiny import random_tokens, save_llama
 from triforce.kernels import layers
 from triforce.kernels.attention import FEW_ROWS, attend, attend_blocks, choose_backend, takes_blocks
 from triforce.kernels.cpu.library import Level, cpu_level, instructions
-from triforce.kernels.selection import Selection, selected, use_kernels
+from triforce.kernels.selection import Backend, Selection, selected, use_kernels
 from triforce.offload.caches.full import FullCache
 from triforce.tp.model.decoder import Decoder
 
@@ -92,7 +92,8 @@ def test_every_choice_computes_every_call(wanted, n, diagonal, window):
 def test_blocks_are_attended_at_once_where_the_compiled_kernels_are_in_use():
     q, blocks = torch.randn(4, 40, 64), torch.randn(3, 2, 2, 128, 64)
     assert takes_blocks(q, blocks)
-    for wanted, taken in (("plain", False), ("triton", False), ("compiled", True)):
+    choices: dict[Backend, bool] = {"plain": False, "triton": False, "compiled": True}
+    for wanted, taken in choices.items():
         with use_kernels(attention=wanted):
             assert takes_blocks(q, blocks) == taken
     with use_kernels(prefill="flash_cpu"):

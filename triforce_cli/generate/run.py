@@ -13,9 +13,9 @@ from rich.console import Console
 
 from ...offload import Engine, Generation, Round, Sampling
 from ...offload.speculation.vocabulary import check_draft
+from ...tp.devices import set_threads
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
-from ..measurement import use_threads
 from ..options import Request
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
@@ -80,7 +80,7 @@ def run(
 
 def load_engine(request: Request, context: int | None) -> Engine:
     """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
-    use_threads(request.threads)
+    set_threads(request.threads)
     return Engine.load(
         request.model,
         draft=request.draft,
