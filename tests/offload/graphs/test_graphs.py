@@ -40,6 +40,7 @@ LENGTHS = {"draft_length": 3, "block_length": 7}
 
 @pytest.mark.parametrize("tiers", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=1)
 def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     engine, recorder = recorded_engine(pairs[family], tiers=tiers)
     result = engine.generate(PROMPT, GREEDY, 80)
@@ -49,6 +50,7 @@ def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
 
 
 @pytest.mark.parametrize("refresh", ["round", 3, "never"])
+@pytest.mark.slow
 def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, refresh):
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=6)
     engine, recorder = recorded_engine(pairs["llama"], refresh=refresh)
