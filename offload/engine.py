@@ -78,6 +78,7 @@ class Engine:
         self._kept = KeptCache(target, settings.link_gbps)
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
+        self._graphs = Graphs()  # of the last run
         self._running: Generation | None = None
 
     @classmethod
@@ -200,7 +201,9 @@ class Engine:
         self.target.ranks.share(None)
 
     def close(self) -> None:
-        """Parts with the other ranks, if any; every rank calls it when no run is left."""
+        """Parts with the other ranks, if any; every rank calls it when no run is left. Captured passes are freed first,
+        whoever holds a run, as NCCL waits for them."""
+        self._graphs.clear()
         self.target.ranks.leave()
 
     def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
@@ -218,7 +221,8 @@ class Engine:
         full, plan = self._kept.prepare(prompt, request, order.reuse)
         full.begin(mass_rows=plan.mass_rows)
         retrieval = streaming = None
-        graphs = Graphs(self._capture, self.target.ranks)
+        self._graphs.clear()
+        graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         costs = PassTimes(plan, self._hardware).costs()
 
         def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:

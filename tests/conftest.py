@@ -45,6 +45,16 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two processes where pytest-xdist is installed, unless only some tests or a debugger were asked for."""
+    option = config.option
+    some = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr
+    watched = option.usepdb or option.capture == "no" or option.collectonly
+    if getattr(option, "numprocesses", 0) is None and option.dist == "no" and not some and not watched:
+        option.numprocesses, option.dist = 2, "worksteal"
+
+
 def pytest_configure(config):
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()

@@ -7,6 +7,7 @@ minds its own thread only, as PyTorch's watchdog of NCCL asks for events in anot
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -19,10 +20,11 @@ class CudaCapture:
     """Captures on a stream of its own, on which functions are warmed up too: cuBLAS has a workspace for each stream."""
 
     _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept, as PyTorch's allocators may still ask them which streams were captured."""
+    """Kept, as PyTorch's allocators may still ask them which streams were captured; without a graph after `clear`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
 
     def pool(self) -> Any:
@@ -48,7 +50,15 @@ class CudaCapture:
         except BaseException:
             self._give_up(graph, pool)
             raise
+        self._graphs.add(graph)
         return graph.replay, result
+
+    def clear(self) -> None:
+        with suppress(RuntimeError):  # an error of the device belongs to the run, which has seen it
+            torch.cuda.synchronize(self._device)  # a replay may be under way
+        for graph in (*self._graphs, *self._broken):
+            with suppress(RuntimeError):  # of one whose memory was given back when it broke
+                graph.reset()
 
     def _give_up(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Ends what a capture that CUDA broke off leaves open in PyTorch's allocator, which would not free any memory

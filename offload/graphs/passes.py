@@ -10,6 +10,7 @@ What captures is behind a protocol: CUDA's own is in `cuda_graphs`; here nothing
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,6 +45,11 @@ class Capture(Protocol):
         Raises:
             RuntimeError: it does something that cannot be captured, such as waiting for the device.
         """
+        ...
+
+    def clear(self) -> None:
+        """Frees what all captures so far have left on the device, whoever holds what replays them; none is replayed any
+        more."""
         ...
 
 
@@ -87,6 +93,9 @@ class Graphs:
         ranks: all of them replay a pass, or none does: a collective in a graph must be in every rank's.
         """
         self._capture, self._ranks = capture, ranks
+        self._passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+        if capture is not None and ranks.size > 1:
+            ranks.before_leaving(self.clear)
         self.failure: str | None = None
         """Why capturing was given up, in a line."""
 
@@ -94,6 +103,21 @@ class Graphs:
     def capture(self) -> Capture | None:
         """What captures passes, as long as that works."""
         return None if self.failure else self._capture
+
+    def register(self, passes: Passes) -> None:
+        """Says that `passes` will hold captured ones."""
+        self._passes.add(passes)
+
+    def clear(self) -> None:
+        """Frees all captured passes, whoever holds the run they belong to; from here on passes run as they come.
+
+        It must come before the ranks part: NCCL's communicator ends when all graphs with its collectives are gone.
+        """
+        for passes in self._passes:
+            passes.clear()
+        if self._capture:
+            self._capture.clear()
+        self._capture = None
 
     def agree(self, failure: str | None) -> bool:
         """Whether every rank has captured a pass; each says why it has not. If not, no other will be."""
@@ -112,11 +136,19 @@ class Passes:
         self.decoder, self.cache = decoder, cache
         self._replayable = cache if isinstance(cache, Replayable) else None
         self._graphs = graphs or Graphs()
+        self._graphs.register(self)
         self._memory: object = None
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens
         self.prepared = 0
         """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
+
+    def clear(self) -> None:
+        """Drops what was captured."""
+        for captured in self._captured.values():
+            captured.clear()
+        self._captured.clear()
+        self._memory = self._pool = None
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, num_logits: int = 1) -> Tensor:
@@ -199,6 +231,10 @@ class _CapturedPass:
         except (RuntimeError, PeerError) as error:
             return _first_reason(error)
         return None
+
+    def clear(self) -> None:
+        """Drops the graph and its result."""
+        self.replay = self.logits = None
 
 
 def _first_reason(error: BaseException) -> str:

@@ -44,10 +44,14 @@ def memory_bandwidth(device: torch.device, repeats: int = REPEATS) -> float:
 
 
 @torch.inference_mode()
-def link_bandwidth(link: Link, device: torch.device, repeats: int = REPEATS) -> dict[str, float]:
-    """Bytes a second of large copies, `in` to the device and `out` to the host: the best of several."""
-    host = link.host_memory((COPY_BYTES,), torch.uint8).fill_(1)  # untouched pages would all be one page of zeros
-    buffer = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+def link_bandwidth(
+    link: Link, device: torch.device, repeats: int = REPEATS, num_bytes: int | None = None
+) -> dict[str, float]:
+    """Bytes a second of copies of `num_bytes` (default `COPY_BYTES`), `in` to the device and `out` to the host: the
+    best of several."""
+    size = num_bytes or COPY_BYTES
+    host = link.host_memory((size,), torch.uint8).fill_(1)  # untouched pages would all be one page of zeros
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def fetch() -> None:
         link.fetch(host, buffer).wait()
@@ -56,4 +60,4 @@ def link_bandwidth(link: Link, device: torch.device, repeats: int = REPEATS) -> 
         link.store(buffer, host)
         link.wait_for_stores()
 
-    return {way: COPY_BYTES / min(timed(step, device, repeats)) for way, step in (("in", fetch), ("out", store))}
+    return {way: size / min(timed(step, device, repeats)) for way, step in (("in", fetch), ("out", store))}

@@ -58,16 +58,18 @@ class Link(Protocol):
     """Copies in the order they are asked for, each direction on its own; a fetch comes after all earlier stores."""
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that the link copies from and to at its full speed."""
+        """Uninitialised host memory that the link copies from and to at its full speed: `shape[0]` blocks, each of
+        which is copied whole or in part."""
         ...
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
         """Begins to copy `source`, in host memory, over `buffer`, on the device, after what was computed before."""
         ...
 
-    def store(self, source: Tensor, target: Tensor) -> None:
-        """Begins to copy `source`, on the device, to `target`, in host memory. `source` may be dropped at once, but not
-        overwritten before the next `Arrival.wait` or `wait_for_stores`."""
+    def store(self, source: Tensor, target: Tensor) -> Arrival:
+        """Begins to copy `source`, on the device, to `target`, in host memory, both contiguous, after what was computed
+        before. `source` may be dropped at once, but not overwritten before the arrival's `wait` or
+        `wait_for_stores`."""
         ...
 
     def wait_for_stores(self) -> None:
@@ -106,8 +108,9 @@ class ThreadLink:
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
         return self._ask(_Copy(self, source, buffer, inwards=True))
 
-    def store(self, source: Tensor, target: Tensor) -> None:
+    def store(self, source: Tensor, target: Tensor) -> Arrival:
         self._stores.append(self._ask(_Copy(self, source, target, inwards=False)))
+        return self._stores[-1]
 
     def wait_for_stores(self) -> None:
         stores, self._stores = self._stores, []

@@ -1,7 +1,8 @@
 """The ring: a few device buffers through which blocks of host memory flow, each used once and overwritten.
 
 It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
-layers too. It knows neither CUDA nor what a block means.
+layers too. Between passes, blocks that become whole on the device leave through the same buffers. It knows neither CUDA
+nor what a block means.
 """
 
 from __future__ import annotations
@@ -23,11 +24,35 @@ class Ring:
         self._link, self.buffers = link, list(buffers)
         self._coming: Iterator[Tensor] = iter(())
         self._under_way: deque[tuple[Tensor, Arrival]] = deque()
+        self._leaving: deque[tuple[Tensor, Arrival]] = deque()
+
+    def send(self, block: Tensor, target: Tensor) -> None:
+        """Copies `block`, on the device, to `target`, in host memory. It may be overwritten at once. What was begun
+        before is dropped."""
+        self.stop()
+        if len(self._leaving) < len(self.buffers):
+            buffer = self.buffers[len(self._leaving)]
+        else:
+            buffer, departure = self._leaving.popleft()
+            departure.wait()
+        buffer.copy_(block)
+        self._leaving.append((buffer, self._link.store(buffer, target)))
+
+    def stop(self) -> None:
+        """Drops what is left of the blocks that were begun; buffers may be written to then.
+
+        Raises:
+            LinkError: a copy failed.
+        """
+        self._coming = iter(())
+        while self._under_way:
+            self._under_way.popleft()[1].wait()
 
     def begin(self, blocks: Iterator[Tensor]) -> None:
         """Starts on `blocks`, in host memory; what is left of earlier ones is dropped.
 
-        A copy that is still under way ends before any that is asked for now, so its buffer is safe to use again.
+        A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
+        again.
         """
         self._coming = blocks
         self._under_way.clear()

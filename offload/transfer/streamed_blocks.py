@@ -18,7 +18,7 @@ from ...kernels.chunks import copy_chunks, gather_chunks
 from ...tp.model.config import ModelConfig
 from ..planning.placement import OPEN_SLACK, Placement
 from .device_blocks import Blocks, read_tokens, write_tokens
-from .link import Link, Traffic
+from .link import Arrival, Link, Traffic
 from .ring import Ring
 
 
@@ -55,11 +55,13 @@ class StreamedBlocks:
         self._host = [link.host_memory((self._num_blocks - num_resident, *self._block), dtype) for _ in layers]
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
+        self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
         self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)])
         self._workspace: Tensor | None = None
         self._worked = -1  # the layer in the workspace
-        self._stop = 0  # where the pass under way ends
+        self._leaving: list[Arrival] = []  # stores out of the workspace
+        self._start = self._stop = 0  # of the pass under way
 
     @property
     def capacity(self) -> int:
@@ -107,32 +109,41 @@ class StreamedBlocks:
 
     def prepare(self, start: int, n: int) -> None:
         self._link.wait_for_stores()
-        self._stop = start + n
+        self._start, self._stop = start, start + n
         self._workspace = None
         if n > OPEN_SLACK:
             shape = (-(-self._stop // self.block_size), *self._block)
             self._workspace = self._open[0].new_zeros(shape)
             self._worked = -1
+            self._leaving.clear()
             return
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
-        self._ring.begin(block for host in self._host for block in self._streamed(host))
+        self._ring.begin(block for layer, host in enumerate(self._host) for block in self._streamed(layer, host))
 
-    def _streamed(self, host: Tensor) -> Iterator[Tensor]:
-        return iter(host[: max(0, self._base // self.block_size - self.num_resident)])
+    def _streamed(self, layer: int, host: Tensor) -> Iterator[Tensor]:
+        first, stop = self._range(layer)
+        return iter(host[first - self.num_resident : stop - self.num_resident])
+
+    def _range(self, layer: int) -> tuple[int, int]:
+        """The blocks that a pass over few tokens streams: those before its sliding window are seen by none of them."""
+        whole = max(self._base // self.block_size, self.num_resident)
+        window = self._windows[layer]
+        if window is None:
+            return self.num_resident, whole
+        return min(max(self.num_resident, (self._start + 1 - window) // self.block_size), whole), whole
 
     def _close_block(self, filled: int) -> None:
         """Moves the first block of every open stretch, which holds `filled` tokens, to its home."""
+        index = self._base // self.block_size
         for layer, stretch in enumerate(self._open):
-            self._put_home(layer, self._base // self.block_size, stretch[:, :, : self.block_size].contiguous())
+            block = stretch[:, :, : self.block_size]
+            if index < self.num_resident:
+                self._resident[layer][index] = block
+            else:
+                self._ring.send(block, self._host[layer][index - self.num_resident])
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
         self._base += self.block_size
-
-    def _put_home(self, layer: int, index: int, block: Tensor) -> None:
-        if index < self.num_resident:
-            self._resident[layer][index] = block
-        else:
-            self._link.store(block, self._host[layer][index - self.num_resident])
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         stop = start + k.shape[1]
@@ -152,7 +163,8 @@ class StreamedBlocks:
     def _take_up(self, layer: int, length: int) -> None:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
-        self._link.wait_for_stores()  # the blocks of the layer before leave from the same memory
+        while self._leaving:
+            self._leaving.pop().wait()  # the blocks of the layer before leave from the same memory
         self._worked = layer
         whole = self._base // self.block_size
         resident = min(whole, self.num_resident)
@@ -172,7 +184,11 @@ class StreamedBlocks:
         assert self._workspace is not None
         whole = self._stop // self.block_size
         for index in range(self._base // self.block_size, whole):
-            self._put_home(layer, index, self._workspace[index])
+            if index < self.num_resident:
+                self._resident[layer][index] = self._workspace[index]
+            else:
+                home = self._host[layer][index - self.num_resident]
+                self._leaving.append(self._link.store(self._workspace[index], home))
         if self._stop > whole * self.block_size:
             k, v = read_tokens(self._workspace, whole * self.block_size, self._stop)
             self._open[layer][0, :, : k.shape[1]] = k
@@ -192,7 +208,8 @@ class StreamedBlocks:
         for index in range(first // size, min(whole, self.num_resident)):
             yield index * size, self._resident[layer][index]
         yield self._base, self._open[layer]
-        for index, block in enumerate(self._ring.next_blocks(max(0, whole - self.num_resident)), self.num_resident):
+        streamed, end = self._range(layer)
+        for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
             if index >= first // size:
                 yield index * size, block
 

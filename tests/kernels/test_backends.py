@@ -104,6 +104,7 @@ def test_blocks_are_attended_at_once_where_the_compiled_kernels_are_in_use():
 @pytest.mark.parametrize("block_size", [64, 8192])
 @pytest.mark.parametrize("n", [FEW_ROWS + 1, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.slow(keep=2)
 def test_prefill_by_the_flash_kernel_reads_blocks_as_the_compiled_kernels_do(dtype, n, block_size):
     """What processors with AMX do with bfloat16, here by choice."""
     g = torch.Generator().manual_seed(1)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tiny import random_tokens
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triforce.offload import Engine
+
+PROMPT = random_tokens(300, seed=3)
+LENGTHS = {"draft_length": 3, "block_length": 7}
+FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
+"""What passes are captured of."""
 
 _WAITING_CALLS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 _WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "multinomial", "unique_dim"}
@@ -103,6 +111,20 @@ class Recorder:
 
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = 0
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+
+    @property
+    def alive(self) -> int:
+        """Captured functions that anybody still holds, or that were not cleared."""
+        return sum(bool(tape.operations) for tape in self._tapes)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"warm_ups": self.warm_ups, "captures": self.captures, "replays": self.replays}
+
+    def clear(self) -> None:
+        for tape in self._tapes:
+            tape.operations.clear()
 
     def pool(self) -> None:
         return None
@@ -115,6 +137,7 @@ class Recorder:
     def capture(self, run: Callable[[], Tensor], pool: None) -> tuple[Callable[[], None], Tensor]:
         self.captures += 1
         tape = Tape()
+        self._tapes.add(tape)
         with NoWaiting(), tape:
             result = run()
         with torch.inference_mode():
@@ -125,6 +148,13 @@ class Recorder:
             tape.replay()
 
         return replay, result
+
+
+def recorded_engine(pair: Any, **changes: Any) -> tuple[Engine, Recorder]:
+    """An engine of a pair's directories whose passes a recorder captures."""
+    engine = Engine.load(pair[0], pair[1], device="cpu", dtype="float32", **({"budget": 64} | LENGTHS | changes))
+    engine._capture = recorder = Recorder()
+    return engine, recorder
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,6 +98,10 @@ class Ranks:
         self._call("broadcast", lambda: dist.broadcast(message, src=0))
         return message[1 : int(message[0]) + 1].tolist()
 
+    def before_leaving(self, act: Callable[[], None]) -> None:
+        """Has a bound method called before the group ends, by `leave` or with the process, if its object is alive."""
+        _before_leaving.append(weakref.WeakMethod(act))
+
     def leave(self) -> None:
         """Leaves the group; every rank must call it."""
         if self.size > 1:
@@ -113,7 +118,14 @@ class Ranks:
 ALONE = Ranks()
 
 
+_before_leaving: list[weakref.WeakMethod] = []
+
+
 def _leave() -> None:
+    while _before_leaving:
+        act = _before_leaving.pop()()
+        if act:
+            act()
     if dist.is_initialized():
         dist.destroy_process_group()
 

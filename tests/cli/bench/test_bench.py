@@ -196,6 +196,7 @@ def test_a_short_text_is_repeated_and_that_is_said(bench, pair, tmp_path):
     assert not document["prompt"]["repeated"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_one(bench, tmp_path):
     path = tmp_path / "bench.png"
     outcome, _ = bench(plot=path, contexts=200, repeat=1)
@@ -207,6 +208,7 @@ def test_the_picture_is_one(bench, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["bench.png"]
 
 
+@pytest.mark.slow
 def test_svg_pictures_name_every_line_and_say_what_is_derived(bench, tmp_path, monkeypatch):
     import matplotlib
 

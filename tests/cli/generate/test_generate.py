@@ -257,6 +257,7 @@ def test_help_and_version_do_not_wait_for_pytorch():
     assert run_command("--version").out.startswith("triforce ")
 
 
+@pytest.mark.slow
 def test_shell_completion_knows_presets_and_values():
     def complete(line):
         words = line.split(" ")

@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from profiles import examples
-from recorder import NoWaiting, Recorder, Tape, count_waits
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
-from tiny_caches import append, full_cache, streaming_cache
+from recorder import FAMILIES, PROMPT, NoWaiting, Recorder, Tape, count_waits, recorded_engine
+from tiny import random_tokens, save_llama
+from tiny_caches import append, retrieval_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
 from triforce.kernels.selection import use_kernels
-from triforce.offload import Engine, Sampling
+from triforce.offload import Sampling
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -26,7 +26,6 @@ from triforce.offload.planning import shape_steps
 from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
-from triforce.offload.speculation import sampling
 from triforce.offload.speculation.lengths import PassCost
 from triforce.offload.speculation.sampling import Sampler
 from triforce.offload.transfer.bandwidth import REPEATS
@@ -36,63 +35,22 @@ from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
-PROMPT = random_tokens(300, seed=3)
 LENGTHS = {"draft_length": 3, "block_length": 7}
-FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
-
-
-@pytest.fixture(autouse=True)
-def plain_pytorch(monkeypatch):
-    """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
-    sorts, where a CPU first looks at a sum."""
-    monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
-    with use_kernels(attention="plain", layers="plain"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
-    return Decoder.load(directory, dtype=torch.float32, device=CPU)
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """For each family: a model's directory, a draft that is often right, and greedy tokens of transformers."""
-    root = tmp_path_factory.mktemp("pairs")
-    made = {}
-    for name in FAMILIES:
-        model = save_family(root / name, name, seed=1)
-        made[name] = root / name, root / name, greedy_oracle(model, PROMPT, 80)
-    return made
-
-
-def recorded_engine(pair, **changes):
-    engine = Engine.load(pair[0], pair[1], device="cpu", dtype="float32", **({"budget": 64} | LENGTHS | changes))
-    engine._capture = recorder = Recorder()
-    return engine, recorder
-
-
-def retrieval_cache(decoder):
-    full = full_cache(decoder)
-    append(decoder, full, random_tokens(90, seed=1))
-    cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
-    cache.refresh()
-    return cache
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=1)
 def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     engine, recorder = recorded_engine(pairs[family], tiers=tiers)
     result = engine.generate(PROMPT, GREEDY, 80)
     assert result.token_ids == pairs[family][2]
-    assert recorder.replays > 30, vars(recorder)
+    assert recorder.replays > 30, recorder.counts
     assert result.stats["warnings"] == []
 
 
 @pytest.mark.parametrize("refresh", ["round", 3, "never"])
+@pytest.mark.slow
 def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, refresh):
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=6)
     engine, recorder = recorded_engine(pairs["llama"], refresh=refresh)
@@ -101,7 +59,7 @@ def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, r
     want = engine.generate(random_tokens(5), sampling, 1), engine.generate(PROMPT, sampling, 120)
     assert got.token_ids == want[1].token_ids
     assert got.stats["acceptance"] == want[1].stats["acceptance"]
-    assert recorder.replays > 50, vars(recorder)
+    assert recorder.replays > 50, recorder.counts
 
 
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=5, max_size=40)
@@ -142,7 +100,7 @@ def test_steps_of_a_shape_that_draft_are_timed_as_replays(decoder, monkeypatch):
     steps = ShapeSteps(decoder.config, decoder.config, lengths, dtype=torch.float32, device=CPU, context=300)
     times = steps.at(300, Assumptions())
     assert len(times.draft) == len(times.retrieval) == REPEATS
-    assert vars(recorder) == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
+    assert recorder.counts == {"warm_ups": 2, "captures": 2, "replays": 2 * (REPEATS + 1)}
     assert steps.graphs.failure is None
 
 
@@ -192,7 +150,7 @@ def test_early_and_long_passes_run_as_they_come(decoder):
     passes = Passes(decoder, cache, Graphs(recorder))
     for tokens in (random_tokens(3), random_tokens(3), random_tokens(60), random_tokens(60)):
         passes.forward(torch.tensor(tokens))
-    assert vars(recorder) == {"warm_ups": 0, "captures": 0, "replays": 0}
+    assert recorder.counts == {"warm_ups": 0, "captures": 0, "replays": 0}
 
 
 def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch):
@@ -297,7 +255,7 @@ def test_what_one_rank_cannot_capture_none_replays(decoder):
     passes, plain = Passes(decoder, retrieval_cache(decoder), graphs), Passes(decoder, retrieval_cache(decoder))
     for token in torch.tensor(random_tokens(5)).split(1):
         assert torch.allclose(passes.forward(token), plain.forward(token), atol=1e-5)
-    assert vars(recorder) == {"warm_ups": 1, "captures": 1, "replays": 0}
+    assert recorder.counts == {"warm_ups": 1, "captures": 1, "replays": 0}
     assert graphs.failure == "another rank could not capture it"
 
 
