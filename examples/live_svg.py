@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 from triforce.cli.generate.prompt import build_prompt, read_source
-from triforce.cli.generate.tokenizer import TextStream, Tokenizer
 from triforce.cli.terminal.live import LiveDisplay
 from triforce.offload import Engine, Sampling
 from triforce.tp.weights.registry import find_pair
+from triforce.tp.weights.tokenizer import TextStream, Tokenizer
 
 
 def main() -> None:

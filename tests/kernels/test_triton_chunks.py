@@ -12,12 +12,7 @@ from triforce.kernels.chunks import chunk_mass, copy_chunks, gather_chunks
 from triton_runs import DTYPES, both, interpreted
 
 from triforce.kernels.triton import chunks as triton_chunks  # isort: skip (Triton may be missing until here)
-from triforce.kernels.triton.chunks import (  # isort: skip
-    chunk_mass_triton,
-    copy_chunks_triton,
-    gather_chunks_triton,
-    takes_chunks,
-)
+from triforce.kernels.triton.chunks import chunk_mass_triton, copy_chunks_triton, gather_chunks_triton, takes_chunks
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -16,6 +16,7 @@ from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import set_threads
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
 from ..options import Request
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
@@ -24,7 +25,6 @@ from ..terminal.streams import Unfailing
 from .prompt import Source, build_prompt
 from .report import prefill_progress, report_choices, report_statistics
 from .request import GenerateRequest
-from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
 def run(

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 from triforce.cli.bench import run as bench_run
 from triforce.cli.bench.measure import Run, Step, _run, measure, steps
 from triforce.cli.bench.progress import Display, Forecast
-from triforce.cli.generate.tokenizer import Tokenizer
 from triforce.offload import Engine, Sampling
 from triforce.offload.planning.cost_model import weights_read
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 

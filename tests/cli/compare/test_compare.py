@@ -21,7 +21,7 @@ from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.process import WorkerError, run_worker
 from triforce.cli.compare.baselines.protocol import Job, Measurement
-from triforce.cli.generate.tokenizer import Tokenizer
+from triforce.tp.weights.tokenizer import Tokenizer
 
 TOKENS = 24
 _SUPPORT = str(Path(strange_systems.__file__).parent)

@@ -11,9 +11,9 @@ from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here, undocumented
 from transformers import AutoTokenizer
 from triforce.cli.generate.prompt import Source, build_prompt, cut, read_source
 from triforce.cli.generate.request import GenerateRequest
-from triforce.cli.generate.tokenizer import TextStream, Tokenizer
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
+from triforce.tp.weights.tokenizer import TextStream, Tokenizer
 
 FIELDS = {
     "version": None,
