@@ -48,6 +48,8 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Two processes where pytest-xdist is installed, unless only some tests or a debugger were asked for."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of such a run, which must not start workers of its own
     option = config.option
     some = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr
     watched = option.usepdb or option.capture == "no" or option.collectonly
