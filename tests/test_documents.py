@@ -180,7 +180,10 @@ def test_what_a_link_to_code_names_is_there(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_in_a_page_exist(page):
     text = page.read_text(encoding="utf-8")
-    for path in re.findall(r"`((?:kernels|tp|offload|triforce_cli|tests|examples|docs)/[\w./-]*)`", text):
+    code = [*re.findall(r"`([^`\n]+)`", text), *(block.text for block in blocks_of(page))]
+    for path in re.findall(
+        r"(?<![\w./-])(?:kernels|tp|offload|triforce_cli|tests|examples|docs)/[\w./-]*", "\n".join(code)
+    ):
         assert (ROOT / path).exists(), path
 
 
