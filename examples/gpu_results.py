@@ -64,19 +64,20 @@ def parts(device: str, quick: bool) -> list[Part]:
     def steps(context: int) -> list[str]:
         shape, length, budget = ("embedded", 400, 64) if quick else (SHAPE, context, BUDGET)
         of_steps = ["--tiers", "1,3", "--budget", budget, "--block-length", 12, "--draft-length", 4, "--resident", 0]
-        return [*triforce, "bench", "--shape", shape, "--contexts", length, *of_steps, *to_file]
+        return [*triforce, "bench", "--shape", shape, "--contexts", str(length), *map(str, of_steps), *to_file]
 
     def pair(resident: str) -> list[str]:
         context, new_tokens, repeats = (400, 16, 1) if quick else (131072, 128, 3)
         of_runs = ["--contexts", context, "--max-new-tokens", new_tokens, "--repeat", repeats, "--tiers", "1,2,3"]
-        return [*triforce, "bench", "--model", "embedded", *of_runs, "--resident", resident, "--seed", 1, *to_file]
+        seeded = ["--resident", resident, "--seed", "1"]
+        return [*triforce, "bench", "--model", "embedded", *map(str, of_runs), *seeded, *to_file]
 
     def compare() -> list[str]:
         tokens, new_tokens, repeats = (200, 8, 1) if quick else (8192, 128, 3)
         of_prompt = ["--prompt-file", "{book}", "--prompt-tokens", tokens]
         against = ["--baseline", "autoregressive", "--baseline", "transformers"]
         of_runs = ["--max-new-tokens", new_tokens, "--repeat", repeats]
-        return [*triforce, "compare", *of_prompt, *against, *of_runs, *to_file]
+        return [*triforce, "compare", *map(str, of_prompt), *against, *map(str, of_runs), *to_file]
 
     to_file = ["--device", device, "--json", "{json}"]
     made = [

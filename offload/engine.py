@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.packages import usable_packages
-from ..tp.devices import device_name, resolve_device, resolve_dtype
+from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
 from ..tp.model.decoder import Cache, Decoder
@@ -22,6 +22,7 @@ from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, published_settings
 from .caches.full import FullCache
 from .caches.kept import KeptCache
+from .caches.recent_mass import RECENT_ROWS
 from .caches.refreshing import RefreshingCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
@@ -62,6 +63,10 @@ class Engine:
     On several ranks every rank has an engine and starts the same runs, with the same methods or with `follow`. Each
     draws the same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
     """
+
+    REREAD_TOKENS: ClassVar[int] = RECENT_ROWS
+    """Tokens at the end of a prompt that `stream(reuse=...)` must leave to be read again, if the retrieval cache is to
+    choose chunks as it does after the whole prompt was read."""
 
     def __init__(
         self, target: Decoder, draft: Decoder | None, settings: Settings, names: tuple[str, str | None] = ("", None)
@@ -206,15 +211,40 @@ class Engine:
         self._graphs.clear()
         self.target.ranks.leave()
 
-    def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
+    @torch.inference_mode()
+    def logits(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
+        """What the target with its full cache says of an answer, computed in one pass; ends the run under way.
+
+        Returns:
+            `[len(answer_ids) + 1, vocab_size]`, float32: the logits that each token of the answer follows from, and
+            those after the last.
+
+        Raises:
+            UsageError, CapacityError: see `stream`.
+        """
+        prompt = checked_prompt(prompt_ids, self.target.config, max(1, len(answer_ids)))
+        self._end_run(len(prompt))
+        tokens = [*prompt, *answer_ids]
+        request = self._request(replace(self.settings, tiers=1), len(tokens))
+        full, plan = self._kept.prepare(tokens, request, reuse=0)
+        full.begin(mass_rows=plan.mass_rows)
+        rows = self.target.forward(to_device(tokens, self.target.device), full, num_logits=len(answer_ids) + 1)
+        self._kept.context = tokens
+        return rows
+
+    def _end_run(self, prompt_length: int) -> None:
+        """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
             self._running.close()
             if self._running.broken:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
-        prompt, sampling = order.prompt, order.sampling
-        if self.target.rope.begin(len(prompt)):
+        if self.target.rope.begin(prompt_length):
             self._kept.context = []  # what the cache holds was rotated otherwise
+
+    def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
+        prompt, sampling = order.prompt, order.sampling
+        self._end_run(len(prompt))
         settings = replace(self.settings, tiers=order.tiers)
         capacity = len(prompt) + order.max_new_tokens
         request = self._request(settings, capacity)

@@ -142,6 +142,7 @@ def test_no_folder_holds_many_files():
     assert not full, f"more than {MOST_FILES} files: {full}"
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_module_the_data_and_the_library(tmp_path):
     """Built in a copy of the tree, so that nothing of an earlier build gets in; the library is compiled without
     optimisation, which would take most of the time."""

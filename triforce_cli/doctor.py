@@ -156,7 +156,7 @@ def _look_at_embedded(found: Findings, torch: Any) -> None:
     """The model of a default run: its files are there and their tensors are as its configuration says."""
     try:
         from ..tp.model.decoder import Decoder
-        from .generate.tokenizer import Tokenizer
+        from ..tp.weights.tokenizer import Tokenizer
 
         target, draft = find_pair(EMBEDDED)
         for directory in (target, draft):

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def use_threads(threads: int | None) -> None:
-    """Makes PyTorch compute with so many CPU threads; `None` leaves what it found (`OMP_NUM_THREADS`, or all cores)."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def provenance(kind: str, command: str) -> dict[str, Any]:
     """The head of a measurement's JSON: what sort of document, from which version, when, by which command."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")

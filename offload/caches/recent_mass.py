@@ -9,19 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS
-
 RECENT_ROWS = 8
 """The number of last tokens whose attention decides which chunks a retrieval cache takes."""
 
 _ROOM = 16
 """Rows of new tokens a buffer has room for at least: where passes bring fewer, earlier rows are moved less often."""
-
-
-def largest_room(mass_rows: int) -> int:
-    """Rows `[num_kv_heads, max_chunks]` that a layer's buffer takes at most in a run with `mass_rows` (see
-    `FullCache.begin`)."""
-    return RECENT_ROWS - 1 + max(mass_rows, FEW_ROWS)
 
 
 class RecentMass:

@@ -64,6 +64,7 @@ def test_values_are_checked_when_they_are_parsed(capfd, command, option, value, 
     check_refusal(run_here(capfd, command, option, value), 2, option, *words)
 
 
+@pytest.mark.slow
 def test_threads_are_those_that_were_asked_for(pair):
     common = ("--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--max-new-tokens", 4, "--json", "-")
     for threads, want in ((("--threads", 2), 2), (("--threads", "auto"), 1), ((), 1)):
@@ -75,6 +76,7 @@ def test_threads_are_those_that_were_asked_for(pair):
     assert all("2 threads" in system["ran"] for system in document["systems"])
 
 
+@pytest.mark.slow
 def test_each_rank_computes_with_the_threads_asked_for(pair):
     outcome = run_command(
         "generate", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--max-new-tokens", 4, "--json", "-",

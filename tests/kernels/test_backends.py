@@ -12,7 +12,7 @@ from tiny import random_tokens, save_llama
 from triforce.kernels import layers
 from triforce.kernels.attention import FEW_ROWS, attend, attend_blocks, choose_backend, takes_blocks
 from triforce.kernels.cpu.library import Level, cpu_level, instructions
-from triforce.kernels.selection import Selection, selected, use_kernels
+from triforce.kernels.selection import Backend, Selection, selected, use_kernels
 from triforce.offload.caches.full import FullCache
 from triforce.tp.model.decoder import Decoder
 
@@ -92,7 +92,8 @@ def test_every_choice_computes_every_call(wanted, n, diagonal, window):
 def test_blocks_are_attended_at_once_where_the_compiled_kernels_are_in_use():
     q, blocks = torch.randn(4, 40, 64), torch.randn(3, 2, 2, 128, 64)
     assert takes_blocks(q, blocks)
-    for wanted, taken in (("plain", False), ("triton", False), ("compiled", True)):
+    choices: dict[Backend, bool] = {"plain": False, "triton": False, "compiled": True}
+    for wanted, taken in choices.items():
         with use_kernels(attention=wanted):
             assert takes_blocks(q, blocks) == taken
     with use_kernels(prefill="flash_cpu"):
@@ -103,6 +104,7 @@ def test_blocks_are_attended_at_once_where_the_compiled_kernels_are_in_use():
 @pytest.mark.parametrize("block_size", [64, 8192])
 @pytest.mark.parametrize("n", [FEW_ROWS + 1, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.slow(keep=2)
 def test_prefill_by_the_flash_kernel_reads_blocks_as_the_compiled_kernels_do(dtype, n, block_size):
     """What processors with AMX do with bfloat16, here by choice."""
     g = torch.Generator().manual_seed(1)
@@ -183,6 +185,7 @@ def run_python(code, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_does_not_import_triton():
     done = run_python(
         "import sys, torch; from triforce.kernels.attention import attend; import triforce.offload\n"

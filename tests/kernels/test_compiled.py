@@ -39,6 +39,7 @@ def need(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 5, 13, 130])
+@pytest.mark.slow(keep=12)
 def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
     need(level)
     for m in (1, 63, 64, 200, 2300):
@@ -78,6 +79,7 @@ def test_scores_of_any_size_are_summed_safely(dtype):
 @every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.slow(keep=3)
 def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window, level):
     """Decoding, verification and prefill agree: with one thread and with several, with more keys behind or not."""
     need(level)
@@ -195,6 +197,7 @@ def test_what_the_kernels_do_not_take_goes_another_way():
     assert error_of(attend(q, k, v, scale=0.2, diagonal=97), oracle(q, k, v, 0.2, 97)) < 1e-5
 
 
+@pytest.mark.slow
 def test_without_the_library_plain_pytorch_computes_the_same():
     """In a process of its own that finds no built kernels."""
     code = (

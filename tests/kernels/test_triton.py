@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import oracle, random_qkv
+from profiles import examples
 from triforce.kernels.attention import FEW_ROWS, attend, merge_partials
 from triforce.kernels.selection import use_kernels
 from triton_runs import DTYPES, both, interpreted
@@ -46,6 +47,7 @@ def check(attend_there, shape, n, m, *, device, dtype="float32", scale=0.3, diag
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.slow(keep=8)
 def test_every_head_shape_equals_sdpa_in_float64(device, head_dim, group, dtype):
     check(
         attend_triton,
@@ -62,6 +64,7 @@ def test_every_head_shape_equals_sdpa_in_float64(device, head_dim, group, dtype)
 @both
 @pytest.mark.parametrize("n", [1, 17])
 @pytest.mark.parametrize("diagonal", [None, 0, 255, 256, 10**6, -3, -40])
+@pytest.mark.slow(keep=4)
 def test_every_diagonal_equals_sdpa_in_float64(device, n, diagonal):
     check(attend_triton, (4, 2, 32), n, 277, device=device, diagonal=diagonal)
 
@@ -84,6 +87,7 @@ def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
 @both
 @pytest.mark.parametrize("m", [1, 15, 256, 257, 1030])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow(keep=5)
 def test_every_ragged_end_equals_sdpa_in_float64(device, m, dtype):
     check(attend_triton, (2, 2, 64), 2, m, device=device, dtype=dtype, scale=0.125)
 
@@ -95,7 +99,7 @@ def test_unusual_heads_equal_sdpa_in_float64(device, head_dim):
 
 
 @both
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(data=st.data())
 def test_any_call_equals_sdpa_in_float64(device, data):
     draw = data.draw
@@ -117,6 +121,7 @@ def test_any_call_equals_sdpa_in_float64(device, data):
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.slow(keep=1)
 def test_a_row_gives_the_same_bits_alone_and_with_others(device, group, dtype):
     """Verification and decoding must agree wherever the matmuls do."""
     n, m = 19, 400
@@ -191,6 +196,7 @@ def test_attend_gives_mass_beside_a_kernel_that_does_not():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.slow
 def test_the_compiler_accepts_the_kernels_without_a_gpu(capability, tmp_path):
     """Triton brings its own assembler, so what the interpreter lets pass (types, shared memory) shows here."""
     script = Path(__file__).parents[1] / "support" / "compile_triton.py"

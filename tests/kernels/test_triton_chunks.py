@@ -12,12 +12,7 @@ from triforce.kernels.chunks import chunk_mass, copy_chunks, gather_chunks
 from triton_runs import DTYPES, both, interpreted
 
 from triforce.kernels.triton import chunks as triton_chunks  # isort: skip (Triton may be missing until here)
-from triforce.kernels.triton.chunks import (  # isort: skip
-    chunk_mass_triton,
-    copy_chunks_triton,
-    gather_chunks_triton,
-    takes_chunks,
-)
+from triforce.kernels.triton.chunks import chunk_mass_triton, copy_chunks_triton, gather_chunks_triton, takes_chunks
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -28,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
     ("group", "head_dim", "n", "m", "chunk_size"), [(1, 64, 3, 300, 4), (4, 96, 7, 136, 8), (8, 128, 1, 16, 16)]
 )
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (120, None), (-2, None), (200, 90)])
+@pytest.mark.slow(keep=8)
 def test_chunk_mass_is_the_attention_a_chunk_gets(device, dtype, group, head_dim, n, m, chunk_size, diagonal, window):
     q, k, v = random_qkv((2 * group, 2, head_dim), n, m, DTYPES[dtype][0])
     _, lse = oracle(q, k, v, 0.1, diagonal, window)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
+from transformers import AutoModelForCausalLM
 from triforce.offload import Engine, Sampling
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
@@ -156,3 +157,16 @@ def test_statistics_add_up(pair):
     assert stats["kv_read"]["bytes"] > stats["rounds"] * 100 * 3 * 2 * 64 * 4
     assert 0 < stats["kv_read"]["s"] < stats["time_s"]["verify"]
     assert stats["link"]["bytes_streamed"] == 0
+
+
+def test_logits_of_an_answer_are_those_it_was_decoded_from(pair):
+    """Against transformers, for a prompt and the answer that follows it."""
+    engine = Engine.load(*pair, device="cpu", dtype="float32")
+    oracle = AutoModelForCausalLM.from_pretrained(pair[0]).eval()
+    prompt, answer = random_tokens(300, seed=3), random_tokens(9, seed=4)
+    rows = engine.logits(prompt, answer)
+    with torch.inference_mode():
+        wanted = oracle(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :]
+    assert rows.shape == wanted.shape
+    torch.testing.assert_close(rows, wanted, atol=1e-4, rtol=1e-4)
+    assert engine.generate(prompt, Sampling(temperature=0.0), 5).stats["reused_tokens"] == len(prompt) - 1

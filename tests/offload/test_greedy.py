@@ -29,6 +29,7 @@ def generate(pair, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.slow(keep=6)
 def test_greedy_equals_transformers_for_every_shape_and_tier_count(pairs, shape, tiers):
     result = generate(pairs[shape], tiers=tiers, budget=64)
     assert result.token_ids == pairs[shape][2]
@@ -37,12 +38,16 @@ def test_greedy_equals_transformers_for_every_shape_and_tier_count(pairs, shape,
 
 @pytest.mark.parametrize("budget", [8, 32, 160, 100_000])
 @pytest.mark.parametrize("refresh", ["round", 3, "never", "auto"])
+@pytest.mark.slow(keep=2)
 def test_greedy_equals_transformers_for_every_budget_and_refresh(pairs, budget, refresh):
     result = generate(pairs["gqa"], budget=budget, refresh=refresh, draft_length=3, block_length=7)
     assert result.token_ids == pairs["gqa"][2]
 
 
-@pytest.mark.parametrize(("draft_length", "block_length"), [(1, 1), (5, 2), (1, 20), (8, 40)])
+@pytest.mark.parametrize(
+    ("draft_length", "block_length"),
+    [(1, 1), (5, 2), pytest.param(1, 20, marks=pytest.mark.slow), pytest.param(8, 40, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("chunk_size", [1, 8, 31])
 def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_length, block_length, chunk_size):
     result = generate(

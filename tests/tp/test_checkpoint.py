@@ -238,6 +238,7 @@ print(peak() - before, sum(t.nbytes for t in kept))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.slow
 def test_a_rank_holds_its_part_and_little_more(tmp_path, kind):
     rows, columns, shards, each = 4096, 4096, 3, 4
     one = rows * columns * 2

@@ -138,6 +138,7 @@ def test_the_scalings_of_these_tests_matter(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=3)
 def test_greedy_tokens_of_every_family_equal_transformers(tmp_path, family):
     prompt = random_tokens(150, seed=3)
     want = greedy_oracle(save_family(tmp_path / "target", family, seed=1), prompt, 40)
@@ -149,6 +150,7 @@ def test_greedy_tokens_of_every_family_equal_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("scaling", ROPES)
 @pytest.mark.parametrize("prompt_length", [40, 150])
+@pytest.mark.slow(keep=3)
 def test_greedy_tokens_under_every_rope_scaling_equal_transformers(tmp_path, scaling, prompt_length):
     prompt = random_tokens(prompt_length, seed=3)
     want = greedy_oracle(save_scaled(tmp_path, scaling), prompt, 40)

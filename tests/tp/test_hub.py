@@ -144,6 +144,7 @@ def run(hub, tmp_path):
     return generate
 
 
+@pytest.mark.slow
 def test_a_model_and_its_draft_are_downloaded_once_and_then_need_no_network(hub, run, pair):
     first = run("--model", "tiny/target", "--draft", "tiny/draft", "--json", "-")
     assert first.code == 0, first
@@ -165,6 +166,7 @@ def test_a_model_and_its_draft_are_downloaded_once_and_then_need_no_network(hub,
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.slow(keep=1)
 def test_shards_are_downloaded_and_no_second_format(hub, run, tmp_path, kind):
     served = tmp_path / "served" / "sharded"
     in_shards(served, save_llama(served, vocab_size=320, max_position_embeddings=1024), "240KB")
@@ -178,6 +180,7 @@ def test_shards_are_downloaded_and_no_second_format(hub, run, tmp_path, kind):
     assert fetched == sorted(file.name for file in served.iterdir() if "model" in file.name) and len(fetched) == 4
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_is_said_and_goes_on_later(hub, run):
     hub.cut = "model.safetensors"
     outcome = run("--model", "tiny/target")
@@ -190,6 +193,7 @@ def test_a_download_that_breaks_off_is_said_and_goes_on_later(hub, run):
     assert hub.log and all(file.startswith("model.safetensors") for file in hub.log), "what was there is kept"
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_download_at_once_and_the_next_run_completes_it(hub, run, tmp_path):
     hub.cut = "model.safetensors"
     hub.go_on.clear()
@@ -217,6 +221,7 @@ def test_an_interrupt_ends_a_download_at_once_and_the_next_run_completes_it(hub,
         (500, "", ("fails to give tiny/target", "500", "try again later")),
     ],
 )
+@pytest.mark.slow(keep=2)
 def test_what_the_hub_refuses_is_explained(hub, run, status, code, words):
     hub.fail = status, code
     check_refusal(run("--model", "tiny/target"), 1, *words)
@@ -230,6 +235,7 @@ def test_without_a_network_it_says_how_to_bring_the_model(run):
     check_refusal(run("--model", "embedded", "--draft", "no/where", **unreachable), 1, "'no/where'", remedy)
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_found_before_gigabytes_are_fetched(hub, run, tmp_path):
     config = tmp_path / "served" / "target" / "config.json"
     kept = config.read_text()
@@ -262,6 +268,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("how", ["little", "none"])
+@pytest.mark.slow
 def test_a_full_disk_is_said_with_where_and_how_much(hub, tmp_path, how):
     done = subprocess.run(
         [sys.executable, "-P", "-c", FULL_DISK, how],

@@ -50,7 +50,7 @@ def job(root, model, **changes):
     return given | changes
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks_and_reports(request, models):
     """How many ranks, and what they report of a greedy run of every shape in three tiers and one, and sampled ones."""
     root, _ = models
@@ -88,6 +88,7 @@ def test_a_layer_sums_twice_a_forward_gathers_once_and_a_round_broadcasts_once(r
             assert passes > report["rounds"]
 
 
+@pytest.mark.slow
 def test_two_launches_of_torchrun_are_one_run(models):
     root, oracles = models
     jobs = json.dumps([job(root, "mha")])
@@ -114,11 +115,13 @@ def test_two_launches_of_torchrun_are_one_run(models):
         assert json.loads(out)["token_ids"] == oracles["mha"]
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_are_refused_with_the_counts_that_work(pair):
     outcome = run_command("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 3)
     check_refusal(outcome, 2, "4 heads", "3 ranks", "1, 2, 4")
 
 
+@pytest.mark.slow
 def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -126,6 +129,7 @@ def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
     check_refusal(run_command(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
 
 
+@pytest.mark.slow
 def test_interrupt_that_an_import_swallows_still_ends_the_launcher(tmp_path):
     """Modules written in C may drop what a signal handler raises while they are imported."""
     swallowing = """
@@ -152,6 +156,7 @@ def test_engine_refuses_ranks_that_nobody_started(pair):
         Engine.load(pair[0], gpus=2, device="cpu")
 
 
+@pytest.mark.slow
 def test_command_joins_torchrun_and_rank_0_alone_speaks(pair):
     arguments = ("generate", "--model", pair[0], "--prompt", "It was", "--temperature", 0, "--dtype", "float32")
     alone = run_command(*arguments, "--max-new-tokens", 20)
@@ -164,6 +169,7 @@ def test_command_joins_torchrun_and_rank_0_alone_speaks(pair):
     assert joined.stderr.decode().count("TTFT") == 1
 
 
+@pytest.mark.slow
 def test_port_that_is_taken_is_named_with_the_remedy(pair):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -174,6 +180,7 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
     check_refusal(outcome, 1, f"127.0.0.1:{port}", "taken", "--master-port")
 
 
+@pytest.mark.slow
 def test_rank_that_ends_early_does_not_take_the_group_apart(pair, tmp_path):
     """Where the interpreter exits in order, Gloo's threads now and then abort it; here its exit always aborts."""
     abort = "import atexit, os\nif os.environ.get('RANK') == '0':\n    atexit.register(os.abort)\n"
@@ -234,6 +241,7 @@ class Running:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_killed_rank_ends_the_run_everywhere(rank):
     running = Running()
     running.ranks[rank].send_signal(signal.SIGKILL)
@@ -247,6 +255,7 @@ def test_killed_rank_ends_the_run_everywhere(rank):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.slow
 def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):
     running = Running()
     running.process.send_signal(number)
@@ -256,6 +265,7 @@ def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):
     assert "TBT" in err
 
 
+@pytest.mark.slow
 def test_run_under_nohup_outlives_its_terminal(pair):
     """A shell that ends hangs up on the launcher; the ranks have sessions of their own."""
     arguments = ("--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2, "--max-new-tokens", 300)
@@ -274,6 +284,7 @@ def test_run_under_nohup_outlives_its_terminal(pair):
     assert b"300 tokens" in err
 
 
+@pytest.mark.slow
 def test_launcher_that_is_killed_takes_its_ranks_along():
     running = Running()
     running.process.kill()
@@ -302,6 +313,7 @@ module.DeviceBlocks.__init__ = starving
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_rank_that_fails_ends_the_run_with_its_error(fault, tmp_path):
     indented = "".join(f"    {line}\n" for line in FAULTS[fault].splitlines())
     (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n    pass\n{indented}")
@@ -314,6 +326,7 @@ def test_rank_that_fails_ends_the_run_with_its_error(fault, tmp_path):
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_request_refused_by_another_rank_first_is_still_a_usage_error(tmp_path):
     """All ranks check the request, and rank 0 may be busy with the prompt when another has refused it."""
     delay = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(15)\n"
@@ -323,6 +336,7 @@ def test_request_refused_by_another_rank_first_is_still_a_usage_error(tmp_path):
     check_refusal(outcome, 2, "rank 1: refresh is 'bogus'")
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_group_that_a_lone_member_waits_for():
     """A rank whose launcher dies while it waits for the others to come ends too."""
     script = (

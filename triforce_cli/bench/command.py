@@ -59,10 +59,10 @@ def bench(request: Asked, call: Call) -> None:
         files = (json_file, plot_file)
         if request.shape is not None:
             with call.signals.held():
-                from ..measurement import use_threads
+                from ...tp.devices import set_threads
                 from .shape import run as run_shape
 
-                use_threads(request.threads)
+                set_threads(request.threads)
                 run_shape(replace(request, model=request.shape), files, call)
             return
         source = read_source(request.prompt_file, request.prompt, tell)

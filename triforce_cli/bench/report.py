@@ -12,9 +12,6 @@ from .measure import AtContext, Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-KIND = "triforce bench"
-"""The document's `kind`."""
-
 
 def floor_of(at: AtContext, head: dict[str, Any]) -> dict[str, Any] | None:
     """From the bytes that the first run's passes read: one row or twenty, a pass reads the same."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ...offload import Engine, Sampling
 from ...offload.planning.cost_model import weights_read
+from ...offload.planning.measured import BENCH
 from ...offload.speculation.vocabulary import check_draft
 from ...offload.transfer.bandwidth import link_bandwidth, memory_bandwidth
 from ...offload.transfer.make import make_link
@@ -20,10 +21,10 @@ from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
+from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
 from ..call import Call
 from ..generate.prompt import Source, long_prompt
 from ..generate.run import load_engine, step
-from ..generate.tokenizer import Tokenizer, check_same_vocabulary
 from ..measurement import machine, provenance, publish
 from ..options import Request
 from ..terminal.output import JsonFile, ResultFile
@@ -31,7 +32,7 @@ from ..terminal.stopping import Stop
 from ..terminal.streams import Unfailing, tell
 from .measure import AtContext, measure, steps
 from .progress import Display
-from .report import KIND, as_document, report
+from .report import as_document, report
 from .request import AUTO_CONTEXTS, Asked
 
 
@@ -158,7 +159,7 @@ def describe(request: Request, target: Decoder, drafts: bool, call: Call, *, str
     """
     size, device = target.ranks.size, target.device
     return {
-        **provenance(KIND, call.command),
+        **provenance(BENCH, call.command),
         "machine": machine(device.type, device_name(device), size, torch.get_num_threads()),
         "model": request.model,
         "draft": (request.draft or request.model) if drafts else None,

@@ -15,9 +15,9 @@ from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
 from ..call import Call
 from ..generate.prompt import Source, build_prompt
-from ..generate.tokenizer import Tokenizer, check_same_vocabulary
 from ..measurement import publish
 from ..terminal.output import JsonFile
 from ..terminal.streams import tell

@@ -14,7 +14,7 @@ from ...tp.errors import CapacityError, TriforceError, UsageError
 
 if TYPE_CHECKING:
     from ...tp.model.config import ModelConfig
-    from .tokenizer import Tokenizer
+    from ...tp.weights.tokenizer import Tokenizer
 
 BUILT_IN_TOKENS = 13_000
 """Length of the built-in prompt: long enough to show the effect, read in seconds on two cores."""

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from ...offload import Engine, Generation, Round, Sampling
 from ...offload.speculation.vocabulary import check_draft
+from ...tp.devices import set_threads
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
-from ..measurement import use_threads
+from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
 from ..options import Request
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
@@ -24,7 +25,6 @@ from ..terminal.streams import Unfailing
 from .prompt import Source, build_prompt
 from .report import prefill_progress, report_choices, report_statistics
 from .request import GenerateRequest
-from .tokenizer import TextStream, Tokenizer, check_same_vocabulary
 
 
 def run(
@@ -80,7 +80,7 @@ def run(
 
 def load_engine(request: Request, context: int | None) -> Engine:
     """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
-    use_threads(request.threads)
+    set_threads(request.threads)
     return Engine.load(
         request.model,
         draft=request.draft,

@@ -47,7 +47,7 @@ def plan(request: PlanRequest, call: Call) -> None:
     if shape is not None and shape not in PRESETS:
         raise UsageError(f"--shape is {shape!r}; it is one of the presets: {', '.join(PRESETS)}")
     with JsonFile.prepare(request.json) as json_file:
-        from .measured import Measured
+        from ...offload.planning.measured import Measured
         from .planning import make_plan
 
         card, measured = _known_card(request.gpu), None

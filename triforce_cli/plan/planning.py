@@ -22,7 +22,7 @@ from ...tp.weights.hub import find_cached, is_hub_name
 from ...tp.weights.registry import find_model, find_preset, published_settings
 
 if TYPE_CHECKING:
-    from .measured import Calibration, Measured
+    from ...offload.planning.measured import Calibration, Measured
     from .request import PlanRequest
 
 

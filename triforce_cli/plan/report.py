@@ -14,7 +14,7 @@ from ..terminal.tables import make_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .measured import Calibration
+    from ...offload.planning.measured import Calibration
     from .planning import Plan
 
 

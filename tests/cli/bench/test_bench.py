@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 from triforce.cli.bench import run as bench_run
 from triforce.cli.bench.measure import Run, Step, _run, measure, steps
 from triforce.cli.bench.progress import Display, Forecast
-from triforce.cli.generate.tokenizer import Tokenizer
 from triforce.offload import Engine, Sampling
 from triforce.offload.planning.cost_model import weights_read
 from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -196,6 +196,7 @@ def test_a_short_text_is_repeated_and_that_is_said(bench, pair, tmp_path):
     assert not document["prompt"]["repeated"]
 
 
+@pytest.mark.slow
 def test_the_picture_is_one(bench, tmp_path):
     path = tmp_path / "bench.png"
     outcome, _ = bench(plot=path, contexts=200, repeat=1)
@@ -207,6 +208,7 @@ def test_the_picture_is_one(bench, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["bench.png"]
 
 
+@pytest.mark.slow
 def test_svg_pictures_name_every_line_and_say_what_is_derived(bench, tmp_path, monkeypatch):
     import matplotlib
 
@@ -247,6 +249,7 @@ def test_impossible_requests_are_refused_before_anything_is_measured(bench, chan
     check_refusal(bench(**changes)[0], code, *words)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_as_one_does(pair, tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "200,300"]
@@ -264,6 +267,7 @@ def test_two_ranks_measure_as_one_does(pair, tmp_path):
         assert at["floor"]["read_bytes"] > read, "both ranks' weights, and the keys and values"
 
 
+@pytest.mark.slow
 def test_interrupting_keeps_what_was_measured(pair, tmp_path):
     path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "300,1000"]

@@ -45,6 +45,7 @@ def measured(measured_once, tmp_path):
     return Path(shutil.copytree(measured_once, tmp_path / "benchmarks"))
 
 
+@pytest.mark.slow
 def test_every_measurement_is_a_section_with_its_command_machine_and_figures(measured):
     page = benchmark_report.page(measured)
     bench, comparison = (json.loads((measured / name).read_text()) for name in ("a.json", "b.json"))
@@ -67,6 +68,7 @@ def test_every_measurement_is_a_section_with_its_command_machine_and_figures(mea
     assert "![" not in benchmark_report.page(measured)
 
 
+@pytest.mark.slow
 def test_times_of_a_shape_are_called_modelled(measured, pair, monkeypatch):
     monkeypatch.setattr("triforce.offload.transfer.bandwidth.READ_BYTES", 2**24)
     options = ["--shape", pair[0], "--draft", pair[1], "--contexts", 256, "--json", measured / "c.json"]
@@ -78,6 +80,7 @@ def test_times_of_a_shape_are_called_modelled(measured, pair, monkeypatch):
     assert "Random weights, synthetic keys and values" in page and "assumed, 0.9" in page
 
 
+@pytest.mark.slow
 def test_a_baseline_that_failed_is_called_so_and_other_files_are_refused(measured):
     path = measured / "b.json"
     document = json.loads(path.read_text())
@@ -89,6 +92,7 @@ def test_a_baseline_that_failed_is_called_so_and_other_files_are_refused(measure
         benchmark_report.page(measured)
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_page(measured, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark_report.py", "--docs", str(measured.parent)])
     benchmark_report.main()
@@ -97,6 +101,7 @@ def test_the_script_writes_the_page(measured, monkeypatch):
     assert "Nothing is there yet." in benchmark_report.page(measured)
 
 
+@pytest.mark.slow
 def test_every_key_of_the_json_is_documented(measured):
     text = (DOCS / "bench.md").read_text(encoding="utf-8").split("## JSON")[1]
     documented = {word.strip("`[]{}| ") for word in text.replace("{", ",").replace("`", ",").split(",")}

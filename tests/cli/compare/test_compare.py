@@ -21,7 +21,7 @@ from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.process import WorkerError, run_worker
 from triforce.cli.compare.baselines.protocol import Job, Measurement
-from triforce.cli.generate.tokenizer import Tokenizer
+from triforce.tp.weights.tokenizer import Tokenizer
 
 TOKENS = 24
 _SUPPORT = str(Path(strange_systems.__file__).parent)
@@ -77,6 +77,7 @@ def rows_of(outcome):
     return lines[start + 1 : end]
 
 
+@pytest.mark.slow
 def test_systems_in_float32_write_the_same_tokens_as_transformers_itself(compare, pair, tmp_path):
     names = ["triforce", "autoregressive", "transformers", "transformers-assisted"]
     outcome, document = compare(*names[1:], json_path=tmp_path / "runs.json")
@@ -123,6 +124,7 @@ def test_optional_systems_in_float32_write_the_same_tokens(compare, tmp_path, na
     assert {"deepspeed": "ZeRO stage 3", "llama.cpp": "flash attention o"}[name] in other["ran"]
 
 
+@pytest.mark.slow
 def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare, tmp_path):
     failing = {
         "raises": "ZeroDivisionError: the other one's bug",
@@ -144,6 +146,7 @@ def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare,
     assert systems["autoregressive"]["runs"]
 
 
+@pytest.mark.slow
 def test_nothing_to_compare_exits_1_after_the_table(compare):
     outcome, _ = compare("raises")
     assert outcome.code == 1
@@ -156,6 +159,7 @@ def test_only_missing_baselines_are_refused_before_anything_runs(compare):
     check_refusal(outcome, 1, "gone is not installed", "pip install no-such-package")
 
 
+@pytest.mark.slow
 def test_assistance_without_a_draft_is_a_row(compare):
     outcome, _ = compare("transformers-assisted", "autoregressive", draft="none")
     assert outcome.code == 0, outcome
@@ -163,6 +167,7 @@ def test_assistance_without_a_draft_is_a_row(compare):
     assert "two tiers" in outcome.out
 
 
+@pytest.mark.slow
 def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, pair, tmp_path):
     outcome, document = compare("flips", json_path=tmp_path / "runs.json")
     assert outcome.code == 0, outcome
@@ -182,6 +187,7 @@ def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, 
 
 
 @pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
+@pytest.mark.slow
 def test_sampling_reaches_every_system_and_texts_are_not_compared(compare, tmp_path, only_the_likeliest):
     changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30} | only_the_likeliest
     outcome, document = compare("autoregressive", "transformers", json_path=tmp_path / "runs.json", seed=3, **changes)
@@ -231,6 +237,7 @@ def runs(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_with_its_children(job, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", WITH_STRANGE_SYSTEMS)
     with pytest.raises(WorkerError, match="stopped after 8 s") as failure:
@@ -275,6 +282,7 @@ def test_tokens_that_come_with_the_first_one_do_not_count_as_decoded():
     assert replace(measured, first_tokens=5).tbt_s == 0.0
 
 
+@pytest.mark.slow
 def test_interrupting_keeps_what_was_measured(pair, tmp_path):
     target, draft = pair
     path = tmp_path / "runs.json"

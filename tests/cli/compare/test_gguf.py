@@ -7,8 +7,8 @@ from transformers import LlamaForCausalLM
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install gguf")
 
-from triforce.cli.compare.baselines.gguf_file import write_gguf  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
+from triforce.tp.weights.gguf_file import write_gguf  # noqa: E402
 
 
 def tensors_of(path):

@@ -11,9 +11,9 @@ from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here, undocumented
 from transformers import AutoTokenizer
 from triforce.cli.generate.prompt import Source, build_prompt, cut, read_source
 from triforce.cli.generate.request import GenerateRequest
-from triforce.cli.generate.tokenizer import TextStream, Tokenizer
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
+from triforce.tp.weights.tokenizer import TextStream, Tokenizer
 
 FIELDS = {
     "version": None,
@@ -209,6 +209,7 @@ def test_built_in_prompt_fits_any_model_and_ends_with_a_sentence(pair):
 
 
 @pytest.mark.skipif(None in PRESETS["embedded"].directories(), reason="the embedded pair is not there")
+@pytest.mark.slow
 def test_no_option_is_needed():
     outcome = run_command("generate", "--max-new-tokens", 8)
     assert outcome.code == 0, outcome
@@ -256,6 +257,7 @@ def test_help_and_version_do_not_wait_for_pytorch():
     assert run_command("--version").out.startswith("triforce ")
 
 
+@pytest.mark.slow
 def test_shell_completion_knows_presets_and_values():
     def complete(line):
         words = line.split(" ")

@@ -193,6 +193,7 @@ def test_display_resize_and_interrupt_on_a_terminal(pair):
     assert len(re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|\s", "", text)) > 10, "the text so far is kept"
 
 
+@pytest.mark.slow
 def test_interrupts_in_a_row_leave_the_terminal_and_the_statistics(pair):
     terminal = Terminal(pair, *LONG)
     terminal.read_until("tokens/round")
@@ -206,6 +207,7 @@ def test_interrupts_in_a_row_leave_the_terminal_and_the_statistics(pair):
     assert "tokens, interrupted; seed" in raw and "Traceback" not in raw and "Exception" not in raw
 
 
+@pytest.mark.slow
 def test_closed_terminal_keeps_text_and_json(pair, tmp_path):
     terminal = Terminal(pair, *LONG, "--json", tmp_path / "run.json")
     terminal.read_until("tokens/round")
@@ -235,6 +237,7 @@ def test_one_terminal_is_known_without_its_name(monkeypatch):
             os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_no_live_streams_plain_text(pair):
     terminal = Terminal(pair, *LONG[:2], "--max-new-tokens", 20, "--ignore-eos", "--no-live")
     assert terminal.finish() == 0
@@ -249,6 +252,7 @@ def test_no_display_where_stderr_is_no_terminal_or_a_dumb_one():
         assert not LiveDisplay.possible(Console(file=nowhere, force_terminal=True, _environ={"TERM": "dumb"}))
 
 
+@pytest.mark.alone
 def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatch):
     run = SimpleNamespace(
         statistics=Statistics(),

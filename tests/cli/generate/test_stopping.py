@@ -90,6 +90,7 @@ def test_handlers_are_put_back_and_nohup_is_respected():
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
     ids=lambda value: str(value),
 )
+@pytest.mark.slow(keep=1)
 def test_signal_keeps_text_statistics_and_json(pair, tmp_path, number, code):
     path = tmp_path / "run.json"
     run = start("generate", "--model", pair[0], *ENDLESS, "--json", path)
@@ -106,6 +107,7 @@ def test_signal_keeps_text_statistics_and_json(pair, tmp_path, number, code):
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"], "the temporary file is gone"
 
 
+@pytest.mark.slow
 def test_signals_from_first_token_to_exit_take_nothing_away(pair, tmp_path):
     path = tmp_path / "run.json"
     run = start("generate", "--model", pair[0], *ENDLESS, "--json", path)
@@ -157,6 +159,7 @@ def test_signal_while_loading_is_one_word(pair):
 
 
 @pytest.mark.parametrize("delay", [0.6, 1.0, 1.5])
+@pytest.mark.slow
 def test_signal_is_never_lost_in_imports(pair, delay):
     run = start("generate", "--model", pair[0], *ENDLESS)
     time.sleep(delay)
@@ -166,6 +169,7 @@ def test_signal_is_never_lost_in_imports(pair, delay):
     assert errors.endswith(b"interrupted\n") and b"Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_ends_the_run_quietly(pair):
     run = start("generate", "--model", pair[0], "--prompt", "A", "--max-new-tokens", 900, "--ignore-eos")
     assert run.stdout and run.stderr
@@ -176,6 +180,7 @@ def test_reader_that_leaves_ends_the_run_quietly(pair):
     assert "interrupted" in errors and "Error" not in errors and "Exception" not in errors, errors
 
 
+@pytest.mark.slow
 def test_reader_of_messages_that_leaves_costs_neither_text_nor_json(pair, tmp_path):
     path = tmp_path / "run.json"
     run = start("generate", "--model", pair[0], "--prompt", "A", "--max-new-tokens", 9, "--ignore-eos", "--json", path)
@@ -187,6 +192,7 @@ def test_reader_of_messages_that_leaves_costs_neither_text_nor_json(pair, tmp_pa
     assert document["new_tokens"] == 9 and out == document["text"]
 
 
+@pytest.mark.slow
 def test_full_pipe_does_not_hold_a_run_that_is_stopped_twice(pair):
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

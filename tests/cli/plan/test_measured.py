@@ -72,6 +72,7 @@ def test_no_term_of_the_fit_is_below_zero_and_none_better_is_there():
         fit([])
 
 
+@pytest.mark.slow
 def test_measured_terms_take_the_place_of_the_cards(plan, bench_file):
     bench = json.loads(bench_file.read_text())
     outcome = plan("--json", "-")
@@ -97,6 +98,7 @@ def test_measured_terms_take_the_place_of_the_cards(plan, bench_file):
     assert measured["pass_fit"]["passes"] == 2 * (1 + 2 + 2)
 
 
+@pytest.mark.slow
 def test_what_is_modelled_is_what_was_measured_as_far_as_the_fit_is_good(plan, bench_file):
     bench = json.loads(bench_file.read_text())
     document = json.loads(plan("--json", "-", "--draft-length", 3, "--block-length", 5).out)
@@ -107,6 +109,7 @@ def test_what_is_modelled_is_what_was_measured_as_far_as_the_fit_is_good(plan, b
     assert document["modelled"][2]["draft_ms"] == document["measured"]["draft_step_ms"]
 
 
+@pytest.mark.slow
 def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
     outcome = plan()
     assert outcome.code == 0 and outcome.err == ""
@@ -122,6 +125,7 @@ def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
     assert document["gpu"]["memory_bytes"] == 3 * 2**30 and document["gpu"]["link_gb_per_s"] == 7
 
 
+@pytest.mark.slow
 def test_every_term_is_documented(plan):
     text = (Path(__file__).parents[3] / "docs" / "plan.md").read_text(encoding="utf-8").split("## JSON")[1]
     documented = {word.strip("`[]{}| ") for word in text.replace("{", ",").replace("`", ",").split(",")}
@@ -137,6 +141,7 @@ def changed(bench_file, path, change):
     return path
 
 
+@pytest.mark.slow
 def test_files_that_are_no_use_are_refused(plan, bench_file, tmp_path):
     check_refusal(plan(path=tmp_path / "nowhere.json"), 1, "nowhere.json does not exist", "triforce bench --json")
     (tmp_path / "text").write_text("hello")
@@ -170,6 +175,7 @@ def test_files_that_are_no_use_are_refused(plan, bench_file, tmp_path):
     check_refusal(with_change(streaming), 1, "did not wait for the link", "--tiers 1,3")
 
 
+@pytest.mark.slow
 def test_hardware_is_given_once(plan):
     check_refusal(plan("--gpu", "h100"), 2, "--gpu and --measured")
     check_refusal(plan("--memory-gbps", 900), 2, "--memory-gbps and --measured")

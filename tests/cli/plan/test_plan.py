@@ -46,6 +46,7 @@ def tensor_bytes(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.004, None])
+@pytest.mark.slow
 def test_a_run_takes_the_bytes_that_were_planned(resident):
     """The embedded pair, on this CPU: blocks, their bytes on either side, and what a verification moves."""
     request = request_of("embedded", context=PROMPT + NEW_TOKENS, resident=resident, budget=256)

@@ -123,6 +123,7 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
 
 @pytest.mark.parametrize("reuse", [0, None])
 @pytest.mark.parametrize("resident", [0, None])
+@pytest.mark.slow(keep=1)
 def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident, reuse):
     engine = load(models, resident=resident, budget=64, refresh="round")
     engine.generate(PROMPT, Sampling(temperature=0.0), 150)  # a block is closed meanwhile
@@ -209,6 +210,7 @@ def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, s
     link.close()
 
 
+@pytest.mark.alone
 def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights."""
     shape = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 32}
@@ -248,6 +250,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
         list(run)
 
 
+@pytest.mark.slow
 def test_two_streaming_ranks_equal_one_that_does_not(models):
     job = {
         "model": str(models[0]),

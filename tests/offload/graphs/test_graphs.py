@@ -9,8 +9,9 @@ import functools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 from recorder import FAMILIES, PROMPT, NoWaiting, Recorder, Tape, count_waits, recorded_engine
 from tiny import random_tokens, save_llama
 from tiny_caches import append, retrieval_cache, streaming_cache
@@ -39,6 +40,7 @@ LENGTHS = {"draft_length": 3, "block_length": 7}
 
 @pytest.mark.parametrize("tiers", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=1)
 def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     engine, recorder = recorded_engine(pairs[family], tiers=tiers)
     result = engine.generate(PROMPT, GREEDY, 80)
@@ -48,6 +50,7 @@ def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
 
 
 @pytest.mark.parametrize("refresh", ["round", 3, "never"])
+@pytest.mark.slow
 def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, refresh):
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=6)
     engine, recorder = recorded_engine(pairs["llama"], refresh=refresh)
@@ -64,7 +67,7 @@ steps = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=5, ma
 
 
 @given(history=steps)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
 def test_replays_equal_passes_as_they_come_after_any_history(decoder, make, monkeypatch, history):
     monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)  # the window moves every dozen tokens

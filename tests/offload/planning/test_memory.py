@@ -42,6 +42,7 @@ def test_memory_that_runs_out_is_explained():
 
 
 @pytest.mark.parametrize("context", [8000, 8300])
+@pytest.mark.slow
 def test_peak_memory_of_a_run_is_what_was_planned(tmp_path, context):
     save_llama(tmp_path, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128,
                max_position_embeddings=16384)  # fmt: skip

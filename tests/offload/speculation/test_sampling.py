@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.speculation.acceptance import accept, residual
 from triforce.offload.speculation.sampling import Sampling, distribution, draw, read
@@ -83,7 +84,7 @@ rows = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any)
 
 
 @given(draft=rows, target=rows)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_rejection_keeps_target_distribution(draft, target):
     p1, p2 = (torch.tensor(row, dtype=torch.float64) / sum(row) for row in (draft, target))
     error = (emitted_distribution(p1, p2) - p2).abs().max()

@@ -1,6 +1,6 @@
 """The streaming path in every order that CUDA allows: nothing is read before it is there or overwritten while in use.
 
-The whole campaign, with 10,000 random histories: `python tests/support/simulated_runs.py`.
+The whole campaign, with 10,000 random histories: `python tests/support/simulator/simulated_runs.py`.
 """
 
 import mutations as m

@@ -78,6 +78,7 @@ def test_fetch_sees_what_was_stored_before(link):
     assert link.traffic().bytes_out == host.numel() * 4
 
 
+@pytest.mark.alone
 def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
     source = torch.zeros(1 << 20)  # 4 MiB
     link = ThreadLink(bytes_per_s=200e6)

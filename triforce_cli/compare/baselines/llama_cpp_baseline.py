@@ -27,7 +27,7 @@ def prepare(job: Job) -> str:
     Raises:
         ModelError: see `write_gguf`.
     """
-    from .gguf_file import write_gguf
+    from ....tp.weights.gguf_file import write_gguf
 
     path = _path(job)
     write_gguf(Path(job.model), path, job.dtype)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ....offload import Engine, Sampling
-from ....offload.caches.full import FullCache
 from .protocol import Job, Timed
 
 
@@ -40,7 +37,6 @@ class Ours:
         return Timed(result.token_ids, stats["ttft_s"], stats["decode_s"], details=details)
 
 
-@torch.inference_mode()
 def logits(job: Job) -> list[list[float]]:
     """The target's logits, with its full cache, where answers differ.
 
@@ -49,19 +45,8 @@ def logits(job: Job) -> list[list[float]]:
     """
     answer: list[int] = job.options["answer"]
     candidates: list[list[int]] = job.options["candidates"]
-    target = Engine.load(job.model, draft="none", device=job.device, dtype=job.dtype, tiers=1).target
-    last = max(index for index, *_ in candidates)
-    target.rope.begin(len(job.prompt_ids))
-    cache = FullCache.on_device(
-        target.config,
-        target.rope,
-        dtype=target.dtype,
-        device=target.device,
-        capacity=len(job.prompt_ids) + len(answer),
-        mass_rows=0,
-    )
-    tokens = torch.tensor([*job.prompt_ids, *answer[:last]], device=target.device)
-    rows = target.forward(tokens, cache, num_logits=last + 1)
+    engine = Engine.load(job.model, draft="none", device=job.device, dtype=job.dtype, tiers=1)
+    rows = engine.logits(job.prompt_ids, answer[: max(index for index, *_ in candidates)])
     return [[float(rows[index, token]) for token in tokens] for index, *tokens in candidates]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from ...offload.planning.calibration import MeasuredMachine, MeasuredPass, fit
-from ...offload.planning.cards import Card
-from ...offload.planning.cost_model import Assumptions, pass_work
-from ...offload.planning.request import RunRequest
 from ...tp.errors import TriforceError, UsageError
-from ..bench.report import KIND
+from .calibration import MeasuredMachine, MeasuredPass, fit
+from .cards import Card
+from .cost_model import Assumptions, pass_work
+from .request import RunRequest
+
+BENCH = "triforce bench"
+"""The kind of document that `triforce bench --json` writes."""
 
 LIKE = 1.25
 """A model with so many times the parameters, or more, is another one: overheads and acceptance do not carry over."""
@@ -45,7 +47,7 @@ class Measured:
             reason = getattr(error, "strerror", None) or "it is not JSON"
             raise TriforceError(f"--measured {path} cannot be read: {reason}") from error
         kind = document.get("kind") if isinstance(document, dict) else None
-        if kind != KIND:
+        if kind != BENCH:
             what = f"of {kind}" if isinstance(kind, str) else "of something else"
             raise TriforceError(f"--measured {path} is JSON {what}; give one that triforce bench --json wrote")
         missing = _HEAD - set(document)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...tp.errors import ModelError
+from ..errors import ModelError
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _PLAIN_KEYS = {

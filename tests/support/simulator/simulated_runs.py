@@ -1,6 +1,6 @@
 """Runs of the streaming path in a simulator of CUDA's ordering: random histories of a cache, and whole engines.
 
-    python tests/support/simulated_runs.py --histories 10000
+    python tests/support/simulator/simulated_runs.py --histories 10000
 
 plays so many random histories and prints how many gave the tokens they should.
 """

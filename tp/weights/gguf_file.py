@@ -17,9 +17,9 @@ import gguf  # pyright: ignore[reportMissingImports]
 import torch
 from torch import Tensor
 
-from ....tp.errors import ModelError
-from ....tp.model.config import ModelConfig
-from ....tp.weights.checkpoint import Checkpoint
+from ..errors import ModelError
+from ..model.config import ModelConfig
+from .checkpoint import Checkpoint
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
