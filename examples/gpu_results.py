@@ -90,7 +90,7 @@ def parts(device: str, quick: bool) -> list[Part]:
         Part("pair-128k-on-chip", pair("auto"), 60),
         Part("compare-8k", compare(), 90),
         Part("steps-128k-streamed", steps(131072), 150),
-        Part("kernel-tests", tests("tests/kernels/test_triton.py"), 120, ("pytest", "hypothesis", "triton")),
+        Part("kernel-tests", tests("tests/kernels"), 120, ("pytest", "hypothesis", "triton")),
     ]
     return [Part(part.name, [str(word) for word in part.command], part.limit_s, part.modules) for part in made]
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_results import Part, figures, import_path, run_parts
 
 SCRIPT = Path(gpu_results.__file__)
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def python(name, code, limit_s=30.0, **more):

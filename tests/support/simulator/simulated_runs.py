@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 from cuda_simulator import Simulator, simulator_off
-from tiny import random_tokens, save_llama
 from triforce.kernels.selection import use_kernels
 from triforce.offload import generation
 from triforce.offload.caches import kept
@@ -34,6 +34,9 @@ from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from tiny import random_tokens, save_llama
 
 CPU = torch.device("cpu")
 SIZE, CHUNK, SLACK, CAPACITY = 16, 4, 24, 260
