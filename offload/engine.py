@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.packages import usable_packages
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -32,7 +31,7 @@ from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
 from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import RunPlan
+from .planning.run_plan import RunPlan, make_plan
 from .settings import Settings
 from .speculation.refresh import RefreshPolicy
 from .speculation.sampling import Sampler, Sampling
@@ -137,7 +136,8 @@ class Engine:
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         request = RunRequest(target_config, draft_config, kind, context or 1, settings, ranks.size)
-        plan_here(request, where, ranks).check()  # no rank loads before all have looked at what is free
+        plan_here(request, where, ranks).check()
+        ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         return cls(target, small, settings, (str(model), str(draft or model) if small else None))
@@ -213,7 +213,8 @@ class Engine:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-        """What the target with its full cache says of an answer, computed in one pass; ends the run under way.
+        """What the target with its full cache says of an answer, computed in one pass; ends the run under way. Of
+        several ranks each must call it, with the same tokens.
 
         Returns:
             `[len(answer_ids) + 1, vocab_size]`, float32: the logits that each token of the answer follows from, and
@@ -222,9 +223,8 @@ class Engine:
         Raises:
             UsageError, CapacityError: see `stream`.
         """
-        prompt = checked_prompt(prompt_ids, self.target.config, max(1, len(answer_ids)))
-        self._end_run(len(prompt))
-        tokens = [*prompt, *answer_ids]
+        tokens = checked_prompt([*prompt_ids, *answer_ids], self.target.config, 1)
+        self._end_run(len(prompt_ids))
         request = self._request(replace(self.settings, tiers=1), len(tokens))
         full, plan = self._kept.prepare(tokens, request, reuse=0)
         full.begin(mass_rows=plan.mass_rows)
@@ -239,27 +239,28 @@ class Engine:
             if self._running.broken:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
+        self._graphs.clear()
         if self.target.rope.begin(prompt_length):
             self._kept.context = []  # what the cache holds was rotated otherwise
 
     def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
         prompt, sampling = order.prompt, order.sampling
         self._end_run(len(prompt))
-        settings = replace(self.settings, tiers=order.tiers)
-        capacity = len(prompt) + order.max_new_tokens
-        request = self._request(settings, capacity)
+        # Memory is planned for all of the engine's tiers, as a later run may want them on the same cache.
+        request = self._request(self.settings, len(prompt) + order.max_new_tokens)
         full, plan = self._kept.prepare(prompt, request, order.reuse)
-        full.begin(mass_rows=plan.mass_rows)
+        speculates = order.tiers > 1
+        full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None
-        self._graphs.clear()
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        costs = PassTimes(plan, self._hardware).costs()
+        # With a seed, lengths follow from these costs for good, so they must not depend on what memory is free.
+        costs = PassTimes(make_plan(request) if order.seeded else plan, self._hardware).costs()
 
         def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
             passes = Passes(decoder, cache, graphs)
             return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size)
 
-        if not plan.budget:
+        if not speculates:
             tiers = [tier("verify", self.target, full)]
         else:
             retrieval = RetrievalCache(
@@ -296,7 +297,7 @@ class Engine:
             graphs=graphs,
             sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, len(tiers), plan, full),
+            identity=self._identity(sampling, len(tiers), plan.budget if speculates else 0, full),
             on_prefill=on_prefill,
         )
         return self._running
@@ -304,14 +305,14 @@ class Engine:
     def _request(self, settings: Settings, context: int) -> RunRequest:
         """A run over `context` tokens on this engine's models, without the memory it may take."""
         target, draft = self.target, self.draft.config if self.draft else None
-        triton = "triton" in usable_packages(target.device)
-        return RunRequest(target.config, draft, target.dtype, context, settings, target.ranks.size, triton=triton)
+        return RunRequest(target.config, draft, target.dtype, context, settings, target.ranks.size)
 
     def plan(self, context: int) -> RunPlan:
-        """The plan of a run over `context` tokens, prompt and answer, in the memory that is free now."""
+        """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
+        now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
         return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
-    def _identity(self, sampling: Sampling, tiers: int, plan: RunPlan, full: FullCache) -> dict[str, Any]:
+    def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
         device = self.target.device
         return {
             "version": version("triforce-cli"),
@@ -325,8 +326,8 @@ class Engine:
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
             "settings": {
                 "tiers": tiers,
-                "budget": plan.budget,
-                "chunk_size": plan.chunk_size,
+                "budget": budget,
+                "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
                 "resident_bytes": full.blocks.resident_bytes,
             },

@@ -58,7 +58,7 @@ def _show(rows: list[ModelRow]) -> None:
     lines = [
         "",
         "fits here: weights of target and draft, the KV cache of the whole context and working space, against the "
-        "memory that is available now; otherwise about how many tokens fit",
+        "memory that is available now (with a GPU, the host's too); otherwise about how many tokens fit",
     ]
     for row in rows:
         lines += ["", row.name, f"  {row.summary}", f"  target {row.target}", f"  draft {row.draft}"]

@@ -113,11 +113,11 @@ class Graphs:
 
         It must come before the ranks part: NCCL's communicator ends when all graphs with its collectives are gone.
         """
+        if self._capture:
+            self._capture.clear()  # waits for a replay that is under way
+        self._capture = None
         for passes in self._passes:
             passes.clear()
-        if self._capture:
-            self._capture.clear()
-        self._capture = None
 
     def agree(self, failure: str | None) -> bool:
         """Whether every rank has captured a pass; each says why it has not. If not, no other will be."""

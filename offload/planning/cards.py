@@ -8,6 +8,7 @@ with FP32 accumulation, dense), the product data sheets for the others (half of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 PCIE4 = 24.5
@@ -45,9 +46,22 @@ CARDS = {
 DEFAULT_CARD = "rtx4090"
 
 
+_NAMES = {
+    "rtx3090": r"RTX 3090(?! Ti)",
+    "rtx4090": r"RTX 4090(?! D)",
+    "rtx5090": r"RTX 5090(?! D)",
+    "rtx-a6000": r"RTX A6000",
+    "l4": r"L4\b",
+    "l40s": r"L40S?\b",
+    "a100-40gb": r"A100.*40GB",
+    "a100-80gb": r"A100.*80GB",
+    "h100": r"H100\b",
+    "h200": r"H200\b",
+}
+"""What the name of such a card has, as drivers tell it (`NVIDIA A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3`)."""
+
+
 def card_named(device_name: str) -> Card:
-    """The card whose name begins like a device's, as a driver tells it (`NVIDIA H200`); else the default card."""
-    for card in CARDS.values():
-        if device_name and (card.name.startswith(device_name) or device_name.startswith(card.name)):
-            return card
-    return CARDS[DEFAULT_CARD]
+    """The card of a device by its driver's name for it; the default card for one that is not in the table."""
+    found = (word for word, pattern in _NAMES.items() if re.search(pattern, device_name))
+    return CARDS[next(found, DEFAULT_CARD)]

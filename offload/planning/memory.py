@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from ...kernels.packages import usable_packages
 from ...tp.errors import CapacityError
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
@@ -30,6 +31,7 @@ def plan_here(
         loaded: whether this process holds the weights already.
         given_back: bytes on the device that the run will not need any more.
     """
+    request = replace(request, triton="triton" in usable_packages(device))
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
     held = given_back + (bare.weights if loaded else 0)

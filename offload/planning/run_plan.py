@@ -36,6 +36,11 @@ RETRIEVAL_DRAFT_TOKENS = 8
 """Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
 
 
+MOST_MASS_ROWS = 64
+"""The longest verification of which every row's attention mass is kept, as a row takes 32 MiB for Llama-2-7B at 128K
+tokens; of a longer one only the last rows' is, as of a prefill."""
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """Lengths in tokens and bytes of one rank."""
@@ -73,7 +78,7 @@ class RunPlan:
 
     @property
     def mass_rows(self) -> int:
-        """The most rows of a verification, each of whose attention mass is kept; 0 without a retrieval cache."""
+        """The longest verification of which every row's attention mass is kept; 0 without a retrieval cache."""
         return _mass_rows(self.request.settings) if self.budget else 0
 
     @property
@@ -116,8 +121,10 @@ class RunPlan:
     def shortages(self) -> list[Shortage]:
         """Memory that does not suffice."""
         request, found = self.request, []
-        if request.gpu_bytes is not None and self.device_total > request.gpu_bytes:
-            found.append(Shortage("GPU memory", self.device_total, request.gpu_bytes))
+        by_hand = request.settings.resident is not None  # what is set by hand may take the reserve
+        needed = self.device_total - (self.reserve if by_hand else 0)
+        if request.gpu_bytes is not None and needed > request.gpu_bytes:
+            found.append(Shortage("GPU memory", needed, request.gpu_bytes))
         if request.host_bytes is not None:
             needed, where = self.host_total * request.ranks_per_host, "host memory" if request.on_gpu else "memory"
             if needed > request.host_bytes:
@@ -133,7 +140,13 @@ class RunPlan:
 
     def _explained(self, shortage: Shortage) -> str:
         request = self.request
-        fitting = largest_context(request)
+        by_itself = replace(request, settings=replace(request.settings, resident=None))
+        if request.settings.resident is not None and make_plan(by_itself).fits:
+            remedy = "lower --resident, or leave what stays on the GPU to the planner (--resident auto)"
+        elif fitting := largest_context(request):
+            remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
+        else:
+            remedy = "free memory or choose a smaller model"
         per_rank = " on each rank" if request.gpus > 1 else ""
         if shortage.where == "host memory":
             parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(RUNTIME_BYTES)}"
@@ -143,12 +156,7 @@ class RunPlan:
             parts = f"weights {gib(self.weights)}, KV cache {gib(kv)}, the rest {gib(rest)}"
         return (
             f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
-            f"({parts}), but {gib(shortage.available)} is available; "
-            + (
-                f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
-                if fitting
-                else "free memory or choose a smaller model"
-            )
+            f"({parts}), but {gib(shortage.available)} is available; {remedy}"
         )
 
 
@@ -171,7 +179,6 @@ def make_plan(request: RunRequest) -> RunPlan:
     chunk_size, token_bytes = settings.planned_chunk_size, request.token_bytes
     budget = planned_budget(settings, request.context)
     weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
-    retrieval = _retrieval_bytes(request, budget) if budget else 0
     activations = _activation_bytes(request)
 
     def plan(placement: Placement) -> RunPlan:
@@ -185,7 +192,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             weights=weights,
             resident_kv=placement.num_resident * block,
             streamed_kv=(placement.num_blocks - placement.num_resident) * block,
-            retrieval=retrieval,
+            retrieval=_retrieval_bytes(request, budget, placement.capacity) if budget else 0,
             ring=placement.ring_buffers * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes,
             prefill=activations + workspace,
@@ -238,13 +245,13 @@ def _reserve(request: RunRequest) -> int:
 
 
 def _mass_rows(settings: Settings) -> int:
-    return (settings.block_length or VERIFY_DRAFT_TOKENS) + 1
+    return min((settings.block_length or VERIFY_DRAFT_TOKENS) + 1, MOST_MASS_ROWS)
 
 
-def _retrieval_bytes(request: RunRequest, budget: int) -> int:
+def _retrieval_bytes(request: RunRequest, budget: int, capacity: int) -> int:
     """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
     part = request.part
-    chunks = request.context // request.settings.planned_chunk_size
+    chunks = -(-capacity // request.settings.planned_chunk_size)
     rows = max(_mass_rows(request.settings), FEW_ROWS) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks
     return budget * request.token_bytes + mass * request.dtype.itemsize

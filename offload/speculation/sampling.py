@@ -105,10 +105,18 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
     ordered, order = _likeliest(probabilities, top_p)
-    before = ordered.cumsum(dim=-1) - ordered
+    before = running_sum(ordered) - ordered
     kept = ordered.masked_fill(before >= top_p, 0.0)
     kept /= kept.sum(dim=-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter_(-1, order, kept)
+
+
+def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """`rows.cumsum(-1)`, the same each time it is computed: of a single row CUDA adds parts in the order in which they
+    are done, of several rows each one by itself."""
+    if rows.device.type == "cuda" and rows.shape[0] == 1:
+        return rows.expand(2, -1).contiguous().cumsum(dim=-1, dtype=dtype)[:1]
+    return rows.cumsum(dim=-1, dtype=dtype)
 
 
 def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
@@ -128,7 +136,7 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
         `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a row
         that holds NaN. `read` brings them to the host.
     """
-    reach = weights.cumsum(dim=-1, dtype=torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
+    reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
     total = reach[:, -1:]
     point = torch.empty_like(total).uniform_(generator=generator).mul_(total)  # below the total, rounded or not
     return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)

@@ -58,7 +58,7 @@ def bench(request: Asked, call: Call) -> None:
     with JsonFile.prepare(request.json) as json_file, ResultFile.prepare(request.plot, "--plot") as plot_file:
         files = (json_file, plot_file)
         if request.shape is not None:
-            with call.signals.held():
+            with call.signals.held(release=False):
                 from ...tp.devices import set_threads
                 from .shape import run as run_shape
 
@@ -67,7 +67,7 @@ def bench(request: Asked, call: Call) -> None:
             return
         source = read_source(request.prompt_file, request.prompt, tell)
         directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held():  # importing PyTorch may swallow what a signal raises
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
             run(request, source, directories, files, call)

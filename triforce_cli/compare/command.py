@@ -48,7 +48,7 @@ def compare(request: Asked, call: Call) -> None:
     with JsonFile.prepare(request.json) as json_file:
         source = read_source(request.prompt_file, request.prompt, tell)
         directories = find_pair(request.model, request.draft, tell)
-        with call.signals.held():  # importing PyTorch may swallow what a signal raises
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
             run(request, chosen, source, directories, json_file, call)

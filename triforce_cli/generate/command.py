@@ -49,7 +49,7 @@ def generate(request: GenerateRequest, call: Call) -> None:
         source = read_source(request.prompt_file, request.prompt, tell)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held():  # importing PyTorch may swallow what a signal raises
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
             run(request, source, directories, json_file, call.signals)

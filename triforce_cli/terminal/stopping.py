@@ -80,15 +80,18 @@ class Signals:
             signal.signal(number, lambda *_: None)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, release: bool = True) -> Iterator[None]:
         """Signals wait within this block; an error on its way out of it leaves them held.
+
+        Args:
+            release: whether they are allowed again after it. Not at the end of a command, whose results are out.
 
         Raises:
             Stop: after the block, where a signal came in it.
         """
         before, self._held = self._held, True
         yield
-        if not before:
+        if release and not before:
             self.allow()
 
     @contextmanager
