@@ -19,7 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda_simulator import Simulator, simulator_off
+from cuda_simulator import Simulator
+from simulated_operations import simulator_off
 from triforce.kernels.selection import use_kernels
 from triforce.offload import generation
 from triforce.offload.caches import kept
