@@ -68,7 +68,8 @@ def test_triforce_is_found_where_it_is_not_installed(tmp_path, monkeypatch):
     environment = ENVIRONMENT | {"PYTHONPATH": import_path(tmp_path)}
     code = "import triforce.cli.app, triforce.offload as o; from importlib.metadata import version as v; "
     code += "print(o.__file__, v('triforce-cli'))"
-    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]  # elsewhere: an install leaves its metadata in the checkout
+    asked = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     place, version = asked.stdout.split()
     assert Path(place).is_relative_to(tmp_path)
     assert version.endswith("+checkout")
