@@ -192,8 +192,8 @@ def run_part(part: Part, limit_s: float, log: Path, environment: dict[str, str])
             output.flush()
             place = output.tell()
             process = subprocess.Popen(  # unbuffered: the last line in the log is then the last one printed
-                command, cwd=ROOT, env={**environment, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
+                command, cwd=ROOT, env={**environment, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
             try:
                 code = process.wait(limit_s)
