@@ -1,0 +1,259 @@
+"""The words of the log book: names, goods, and the sentences in which they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a fact is told and asked for. The words between name and value stay the same in the answer."""
+
+    statement: str
+    question: str
+
+
+_FIRST_PARTS = """Sea Storm Silver North South East West Moon Sun Summer Winter Snow Frost Gold Iron Stone White
+Grey Green Blue Bright Fair Swift Wild Night Morning Evening Salt Sand Rain Spring Harvest""".split()
+_SECOND_PARTS = """gull hawk wing rose light fish bird wave crest field bell lark star swan heart brook thorn leaf
+crown song ridge horn fire ford mere tide helm spear maid bough dove mark""".split()
+SHIPS = tuple(first + second for first in _FIRST_PARTS for second in _SECOND_PARTS)
+"""Names of ships; a log uses each for one ship at most."""
+
+KINDS = "brig schooner sloop ketch barque cutter".split()
+FIRST_NAMES = """Helen Peter Ruth Samuel Martha Simon Alice Robert Clara Thomas Edith Walter Nora Arthur Daniel Grace
+Philip Laura Ralph Hugh Margaret Oliver Judith Edmund Harriet Gilbert Susan Lawrence Phoebe Martin Esther Roger""".split()
+SURNAMES = """Reed Marsh Holt Wells Cooper Dyer Gale Hardy Irving Kemp Lowe Mercer Nash Orme Pike Quinn Rowe Thorne
+Usher Vance Yates Barlow Carter Doyle Ellis Fenn Gibbs Hale Jarvis Knox Lamb Noble Ogden Paine Rudd Shaw Tate Webb
+Bligh Crane Drake Finch Hood Ashby Bolton Croft Denham Farrow""".split()
+PORTS = """Riga Lisbon Bergen Cadiz Hull Danzig Genoa Malta Bristol Cork Oslo Turku Naples Porto Leith Ghent Antwerp
+Havre Bordeaux Stettin Lubeck Visby Palermo Smyrna Tangier Dover Whitby Aberdeen Galway Nantes Hamburg Bremen Rotterdam
+Trieste Venice Odessa Tallinn Stockholm Halifax Boston""".split()
+GOODS = """oil wheat tallow timber wool salt coal hemp tar sugar coffee tea rice leather copper glass wine tobacco
+cotton paper cheese herring rope slate marble lead honey candles flax barley oranges raisins cork nails pepper indigo
+linen hides soap vinegar""".split()
+UNITS = "casks sacks bales barrels chests crates tons boxes bundles loads".split()
+NEEDS = """a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
+a sound pump|a new rudder|sixty planks|a better lantern|oakum and pitch|a new keel|three good oars|a cook
+a new compass|dry powder|six more hands|a fresh chart""".replace("\n", "|").split("|")
+
+FACTS: dict[str, tuple[Form, ...]] = {
+    "origin": (
+        Form("{ship} came from {port}", "From which port came the {ship}?"),
+        Form("{ship} had left {port}", "Which port had the {ship} left?"),
+        Form("{ship} arrived from {port}", "From where did the {ship} arrive?"),
+    ),
+    "berth": (
+        Form("{ship} lay at berth {berth}", "At which berth lay the {ship}?"),
+        Form("{ship} took berth {berth}", "Which berth did the {ship} take?"),
+        Form("{ship} was given berth {berth}", "Which berth was given to the {ship}?"),
+    ),
+    "captain": (
+        Form("{ship} was commanded by {first} {last}", "Who commanded the {ship}?"),
+        Form("{ship} sailed under {first} {last}", "Under whom sailed the {ship}?"),
+    ),
+    "cargo": (
+        Form("{ship} brought {number} {unit} of {good}", "What was brought by the {ship}?"),
+        Form("{ship} landed {number} {unit} of {good}", "What did the {ship} land?"),
+        Form("{ship} carried {good} in {number} {unit}", "What was carried by the {ship}?"),
+    ),
+    "need": (
+        Form("{ship} needed {need}", "What was needed by the {ship}?"),
+        Form("{ship} asked for {need}", "What was asked for by the {ship}?"),
+    ),
+    "mender": (
+        Form("{ship} was mended by {first} {last}", "Who mended the {ship}?"),
+        Form("{ship} was looked over by {first} {last}", "Who looked over the {ship}?"),
+    ),
+    "dues": (
+        Form("{ship} paid {number} crowns", "How much was paid by the {ship}?"),
+        Form("{ship} owed {number} crowns", "How much was owed by the {ship}?"),
+    ),
+    "goal": (
+        Form("{ship} sailed for {port}", "For which port sailed the {ship}?"),
+        Form("{ship} left for {port}", "For where left the {ship}?"),
+        Form("{ship} was bound for {port}", "Where was the {ship} bound for?"),
+    ),
+    "load": (
+        Form("{ship} loaded {number} {unit} of {good}", "What was loaded by the {ship}?"),
+        Form("{ship} took in {number} {unit} of {good}", "What did the {ship} take in?"),
+    ),
+    "guests": (
+        Form("{ship} had {few} passengers", "How many passengers had the {ship}?"),
+        Form("{ship} was joined by {first} {last}", "By whom was the {ship} joined?"),
+    ),
+}
+
+OPENINGS = (
+    "The ",
+    "The ",
+    "The ",
+    "The ",
+    "The ",
+    "As we heard, the ",
+    "So far as the books show, the ",
+    "To our knowledge the ",
+    "As the pilot says, the ",
+    "It was noted that the ",
+    "By all reports the ",
+)
+TAILS: dict[str, tuple[str, ...]] = {
+    "origin": (
+        " with the morning tide",
+        ", {n} days at sea",
+        " after a rough passage",
+        " with all hands well",
+        ", the wind being {wind}",
+        ", having spoken no other sail",
+    ),
+    "berth": (
+        ", below the {quay} quay",
+        " until further notice",
+        ", where the water is deepest",
+        " at the wish of {one}",
+        ", beside a boat of {stranger}",
+        ", though another was promised",
+    ),
+    "captain": (
+        ", who is known here",
+        ", a {trade} in former years",
+        ", who asked for {one}",
+        ", a quiet man by report",
+        ", and {n} hands",
+        ", whose papers were in order",
+    ),
+    "cargo": (
+        ", all of it dry",
+        ", and {one} signed for it",
+        " for a house in {port}",
+        ", weighed by {one}",
+        ", some of it spoiled",
+        ", which went to the {quay} store",
+    ),
+    "need": (
+        " before the next tide",
+        ", and the yard was told",
+        ", as {one} had said",
+        ", which {one} has promised",
+        " after her last passage",
+        " and will wait for it",
+    ),
+    "mender": (
+        " in {n} days",
+        " for a fair price",
+        ", who had help from {one}",
+        ", and the work was good",
+        " on the {quay} slip",
+        ", while {one} looked on",
+    ),
+    "dues": (
+        " at the office",
+        ", and {one} wrote the receipt",
+        " in good coin",
+        " for the use of the crane",
+        " without complaint",
+        ", of which {n} were for light",
+    ),
+    "goal": (
+        " on the ebb",
+        " with a {wind} wind",
+        ", and we wished her well",
+        " before {one} could write",
+        " in company with two others",
+        ", as soon as the fog was gone",
+    ),
+    "load": (
+        " from the {quay} store",
+        ", stowed by {one}",
+        " in half a day",
+        ", the last of the season",
+        ", bought of {stranger}",
+        ", counted twice",
+    ),
+    "guests": (
+        ", besides the mail",
+        ", as the list shows",
+        ", and {one} saw to the boat",
+        " and much luggage",
+        " at the last moment",
+        ", which {one} entered here",
+    ),
+}
+
+WINDS = "northerly southerly easterly westerly light strong steady fresh".split()
+QUAYS = "old new long lower upper inner outer western eastern middle".split()
+TRADES = "pilot cooper carpenter smith baker fisherman clerk tailor schoolmaster rope-maker".split()
+WORKS = (
+    "work on the sea wall|mending nets|painting the lamp house|clearing the channel|a new door|two days at the crane"
+    "|repairs to the steps|copying letters|carting stones|watching by night|a set of weights|cleaning the boats"
+).split("|")
+WEATHER = (
+    "Fog until noon, then a {wind} wind.",
+    "A {wind} wind all day, and a heavy sea outside the bar.",
+    "Clear and cold; the harbour was still as glass.",
+    "Rain since before daylight, and the wind {wind}.",
+    "A fine morning, warm for the season.",
+    "Thunder in the night, but no damage on the {quay} quay.",
+    "Some snow in the early hours, gone by the afternoon.",
+    "Calm. The flags hung straight down from the masts.",
+    "The sky grey from end to end, and a {wind} wind.",
+    "High water at {n} minutes past the hour; weather settled.",
+    "Hail at noon, and the boats were called in.",
+    "A red sunrise, which {one} did not like.",
+    "A {wind} wind that fell towards evening.",
+    "Mist on the water, and the bell was rung until ten.",
+    "Dry and bright, with a {wind} wind.",
+    "The glass fell all day, and {one} had the ropes doubled.",
+    "Showers, and between them a good deal of sun.",
+    "The first mild day for a week.",
+)
+REMARKS = (
+    "The crane on the {quay} quay was out of order and was mended before dark.",
+    "{one} was paid {sum} crowns for {work}.",
+    "A boat was found adrift by {one} and tied up at the steps.",
+    "The lamp on the {quay} pier wanted oil; {one} was sent to fill it.",
+    "{one} complained of the noise in the night, and it was noted.",
+    "Two sailors quarrelled on the {quay} quay, and {one} parted them.",
+    "The harbour master walked the {quay} pier with {one} and found all in order.",
+    "{one} asked leave to dry nets on the {quay} quay, which was given.",
+    "The tide gauge stood at {n} feet when {one} read it.",
+    "A letter came for {one} and was kept at the office.",
+    "{stranger}, a {trade}, came to ask for work and was sent to {one}.",
+    "{one} has been ill and is better.",
+    "Bought of {stranger}: {n} loads of {good}, at {sum} crowns.",
+    "{one} and {other} were seen to shake hands at last.",
+    "A child fell from the {quay} steps and was brought out by {one}, who would take nothing for it.",
+    "{one} claims to be a native of {port}; {other} does not believe it.",
+    "The price of {good} has risen again.",
+    "It was settled that {one} shall keep the keys while {other} is away.",
+    "{one} came back from {port} after {n} weeks.",
+    "The clerk found an error of {sum} crowns, and then another that made it good.",
+    "{stranger}, on the way to {port}, asked for the road and was given supper by {one}.",
+    "Received of {one}, for the use of the {quay} store, {sum} crowns.",
+    "A whale was seen beyond the bar by {one}.",
+    "{one} lost a hat to the wind, and {other} a wager.",
+    "The school was brought to see the {quay} quay, and was loud.",
+    "{one} would have it written here that the fault was with {other}.",
+    "Nothing more to remark.",
+    "The widow of {stranger} was given {sum} crowns from the box.",
+    "{one} is to marry; {other} told it to everyone.",
+    "An officer from {port} looked at the books and praised the hand of {one}.",
+    "Rats were found in the {quay} store, among the {good}; a cat has been engaged.",
+    "{one} has asked a third time for a new stove.",
+    "The dog of {other} bit the {trade}, who had kicked it.",
+    "{one} read the newspaper from {port} aloud, and it was {n} days old.",
+    "Paid {n} crowns for candles and ink.",
+    "The bell was heard at night; {one} says by the wind, {other} by nobody.",
+    "No mail today.",
+    "A cask rolled into the water near {one}, who was asleep.",
+    "{one} bought the old boat of {other} for {sum} crowns.",
+    "{stranger}, whom nobody here knew, left a parcel for {one}.",
+    "The {trade} has been asked to come on Monday.",
+    "The well at the {quay} quay gave brackish water, and {one} had it closed for {n} days.",
+    "{one} taught {other} to splice, with little success.",
+    "{n} gulls were counted on the roof of the office.",
+    "The clock stopped at {n} minutes to six, and {one} set it going.",
+    "{one} brought fish for the whole office.",
+    "A fiddle was heard from the {quay} quay until late; it was {other}.",
+    "{one} owes the office {sum} crowns still.",
+)
