@@ -13,29 +13,39 @@ class Form:
     question: str
 
 
-_FIRST_PARTS = """Sea Storm Silver North South East West Moon Sun Summer Winter Snow Frost Gold Iron Stone White
-Grey Green Blue Bright Fair Swift Wild Night Morning Evening Salt Sand Rain Spring Harvest""".split()
-_SECOND_PARTS = """gull hawk wing rose light fish bird wave crest field bell lark star swan heart brook thorn leaf
-crown song ridge horn fire ford mere tide helm spear maid bough dove mark""".split()
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _phrases(text: str) -> tuple[str, ...]:
+    """Phrases that stand between bars; the end of a line counts as one."""
+    return tuple(text.replace("\n", "|").split("|"))
+
+
+_FIRST_PARTS = _words("""Sea Storm Silver North South East West Moon Sun Summer Winter Snow Frost Gold Iron Stone White
+Grey Green Blue Bright Fair Swift Wild Night Morning Evening Salt Sand Rain Spring Harvest""")
+_SECOND_PARTS = _words("""gull hawk wing rose light fish bird wave crest field bell lark star swan heart brook thorn leaf
+crown song ridge horn fire ford mere tide helm spear maid bough dove mark""")
 SHIPS = tuple(first + second for first in _FIRST_PARTS for second in _SECOND_PARTS)
 """Names of ships; a log uses each for one ship at most."""
 
-KINDS = "brig schooner sloop ketch barque cutter".split()
-FIRST_NAMES = """Helen Peter Ruth Samuel Martha Simon Alice Robert Clara Thomas Edith Walter Nora Arthur Daniel Grace
-Philip Laura Ralph Hugh Margaret Oliver Judith Edmund Harriet Gilbert Susan Lawrence Phoebe Martin Esther Roger""".split()
-SURNAMES = """Reed Marsh Holt Wells Cooper Dyer Gale Hardy Irving Kemp Lowe Mercer Nash Orme Pike Quinn Rowe Thorne
+KINDS = _words("brig schooner sloop ketch barque cutter")
+FIRST_NAMES = _words("""Helen Peter Ruth Samuel Martha Simon Alice Robert Clara Thomas Edith Walter Nora Arthur Daniel Grace
+Philip Laura Ralph Hugh Margaret Oliver Judith Edmund Harriet Gilbert Susan Lawrence Phoebe Martin Esther
+Roger""")
+SURNAMES = _words("""Reed Marsh Holt Wells Cooper Dyer Gale Hardy Irving Kemp Lowe Mercer Nash Orme Pike Quinn Rowe Thorne
 Usher Vance Yates Barlow Carter Doyle Ellis Fenn Gibbs Hale Jarvis Knox Lamb Noble Ogden Paine Rudd Shaw Tate Webb
-Bligh Crane Drake Finch Hood Ashby Bolton Croft Denham Farrow""".split()
-PORTS = """Riga Lisbon Bergen Cadiz Hull Danzig Genoa Malta Bristol Cork Oslo Turku Naples Porto Leith Ghent Antwerp
+Bligh Crane Drake Finch Hood Ashby Bolton Croft Denham Farrow""")
+PORTS = _words("""Riga Lisbon Bergen Cadiz Hull Danzig Genoa Malta Bristol Cork Oslo Turku Naples Porto Leith Ghent Antwerp
 Havre Bordeaux Stettin Lubeck Visby Palermo Smyrna Tangier Dover Whitby Aberdeen Galway Nantes Hamburg Bremen Rotterdam
-Trieste Venice Odessa Tallinn Stockholm Halifax Boston""".split()
-GOODS = """oil wheat tallow timber wool salt coal hemp tar sugar coffee tea rice leather copper glass wine tobacco
+Trieste Venice Odessa Tallinn Stockholm Halifax Boston""")
+GOODS = _words("""oil wheat tallow timber wool salt coal hemp tar sugar coffee tea rice leather copper glass wine tobacco
 cotton paper cheese herring rope slate marble lead honey candles flax barley oranges raisins cork nails pepper indigo
-linen hides soap vinegar""".split()
-UNITS = "casks sacks bales barrels chests crates tons boxes bundles loads".split()
-NEEDS = """a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
+linen hides soap vinegar""")
+UNITS = _words("casks sacks bales barrels chests crates tons boxes bundles loads")
+NEEDS = _phrases("""a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
 a sound pump|a new rudder|sixty planks|a better lantern|oakum and pitch|a new keel|three good oars|a cook
-a new compass|dry powder|six more hands|a fresh chart""".replace("\n", "|").split("|")
+a new compass|dry powder|six more hands|a fresh chart""")
 
 FACTS: dict[str, tuple[Form, ...]] = {
     "origin": (
@@ -180,13 +190,13 @@ TAILS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-WINDS = "northerly southerly easterly westerly light strong steady fresh".split()
-QUAYS = "old new long lower upper inner outer western eastern middle".split()
-TRADES = "pilot cooper carpenter smith baker fisherman clerk tailor schoolmaster rope-maker".split()
-WORKS = (
-    "work on the sea wall|mending nets|painting the lamp house|clearing the channel|a new door|two days at the crane"
-    "|repairs to the steps|copying letters|carting stones|watching by night|a set of weights|cleaning the boats"
-).split("|")
+WINDS = _words("northerly southerly easterly westerly light strong steady fresh")
+QUAYS = _words("old new long lower upper inner outer western eastern middle")
+TRADES = _words("pilot cooper carpenter smith baker fisherman clerk tailor schoolmaster rope-maker")
+WORKS = _phrases(
+    """work on the sea wall|mending nets|painting the lamp house|clearing the channel|a new door|two days at the crane
+repairs to the steps|copying letters|carting stones|watching by night|a set of weights|cleaning the boats"""
+)
 WEATHER = (
     "Fog until noon, then a {wind} wind.",
     "A {wind} wind all day, and a heavy sea outside the bar.",
