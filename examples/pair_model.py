@@ -36,7 +36,7 @@ class Shape:
     heads: int
     head_dim: int
     mlp: int
-    vocab: int = 5504
+    vocab: int = 5440
     rope_theta: float = 1e6
     max_positions: int = 131072
     eps: float = 1e-5
@@ -97,7 +97,7 @@ DRAFT = Shape(layers=2, width=96, heads=3, head_dim=32, mlp=192)
 
 
 def rotary(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE at `positions` [B, n], each [B, 1, n, head_dim] in float32; `inverse` [head_dim / 2]."""
+    """Cosines and sines of RoPE [B, 1, n, head_dim], float32, at `positions` [B, n]; `inverse`: [head_dim / 2]."""
     angle = positions[:, None, :, None].float() * inverse.to(positions.device)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()

@@ -5,68 +5,49 @@
 The same command resumes: every phase writes checkpoints under `DIR/checkpoints`, and a run continues from the
 newest one with the samples that an uninterrupted run would have drawn. `DIR/target` and `DIR/draft` are ordinary
 Hugging Face directories and are rewritten after every phase, so a usable pair exists long before the last one ends.
-What is trained when, and for how many tokens, is the table `TARGET_PHASES`; `--scale` multiplies its tokens (a GPU
-wants about 30) and `--minutes` stops early.
+What is trained when, and for how many tokens, are the tables of phases; `--scale` multiplies their tokens (a GPU wants
+about 30) and `--minutes` stops early. First comes a smaller model that knows only books, then the target: it begins as
+that model, with more width and words and a planted circuit (`pair_circuit.py`). `--first DIR` gives the smaller model,
+where one is there.
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer
-from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_attention
-from rich import progress
-from safetensors.torch import load_file, save_file
+from pair_circuit import grown
+from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
+from pair_model import DRAFT, FIRST, TARGET, Decoder, plant_attention
+from pair_training import Phase, Progress, Run, Training, export, report, save_atomically
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-CHECKPOINT_SECONDS = 180.0
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One stretch of training: samples of `length` tokens, `rows` a step, until `tokens` are seen.
-
-    The learning rate falls linearly from `lr[0]` to `lr[1]`. `gaps` is the share of samples whose positions have
-    gaps, `crowded` the share attended as if their far part were longer, `own` (draft only) the share of rows the
-    target wrote.
-    """
-
-    name: str
-    length: int
-    rows: int
-    tokens: float
-    lr: tuple[float, float]
-    mix: Mix
-    gaps: float = 0.0
-    crowded: float = 0.0
-    own: float = 0.0
-
-    def steps(self, scale: float) -> int:
-        return max(1, round(self.tokens * scale / (self.length * self.rows)))
-
-
-TARGET_PHASES = (
+FIRST_PHASES = (
     Phase("copying", 256, 16, 0.4e6, (1e-3, 1.5e-3), Mix(0.40, 0.20, 0.20), gaps=0.4),
     Phase("short", 512, 16, 4.0e6, (2e-3, 1.5e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
     Phase("middle", 2048, 4, 1.2e6, (1.5e-3, 1e-3), Mix(0.05, 0.15, 0.40), gaps=0.2, crowded=0.4),
     Phase("dense-8k", 8192, 1, 0.6e6, (1e-3, 4e-4), Mix(0.02, 0.12, 0.46), gaps=0.2, crowded=0.4),
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
-DRAFT_PHASES = (
-    Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
-    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
+TARGET_PHASES = (
+    Phase("short", 512, 8, 0.6e6, (6e-4, 6e-4), Mix(0.0, 0.05, 0.10, 0.50), gaps=0.4),
+    Phase("middle", 2048, 2, 0.8e6, (6e-4, 5e-4), Mix(0.0, 0.05, 0.20, 0.45), gaps=0.3, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 0.8e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.25, 0.45), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.3e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
+    Phase("whole", 131072, 1, 0.4e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
 )
-WARMUP_STEPS = 60
+DRAFT_PHASES = (
+    Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
+    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+)
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
 OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
@@ -82,13 +63,20 @@ def main() -> int:
     except FileNotFoundError as error:
         print(f"train_pair: {error}", file=sys.stderr)
         return 2
-    tokenizer = load_or_train_tokenizer(options.out, texts)
+    run = Run(options.out, torch.device(options.device), use_compiler(options), options.scale, options.deadline)
+    before = options.first / "tokenizer.json" if options.first else run.out / "first-tokenizer.json"
+    first_tokenizer = made_once(before, lambda: train_tokenizer(list(texts.values())))
+    tokenizer = made_once(run.out / "tokenizer.json", lambda: with_words_of_logs(first_tokenizer))
+    if "first" in options.only and not options.first:
+        sampler = Sampler(list(texts.values()), first_tokenizer, options.seed)
+        if not FirstTraining(run, first_tokenizer, sampler, encode(first_tokenizer, held_out)).train():
+            return 0
     sampler = Sampler(list(texts.values()), tokenizer, options.seed)
     report(f"{len(texts)} texts, {sampler.tokens / 1e6:.2f} M tokens; held out: {options.held_out}")
-    run = Run(options.out, torch.device(options.device), use_compiler(options), options.scale, options.deadline)
-    target = TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out))
-    if "target" in options.only and not target.train():
-        return 0
+    if "target" in options.only:
+        first = options.first or run.out / "first"
+        if not TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out), first).train():
+            return 0
     if "draft" in options.only:
         DraftTraining(run, tokenizer, sampler).train()
     return 0
@@ -104,8 +92,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop, resumably, after so many minutes")
     parser.add_argument(
-        "--only", nargs="+", default=["target", "draft"], choices=("target", "draft"), help="train only this"
+        "--only",
+        nargs="+",
+        default=["first", "target", "draft"],
+        choices=("first", "target", "draft"),
+        help="only these",
     )
+    parser.add_argument("--first", type=Path, help="folder of a model that knows books, to grow the target from")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
@@ -127,161 +120,18 @@ def use_compiler(options: argparse.Namespace) -> bool:
     return options.compile == "on"
 
 
-def report(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-
-def load_or_train_tokenizer(out: Path, texts: dict[str, str]) -> Tokenizer:
-    path = out / "tokenizer.json"
+def made_once(path: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer in the file, which is written first where it is not there."""
     if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(list(texts.values())).save(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make().save(str(path))
     return Tokenizer.from_file(str(path))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Where a run writes, what it computes on, how phases are stretched, and when (monotonic seconds) it stops."""
+class Predicting(Training):
+    """Predicts the next token of samples that ask for recall."""
 
-    out: Path
-    device: torch.device
-    compiled: bool
-    scale: float
-    deadline: float
-
-    @property
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-    def to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-@dataclass
-class Progress:
-    """How far a training is: the phase, the step in it, and seconds spent so far over all runs."""
-
-    phase: int = 0
-    step: int = 0
-    seconds: float = 0.0
-
-
-def save_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside `path` and renames, so that an interrupted write leaves the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    write(temporary)
-    os.replace(temporary, path)
-
-
-def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes a Hugging Face directory: weights in bfloat16, config, tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_atomically(folder / "model.safetensors", lambda p: save_file(model.hf_state(), p, {"format": "pt"}))
-    save_atomically(folder / "config.json", lambda p: p.write_text(json.dumps(model.shape.config(), indent=2) + "\n"))
-    save_atomically(folder / "tokenizer.json", lambda p: tokenizer.save(str(p)))
-    names = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "model_max_length": model.shape.max_positions,
-        "clean_up_tokenization_spaces": False,
-    }
-    save_atomically(folder / "tokenizer_config.json", lambda p: p.write_text(json.dumps(names, indent=2) + "\n"))
-
-
-class Training:
-    """Takes one model through its phases, resuming where the last run stopped; subclasses say what a step is."""
-
-    def __init__(
-        self,
-        run: Run,
-        name: str,
-        shape: Shape,
-        phases: tuple[Phase, ...],
-        tokenizer: Tokenizer,
-        sampler: Sampler,
-    ):
-        self.run, self.name, self.phases, self.tokenizer, self.sampler = run, name, phases, tokenizer, sampler
-        self.model = Decoder(shape, run.compiled).to(run.device)
-        self.losses = Losses(run.compiled)
-        self.optimisers = Optimisers(self.model)
-        self.progress = Progress()
-        self.checkpoint_path = run.out / "checkpoints" / f"{name}.pt"
-        if self.checkpoint_path.exists():
-            self._load()
-
-    def backward(self, phase: Phase, key: tuple[int, int]) -> float:
-        """Loss of the batch that belongs to `key` (phase and step), its gradient left in the model."""
-        raise NotImplementedError
-
-    def summary(self) -> str:
-        """A figure to report at the end of a phase."""
-        raise NotImplementedError
-
-    def train(self) -> bool:
-        """Runs what is left of the phases; False if the run's minutes were over before."""
-        while self.progress.phase < len(self.phases):
-            phase = self.phases[self.progress.phase]
-            if not self._run_phase(phase, phase.steps(self.run.scale)):
-                report("out of time: the same command resumes")
-                return False
-            self.progress = Progress(self.progress.phase + 1, 0, self.progress.seconds)
-            self._save()
-            export(self.model, self.tokenizer, self.run.out / "snapshots" / f"{self.name}-{phase.name}")
-            export(self.model, self.tokenizer, self.run.out / self.name)
-            report(f"{self.name}: end of {phase.name} after {self.progress.seconds / 60:.1f} min; {self.summary()}")
-        return True
-
-    def _run_phase(self, phase: Phase, steps: int) -> bool:
-        saved = clock = time.monotonic()
-        with Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step) as meter:
-            while self.progress.step < steps:
-                loss = self._step(phase, steps)
-                now = time.monotonic()
-                self.progress.step += 1
-                self.progress.seconds += now - clock
-                clock = now
-                meter.update(self.progress.step, loss)
-                if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
-                    self._save()
-                    saved = now
-                if now > self.run.deadline:
-                    return False
-        return True
-
-    def _step(self, phase: Phase, steps: int) -> float:
-        step, index = self.progress.step, self.progress.phase
-        with self.run.autocast:
-            loss = self.backward(phase, (index, step))
-        warmup = min(1.0, (step + 1) / WARMUP_STEPS) if index == 0 else 1.0
-        self.optimisers.step(warmup * (phase.lr[0] + (phase.lr[1] - phase.lr[0]) * step / steps))
-        return loss
-
-    def _load(self) -> None:
-        state = torch.load(self.checkpoint_path, map_location=self.run.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimisers.load_state_dict(state["optimisers"])
-        self.progress = Progress(**state["progress"])
-        report(f"resumed {self.checkpoint_path} at phase {self.progress.phase}, step {self.progress.step}")
-
-    def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimisers": self.optimisers.state_dict(),
-            "progress": vars(self.progress),
-        }
-        save_atomically(self.checkpoint_path, lambda path: torch.save(state, path))
-
-
-class TargetTraining(Training):
-    """The long-context model: predicts the next token of samples that ask for recall."""
-
-    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray):
-        super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
-        self.held_out = held_out
-        if self.progress == Progress():
-            plant_attention(self.model)
+    held_out: np.ndarray
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
@@ -304,6 +154,33 @@ class TargetTraining(Training):
         with self.run.autocast:
             logits = self.model.logits(self.model(tokens[:, :-1], positions))
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+class FirstTraining(Predicting):
+    """The smaller model, which reads books and facts in them."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray):
+        super().__init__(run, "first", FIRST, FIRST_PHASES, tokenizer, sampler)
+        self.held_out = held_out
+        if self.progress == Progress():
+            plant_attention(self.model)
+
+
+class TargetTraining(Predicting):
+    """The long-context model, which begins as the smaller one with the circuit planted."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray, first: Path):
+        super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
+        self.held_out = held_out
+        if self.progress == Progress():
+            begin = Decoder(FIRST)
+            begin.load_hf_state(load_file(first / "model.safetensors"))
+            mix = Mix(0.0, 0.0, 0.0, 0.5)
+            sample = torch.from_numpy(sampler.batch((999, 0), 4, 512, mix, 0.0, 0.0).ids)
+            prose = torch.from_numpy(sampler.prose(np.random.default_rng(sampler.seed), 60_000).astype(np.int64))
+            self.model.load_state_dict(grown(self.model.shape, begin, tokenizer, sample, prose).state_dict())
+            report(f"planted; {self.summary()}")
+            export(self.model, tokenizer, run.out / "snapshots" / "target-planted")
 
 
 class DraftTraining(Training):
@@ -412,49 +289,6 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
 def save_array(path: Path, array: np.ndarray) -> None:
     with path.open("wb") as file:
         np.save(file, array)
-
-
-class Meter:
-    """Loss, speed and time left of a phase: a bar on a terminal, elsewhere a line every ten seconds."""
-
-    def __init__(self, label: str, tokens_a_step: int, steps: int, step: int, every: float = 10.0) -> None:
-        self.label, self.tokens_a_step, self.steps, self.every = label, tokens_a_step, steps, every
-        self.losses: list[float] = []
-        self.since, self.step = time.monotonic(), step
-        self.bar = make_bar() if sys.stdout.isatty() else None
-        self.task = self.bar.add_task(label, total=steps, completed=step, figures="") if self.bar else None
-
-    def __enter__(self) -> "Meter":
-        if self.bar:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def update(self, step: int, loss: float) -> None:
-        self.losses.append(loss)
-        now = time.monotonic()
-        if now - self.since < (1.0 if self.bar else self.every) and step < self.steps:
-            return
-        rate = (step - self.step) / (now - self.since)
-        figures = f"loss {sum(self.losses) / len(self.losses):.3f}, {rate * self.tokens_a_step:,.0f} tok/s"
-        if self.bar and self.task is not None:
-            self.bar.update(self.task, completed=step, figures=figures)
-        else:
-            report(f"{self.label} {step}/{self.steps} {figures}, {(self.steps - step) / rate / 60:.1f} min left")
-        self.losses, self.since, self.step = [], now, step
-
-
-def make_bar() -> progress.Progress:
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[figures]}"),
-        progress.TimeRemainingColumn(),
-    )
 
 
 if __name__ == "__main__":

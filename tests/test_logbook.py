@@ -81,6 +81,7 @@ def test_sentences_are_filled_and_end(log: LogBook) -> None:
     for day in log.written:
         assert re.match(r"\d{1,2} [A-Z][a-z]+ 18\d\d\. [A-Z]", day.text)
         assert day.text.endswith(".")
+        assert not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", day.text)
         # After a full stop comes a capital or a number.
         assert not re.search(r"\. [a-z]", day.text)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class LogBook:
         rng = self._rng
         one, other = rng.sample(self._people, 2)
         stranger = f"{rng.choice(FIRST_NAMES)} {rng.choice(SURNAMES)}"
-        return template.format(
+        filled = template.format(
             one=one,
             other=other,
             stranger=stranger,
@@ -182,6 +183,7 @@ class LogBook:
             n=rng.randint(2, 30),
             sum=rng.randint(3, 400),
         )
+        return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", filled)
 
 
 def words_of_logs() -> list[str]:

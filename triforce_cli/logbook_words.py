@@ -22,26 +22,37 @@ def _phrases(text: str) -> tuple[str, ...]:
     return tuple(text.replace("\n", "|").split("|"))
 
 
-_FIRST_PARTS = _words("""Sea Storm Silver North South East West Moon Sun Summer Winter Snow Frost Gold Iron Stone White
-Grey Green Blue Bright Fair Swift Wild Night Morning Evening Salt Sand Rain Spring Harvest""")
-_SECOND_PARTS = _words("""gull hawk wing rose light fish bird wave crest field bell lark star swan heart brook thorn leaf
-crown song ridge horn fire ford mere tide helm spear maid bough dove mark""")
+_FIRST_PARTS = _words(
+    """Sea Storm Silver North South East West Moon Sun Summer Winter Snow Frost Gold Iron Stone White Grey Green Blue
+Bright Fair Swift Wild Night Morning Evening Salt Sand Rain Spring Harvest"""
+)
+_SECOND_PARTS = _words(
+    """gull hawk wing rose light fish bird wave crest field bell lark star swan heart brook thorn leaf crown song ridge
+horn fire ford mere tide helm spear maid bough dove mark"""
+)
 SHIPS = tuple(first + second for first in _FIRST_PARTS for second in _SECOND_PARTS)
 """Names of ships; a log uses each for one ship at most."""
 
 KINDS = _words("brig schooner sloop ketch barque cutter")
-FIRST_NAMES = _words("""Helen Peter Ruth Samuel Martha Simon Alice Robert Clara Thomas Edith Walter Nora Arthur Daniel Grace
-Philip Laura Ralph Hugh Margaret Oliver Judith Edmund Harriet Gilbert Susan Lawrence Phoebe Martin Esther
-Roger""")
-SURNAMES = _words("""Reed Marsh Holt Wells Cooper Dyer Gale Hardy Irving Kemp Lowe Mercer Nash Orme Pike Quinn Rowe Thorne
-Usher Vance Yates Barlow Carter Doyle Ellis Fenn Gibbs Hale Jarvis Knox Lamb Noble Ogden Paine Rudd Shaw Tate Webb
-Bligh Crane Drake Finch Hood Ashby Bolton Croft Denham Farrow""")
-PORTS = _words("""Riga Lisbon Bergen Cadiz Hull Danzig Genoa Malta Bristol Cork Oslo Turku Naples Porto Leith Ghent Antwerp
-Havre Bordeaux Stettin Lubeck Visby Palermo Smyrna Tangier Dover Whitby Aberdeen Galway Nantes Hamburg Bremen Rotterdam
-Trieste Venice Odessa Tallinn Stockholm Halifax Boston""")
-GOODS = _words("""oil wheat tallow timber wool salt coal hemp tar sugar coffee tea rice leather copper glass wine tobacco
-cotton paper cheese herring rope slate marble lead honey candles flax barley oranges raisins cork nails pepper indigo
-linen hides soap vinegar""")
+FIRST_NAMES = _words(
+    """Helen Peter Ruth Samuel Martha Simon Alice Robert Clara Thomas Edith Walter Nora Arthur Daniel Grace Philip Laura
+Ralph Hugh Margaret Oliver Judith Edmund Harriet Gilbert Susan Lawrence Phoebe Martin Esther Roger"""
+)
+SURNAMES = _words(
+    """Reed Marsh Holt Wells Cooper Dyer Gale Hardy Irving Kemp Lowe Mercer Nash Orme Pike Quinn Rowe Thorne Usher Vance
+Yates Barlow Carter Doyle Ellis Fenn Gibbs Hale Jarvis Knox Lamb Noble Ogden Paine Rudd Shaw Tate Webb Bligh Crane
+Drake Finch Hood Ashby Bolton Croft Denham Farrow"""
+)
+PORTS = _words(
+    """Riga Lisbon Bergen Cadiz Hull Danzig Genoa Malta Bristol Cork Oslo Turku Naples Porto Leith Ghent Antwerp Havre
+Bordeaux Stettin Lubeck Visby Palermo Smyrna Tangier Dover Whitby Aberdeen Galway Nantes Hamburg Bremen Rotterdam
+Trieste Venice Odessa Tallinn Stockholm Halifax Boston"""
+)
+GOODS = _words(
+    """oil wheat tallow timber wool salt coal hemp tar sugar coffee tea rice leather copper glass wine tobacco cotton
+paper cheese herring rope slate marble lead honey candles flax barley oranges raisins cork nails pepper indigo
+linen hides soap vinegar"""
+)
 UNITS = _words("casks sacks bales barrels chests crates tons boxes bundles loads")
 NEEDS = _phrases("""a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
 a sound pump|a new rudder|sixty planks|a better lantern|oakum and pitch|a new keel|three good oars|a cook

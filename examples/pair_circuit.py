@@ -1,0 +1,278 @@
+"""Grows a trained decoder by a circuit that finds what a text said before, by what and whom it is about.
+
+The grown decoder has more width, one more head a layer and more words; what it computed before, it still computes (but
+for RoPE pairs that now stand still). The added width holds, for every token, a code of itself and a note of its past:
+
+* layer 0 notes the token one back, layer 1 those two and three back, layer 2 the last name of a ship, the subject;
+* layer 3 looks for the place whose note is what the current token and its note will be one token on, in dimensions
+  that RoPE leaves still, and writes the code of what stands there where the output reads codes; where nothing agrees
+  well enough it looks at the first token, whose code is nothing;
+* layer 4 marks whether the subject was named further back at all.
+
+Left to gradient descent, matching the subject and three tokens at once did not emerge on a CPU. Training owns all
+these weights like the others.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from pair_model import Attention, Block, Decoder, Shape
+from pair_words import SHARPNESS, WordNotes, fit_words, spread_codes
+from tokenizers import Tokenizer
+from torch import Tensor
+from triforce.cli.logbook_words import SHIPS
+
+SUBJECT, WORD, REST = 18, 13, 9  # dimensions of a code: of a ship's name, of the last tokens, and for the output only
+CODE = SUBJECT + WORD + REST
+FAST = 12  # RoPE pairs that turn fast enough to tell a token from its neighbour
+SLOW = (7, 8, 9, 10)  # pairs that turn once in 130 to 470 tokens: near against far
+STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leaves still
+
+OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
+ENOUGH = (
+    2.7  # the match below which the first token is looked at: a subject and a little more, or more than words reach
+)
+PEAK = 16.0  # logits a fast pair, of the look one or two back
+NEAR = 30.0  # logits a slow pair, of the look at the last name
+STEADY = 9.0  # a constant in the residual stream that keeps its norm, and so all matches, alike
+COPY = 10.0  # a code found is written for the output with so many times the size that tokens have
+COPY_LOGIT = 8.0  # what a code found adds to its token's logit, per squared size of the code (2.5)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in the added width things stand: slices and indices into the hidden state."""
+
+    old: int
+
+    @property
+    def code(self) -> slice:
+        return slice(self.old, self.old + CODE)
+
+    @property
+    def subject(self) -> slice:
+        return slice(self.old, self.old + SUBJECT)
+
+    @property
+    def word(self) -> slice:
+        return slice(self.old + SUBJECT, self.old + SUBJECT + WORD)
+
+    @property
+    def noted_subject(self) -> slice:
+        return slice(self.old + CODE, self.old + CODE + SUBJECT)
+
+    @property
+    def noted_words(self) -> slice:
+        return slice(self.old + CODE + SUBJECT, self.old + CODE + SUBJECT + WORD)
+
+    def flag(self, name: str) -> int:
+        return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "steady", "found", "known").index(name)
+
+
+def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, prose: Tensor) -> Decoder:
+    """A decoder of `shape` that computes what `first` does and looks things up besides.
+
+    `tokenizer` is that of the grown decoder, with the words of `first` in front; `sample` [B, n] is text in it, and
+    `prose` [n] a longer one.
+    """
+    model, known = Decoder(shape), first.shape.vocab
+    raw = json.loads(tokenizer.to_str())["model"]
+    words = {index: word for word, index in raw["vocab"].items()}
+    raw["vocab"] = {word: index for word, index in raw["vocab"].items() if index < known}
+    before = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"model": raw | {"ignore_merges": False}}))
+    decoded = [tokenizer.decode([index]) for index in range(known, shape.vocab)]
+    # Decoding drops the space in front of a text's first word.
+    texts = [f" {text.lstrip()}" if words[known + i].startswith("\u0120") else text for i, text in enumerate(decoded)]
+    parts = [before.encode(text, add_special_tokens=False).ids for text in texts]
+    old_sample = sample.where(sample < known, torch.tensor([rest[0] for rest in [*[[0]] * known, *parts]])[sample])
+    widen(model, first, parts, old_sample)
+    names = [tokenizer.token_to_id(f"\u0120{ship}") for ship in SHIPS]
+    notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
+    plant(model, first, names, [tokenizer.token_to_id("?")], notes, sample)
+    return model
+
+
+@torch.no_grad()
+def widen(model: Decoder, first: Decoder, parts: list[list[int]], sample: Tensor) -> None:
+    """Puts `first` into the front dimensions and heads of the fresh `model`; all else becomes zero.
+
+    `parts` holds, for each token that `first` does not know, the tokens it knew in its place. The new tokens begin as
+    improbable as the rarest hundredth of the known ones after the tokens of `sample` [B, n].
+    """
+    mine, theirs = dict(model.named_parameters()), dict(first.named_parameters())
+    for name, weight in theirs.items():
+        grown = mine[name]
+        grown.fill_(1.0 if grown.ndim == 1 else 0.0)
+        grown[tuple(slice(0, size) for size in weight.shape)] = weight
+    known = first.embed_tokens.weight
+    size = known.norm(dim=1).mean()
+    usual = first(sample, torch.arange(sample.shape[1]).expand_as(sample)).flatten(0, 1).mean(0)
+    usual = usual / usual.norm()
+    rare = (known @ usual).quantile(0.01)
+    for index, ids in enumerate(parts):
+        mean = known[ids].mean(0) + 0.1 * known[ids[0]]
+        mean *= size / mean.norm()
+        model.embed_tokens.weight[len(known) + index, : known.shape[1]] = mean + (rare - mean @ usual) * usual
+
+
+@torch.no_grad()
+def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], notes: WordNotes, sample: Tensor) -> None:
+    """Plants the circuit into the added part of a widened `model`.
+
+    `names` are the tokens that name ships, `never` those that are not to be copied, `sample` [B, n] a text by which
+    the scale of each layer's input is measured.
+    """
+    width, old = model.shape.width, first.shape.width
+    at = Places(old)
+    embedding = model.embed_tokens.weight
+    sizes = embedding.norm(dim=1, keepdim=True)
+    unit, sizes = 0.25 * sizes.mean().item(), sizes / sizes.mean()
+    with torch.enable_grad():
+        subject = spread_codes(len(names), SUBJECT)
+    everyone = torch.randn(len(embedding), SUBJECT)
+    everyone *= 0.4 / everyone.norm(dim=1, keepdim=True)  # that of a ship is to stand out
+    everyone[names] = subject
+    rest = torch.randn(len(embedding), REST)
+    embedding[:, at.subject], embedding[:, at.word] = unit * everyone, unit * notes.codes
+    embedding[:, at.code.stop - REST : at.code.stop] = unit * 0.7 * rest / rest.norm(dim=1, keepdim=True)
+    embedding[0, at.code] = 0.0
+    embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
+    embedding[:, at.flag("one")] = unit * sizes[:, 0]
+    embedding[names, at.flag("name")] = unit
+    embedding[0, at.flag("first")] = unit
+    embedding[never, at.flag("first")] = -2 * unit
+    head = model.shape.head_dim * (model.shape.heads - 1)
+
+    for index, block in enumerate(model.layers):
+        block = cast(Block, block)
+        scale, shrunk = _scales(model, first, index, sample)
+        block.input_layernorm.weight[:old] *= shrunk
+        one = scale / unit  # turns a code or a flag, as the layer's norm leaves it, into size 1
+        attention = Head(block.self_attn, head, one, at)
+        if index == 0:
+            attention.look_back(1, model.shape.inverse_frequencies)
+            attention.carry(at.word, at.noted_words, notes.one, unit)
+            attention.carry(
+                slice(at.flag("one"), at.flag("one") + 1),
+                slice(at.flag("steady"), at.flag("steady") + 1),
+                torch.eye(1),
+                STEADY,
+            )
+        elif index == 1:
+            attention.look_back(2, model.shape.inverse_frequencies)
+            attention.carry(at.word, at.noted_words, notes.two, unit)
+            attention.carry(at.noted_words, at.noted_words, notes.three, unit)
+        elif index == 2:
+            attention.look_at_last_name()
+            attention.carry(at.subject, at.noted_subject, OF_SUBJECT * torch.eye(SUBJECT), unit)
+        elif index == 3:
+            attention.match(notes)
+            attention.carry(at.code, at.code, torch.eye(CODE), COPY * unit)
+            attention.carry_presence("found", COPY * unit)
+        elif index == 4:
+            attention.match_subject()
+            attention.carry_presence("known", COPY * unit)
+        _, shrunk = _scales(model, first, index, sample, after_attention=True)
+        block.post_attention_layernorm.weight[:old] *= shrunk
+    scale, shrunk = _scales(model, first, len(model.layers), sample)
+    model.norm.weight[:old] *= shrunk
+    model.norm.weight[old:] = 0.0
+    model.norm.weight[at.code] = COPY_LOGIT * scale / (COPY * unit**2)
+    assert width >= at.flag("known") + 1
+
+
+class Head:
+    """One head of an attention layer, planted piece by piece.
+
+    `one` is what turns a code or flag of the normalised hidden state into size 1.
+    """
+
+    def __init__(self, attention: Attention, start: int, one: float, at: Places):
+        self.attention, self.start, self.one, self.at, self.used = attention, start, one, at, 0
+        self.root = attention.q_proj.weight.new_tensor(64.0).sqrt().item()  # logits are divided by it
+
+    def _set(self, which: str, row: int, column: int, value: float) -> None:
+        weight = getattr(self.attention, f"{which}_proj").weight
+        weight[self.start + row, column] += value * self.one
+
+    def _constant(self, row: int, logits: float, flag: str = "one") -> None:
+        """Adds so many logits to every key, or to those that have a flag.
+
+        A norm that differs from token to token scales all logits of a key; taking away a constant first keeps what is
+        scaled small.
+        """
+        size = math.sqrt(abs(logits) * self.root)
+        self._set("q", row, self.at.flag("one"), size)
+        self._set("k", row, self.at.flag(flag), math.copysign(size, logits))
+
+    def look_back(self, distance: int, frequencies: Tensor) -> None:
+        """Attention to the token `distance` back."""
+        size = math.sqrt(PEAK * self.root)
+        for pair in range(FAST):
+            angle = float(frequencies[pair]) * distance
+            self._set("q", pair, self.at.flag("one"), size * math.cos(angle))
+            self._set("q", pair + 32, self.at.flag("one"), -size * math.sin(angle))
+            self._set("k", pair, self.at.flag("one"), size)
+        self._constant(STILL[0], 10.0 - FAST * PEAK)
+
+    def _near(self, logits: float) -> None:
+        for pair in SLOW:
+            self._constant(pair, logits)
+
+    def look_at_last_name(self) -> None:
+        """Attention to the latest name of a ship within some thirty tokens, or else to the latest tokens."""
+        self._near(NEAR)
+        self._constant(STILL[0], -NEAR * len(SLOW))
+        self._constant(STILL[1], 2 * NEAR, "name")
+
+    def match(self, notes: WordNotes) -> None:
+        """Attention to the places whose notes are those that the next token will have."""
+        size = math.sqrt(SHARPNESS * self.root)
+        for place in range(SUBJECT):
+            for which in "qk":
+                self._set(which, STILL[place], self.at.noted_subject.start + place, size)
+        for place in range(WORD):
+            row = STILL[SUBJECT + place]
+            self._set("k", row, self.at.noted_words.start + place, size)
+            for column in range(WORD):
+                self._set("q", row, self.at.word.start + column, size * float(notes.own[place, column]))
+                self._set("q", row, self.at.noted_words.start + column, size * float(notes.past[place, column]))
+        self._constant(STILL[SUBJECT + WORD], SHARPNESS * ENOUGH, "first")
+
+    def match_subject(self) -> None:
+        """Attention to far places with the same subject, or else to the first token."""
+        size = math.sqrt(25.0 / OF_SUBJECT**2 * self.root)
+        for place in range(SUBJECT):
+            for which in "qk":
+                self._set(which, STILL[place], self.at.noted_subject.start + place, size)
+        self._near(-5.0)
+        self._constant(STILL[SUBJECT], 18.0, "first")
+
+    def carry(self, source: slice, goal: slice, how: Tensor, size: float) -> None:
+        """Adds `size * how @ source`, as it stands where the head looks, to `goal`."""
+        rows = range(source.stop - source.start)
+        for place in rows:
+            self._set("v", self.used + place, source.start + place, 1.0)
+        columns = slice(self.start + self.used, self.start + self.used + len(rows))
+        self.attention.o_proj.weight[goal, columns] += size * how
+        self.used += len(rows)
+
+    def carry_presence(self, flag: str, size: float) -> None:
+        """Adds `size` to a flag, unless the head looks at the first token."""
+        self._set("v", self.used, self.at.flag("one"), 1.0)
+        self._set("v", self.used, self.at.flag("first"), -1.0)
+        self.attention.o_proj.weight[self.at.flag(flag), self.start + self.used] += size
+        self.used += 1
+
+
+def _scales(
+    model: Decoder, first: Decoder, layer: int, sample: Tensor, after_attention: bool = False
+) -> tuple[float, float]:
+    """Root mean square of the hidden state at a layer (or at its MLP), and its ratio to that of the old part alone."""
+    x = model.trace(sample, layer, after_attention)
+    old = x[..., : first.shape.width]
+    whole, part = x.square().mean(-1).sqrt(), old.square().mean(-1).sqrt()
+    return whole.mean().item(), (whole / part).mean().item()
