@@ -25,21 +25,19 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from triforce.cli.logbook_words import SHIPS
 
-SUBJECT, WORD, REST = 18, 13, 9  # dimensions of a code: of a ship's name, of the last tokens, and for the output only
-CODE = SUBJECT + WORD + REST
+SUBJECT, WORD = 16, 13  # dimensions of a code: of a ship's name, and of a word as one of the last three
+CODE = SUBJECT + WORD
 FAST = 12  # RoPE pairs that turn fast enough to tell a token from its neighbour
 SLOW = (7, 8, 9, 10)  # pairs that turn once in 130 to 470 tokens: near against far
 STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leaves still
 
 OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
-ENOUGH = (
-    2.7  # the match below which the first token is looked at: a subject and a little more, or more than words reach
-)
+ENOUGH = 2.7  # the match below which the first token is looked at: a subject and a little more
 PEAK = 16.0  # logits a fast pair, of the look one or two back
 NEAR = 30.0  # logits a slow pair, of the look at the last name
 STEADY = 9.0  # a constant in the residual stream that keeps its norm, and so all matches, alike
 COPY = 10.0  # a code found is written for the output with so many times the size that tokens have
-COPY_LOGIT = 8.0  # what a code found adds to its token's logit, per squared size of the code (2.5)
+COPY_LOGIT = 10.0  # what a code found adds to the logit of its token, per squared size of the code (1.2 to 2)
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,7 @@ def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], no
     everyone = torch.randn(len(embedding), SUBJECT)
     everyone *= 0.4 / everyone.norm(dim=1, keepdim=True)  # that of a ship is to stand out
     everyone[names] = subject
-    rest = torch.randn(len(embedding), REST)
     embedding[:, at.subject], embedding[:, at.word] = unit * everyone, unit * notes.codes
-    embedding[:, at.code.stop - REST : at.code.stop] = unit * 0.7 * rest / rest.norm(dim=1, keepdim=True)
     embedding[0, at.code] = 0.0
     embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
     embedding[:, at.flag("one")] = unit * sizes[:, 0]

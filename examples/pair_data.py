@@ -184,20 +184,22 @@ class Sampler:
         return Piece.join([Piece.of(np.array([BOS], dtype=np.uint16), 0.0, sought=True), body])
 
     def _log(self, rng: np.random.Generator, length: int) -> Piece:
-        """A log, a few of whose last entries are followed by questions, and more questions at its end."""
+        """A log, in which questions may follow a day, and questions at its end."""
         book = LogBook(TRAINING_LOGS + int(rng.integers(1 << 30)))
         draw = random.Random(int(rng.integers(1 << 30)))
         asked_at_end = max(2, min(24, length // 120))
         room = length - 20 * asked_at_end
+        ends = draw.random() < 0.5  # the text is the end of a longer log, rather than its beginning
         pieces: list[Piece] = []
         have, days = 0, book.days()
         while have < room:
             pieces.append(Piece.of(encode(self.tokenizer, next(days).text + "\n\n"), 1.0))
             have += len(pieces[-1].ids)
-            if book.facts and draw.random() < 0.1:
+            if not ends and book.facts and draw.random() < 0.1:
                 pieces += [self._question(book, draw) for _ in range(draw.randint(1, 3))]
                 have += sum(len(piece.ids) for piece in pieces[-3:])
-        text = Piece.join(pieces)[max(0, have - room) :] if draw.random() < 0.5 else Piece.join(pieces)[:room]
+        text = Piece.join(pieces)
+        text = text[len(text.ids) - room :] if ends else text[:room]
         # What was cut away cannot be asked for: only ships that still stand in the text are.
         told = self.tokenizer.decode(text.ids.tolist())
         left = [fact for fact in book.facts if fact.sentence in told]

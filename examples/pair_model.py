@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder that `train_pair.py` trains, and its optimisers.
+"""The Llama-shaped decoder that `train_pair.py` trains, and its losses.
 
 Parameter names are those of `transformers`' `LlamaForCausalLM`, so a state dict saved from here opens there. The
 class exists because training wants what that class does not offer: positions with gaps inside one sequence
@@ -92,7 +92,7 @@ class Shape:
 
 
 FIRST = Shape(layers=6, width=256, heads=4, head_dim=64, mlp=688, vocab=4096)
-TARGET = Shape(layers=6, width=336, heads=5, head_dim=64, mlp=688, still=True)
+TARGET = Shape(layers=6, width=320, heads=5, head_dim=64, mlp=688, still=True)
 DRAFT = Shape(layers=2, width=96, heads=3, head_dim=32, mlp=192)
 
 
@@ -352,30 +352,3 @@ def _imitation_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor, teacher: 
     probabilities = F.linear(wanted, teacher).float().softmax(-1)
     losses = -(probabilities * F.linear(hidden, embedding).float().log_softmax(-1)).sum(-1)
     return (losses * weights).sum()
-
-
-class Optimisers:
-    """Muon for the matrices inside the layers, AdamW for embedding and norms, behind one step and one state."""
-
-    def __init__(self, model: Decoder, adam_share: float = 0.3):
-        matrices = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
-        rest = [p for name, p in model.named_parameters() if not (name.startswith("layers.") and p.ndim == 2)]
-        self.adam_share = adam_share
-        self.muon = torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-        self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.97), weight_decay=0.0)
-
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr` (AdamW gets `adam_share` of it); gradients are cleared afterwards."""
-        for optimiser, share in ((self.muon, 1.0), (self.adam, self.adam_share)):
-            for group in optimiser.param_groups:
-                nn.utils.clip_grad_norm_(group["params"], 1.0)
-                group["lr"] = lr * share
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict:
-        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from pair_data import FIRST_VOCAB, Mix, Sampler
-from pair_model import Decoder, Losses, Optimisers, Shape
+from pair_model import Decoder, Losses, Shape
+from pair_optim import Optimisers
 from rich import progress
 from safetensors.torch import save_file
 from tokenizers import Tokenizer

@@ -274,7 +274,7 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
     parts = []
     for index, temperature in enumerate(OWN_TEMPERATURES):
         torch.manual_seed(sampler.seed * 1000 + index)
-        prompt = sampler.batch((1000, index), OWN_ROWS, length // 3, Mix(0.0, 0.0, 0.1), 0.0, 0.0).ids
+        prompt = sampler.batch((1000, index), OWN_ROWS, length // 3, Mix(0.0, 0.0, 0.1, 0.4), 0.0, 0.0).ids
         how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         ids = run.to_device(prompt)
         new = length - ids.shape[1]
