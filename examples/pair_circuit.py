@@ -7,10 +7,12 @@ for RoPE pairs that now stand still). The added width holds, for every token, a 
 * layer 3 looks for the place whose note is what the current token and its note will be one token on, in dimensions
   that RoPE leaves still, and writes the code of what stands there where the output reads codes; where nothing agrees
   well enough it looks at the first token, whose code is nothing;
-* layer 4 marks whether the subject was named further back at all.
+* layer 4 marks whether the subject was named further back at all;
+* layer 5 names the subject again where an answer begins.
 
-Left to gradient descent, matching the subject and three tokens at once did not emerge on a CPU. Training owns all
-these weights like the others.
+Left to gradient descent, matching the subject and three tokens at once did not emerge on a CPU; and where training
+owned the planted weights too, it had them noisy within fifteen steps. So they are held, and the rest learns around
+them: it reads what the circuit notes and finds, and writes nothing into the added width.
 """
 
 import json
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from pair_data import ANSWER
 from pair_model import Attention, Block, Decoder, Shape
 from pair_words import SHARPNESS, WordNotes, fit_words, spread_codes
 from tokenizers import Tokenizer
@@ -37,7 +40,7 @@ PEAK = 16.0  # logits a fast pair, of the look one or two back
 NEAR = 30.0  # logits a slow pair, of the look at the last name
 STEADY = 9.0  # a constant in the residual stream that keeps its norm, and so all matches, alike
 COPY = 10.0  # a code found is written for the output with so many times the size that tokens have
-COPY_LOGIT = 10.0  # what a code found adds to the logit of its token, per squared size of the code (1.2 to 2)
+COPY_LOGIT = 8.0  # what a code found adds to the logit of its token, per squared size of the code (2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Places:
         return slice(self.old + CODE + SUBJECT, self.old + CODE + SUBJECT + WORD)
 
     def flag(self, name: str) -> int:
-        return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "steady", "found", "known").index(name)
+        return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "steady", "known", "quiet").index(name)
 
 
 def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, prose: Tensor) -> Decoder:
@@ -77,20 +80,31 @@ def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, pr
     `prose` [n] a longer one.
     """
     model, known = Decoder(shape), first.shape.vocab
-    raw = json.loads(tokenizer.to_str())["model"]
-    words = {index: word for word, index in raw["vocab"].items()}
-    raw["vocab"] = {word: index for word, index in raw["vocab"].items() if index < known}
-    before = Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"model": raw | {"ignore_merges": False}}))
-    decoded = [tokenizer.decode([index]) for index in range(known, shape.vocab)]
-    # Decoding drops the space in front of a text's first word.
-    texts = [f" {text.lstrip()}" if words[known + i].startswith("\u0120") else text for i, text in enumerate(decoded)]
-    parts = [before.encode(text, add_special_tokens=False).ids for text in texts]
+    parts = parts_of_words(tokenizer, known)
     old_sample = sample.where(sample < known, torch.tensor([rest[0] for rest in [*[[0]] * known, *parts]])[sample])
     widen(model, first, parts, old_sample)
     names = [tokenizer.token_to_id(f"\u0120{ship}") for ship in SHIPS]
     notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
-    plant(model, first, names, [tokenizer.token_to_id("?")], notes, sample)
+    opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
+    quiet = [
+        tokenizer.token_to_id(word) for word in (".", "?", ":", "\u010a", "\u010a\u010a", "\u0120The", "\u0120was")
+    ]
+    never = [tokenizer.token_to_id("?")]
+    plant(model, first, names, notes, never, [index for index in quiet if index is not None], opening, sample)
     return model
+
+
+def parts_of_words(tokenizer: Tokenizer, known: int) -> list[list[int]]:
+    """For each word of `tokenizer` from the id `known` on, the words before that id which stood in its place."""
+    raw = json.loads(tokenizer.to_str())
+    words = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
+    raw["model"] |= {"vocab": {word: index for index, word in enumerate(words[:known])}, "ignore_merges": False}
+    before = Tokenizer.from_str(json.dumps(raw))
+    parts = []
+    for index, word in enumerate(words[known:], known):
+        text = tokenizer.decode([index]).lstrip()  # decoding may drop the space in front
+        parts.append(before.encode(f" {text}" if word.startswith("\u0120") else text, add_special_tokens=False).ids)
+    return parts
 
 
 @torch.no_grad()
@@ -105,22 +119,39 @@ def widen(model: Decoder, first: Decoder, parts: list[list[int]], sample: Tensor
         grown = mine[name]
         grown.fill_(1.0 if grown.ndim == 1 else 0.0)
         grown[tuple(slice(0, size) for size in weight.shape)] = weight
-    known = first.embed_tokens.weight
-    size = known.norm(dim=1).mean()
     usual = first(sample, torch.arange(sample.shape[1]).expand_as(sample)).flatten(0, 1).mean(0)
-    usual = usual / usual.norm()
-    rare = (known @ usual).quantile(0.01)
-    for index, ids in enumerate(parts):
-        mean = known[ids].mean(0) + 0.1 * known[ids[0]]
-        mean *= size / mean.norm()
-        model.embed_tokens.weight[len(known) + index, : known.shape[1]] = mean + (rare - mean @ usual) * usual
+    rows = with_new_words(first.embed_tokens.weight, parts, usual)
+    model.embed_tokens.weight[:, : rows.shape[1]] = rows
 
 
 @torch.no_grad()
-def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], notes: WordNotes, sample: Tensor) -> None:
+def with_new_words(known: Tensor, parts: list[list[int]], usual: Tensor) -> Tensor:
+    """Embeddings [known + new, width]: each new word lies between its parts, and is rarely predicted.
+
+    `usual` [width] is the mean hidden state; a new word's logit there is that of the rarest hundredth of the known.
+    """
+    usual = usual / usual.norm()
+    rare, size = (known @ usual).quantile(0.01), known.norm(dim=1).mean()
+    rows = torch.stack([known[ids].mean(0) + 0.1 * known[ids[0]] for ids in parts])
+    rows *= size / rows.norm(dim=1, keepdim=True)
+    return torch.cat((known, rows + (rare - rows @ usual)[:, None] * usual))
+
+
+@torch.no_grad()
+def plant(
+    model: Decoder,
+    first: Decoder,
+    names: list[int],
+    notes: WordNotes,
+    never: list[int],
+    quiet: list[int],
+    opening: list[int],
+    sample: Tensor,
+) -> None:
     """Plants the circuit into the added part of a widened `model`.
 
-    `names` are the tokens that name ships, `never` those that are not to be copied, `sample` [B, n] a text by which
+    `names` are the tokens that name ships, `never` those that are not to be copied, `quiet` those (besides names) after
+    which nothing is, `opening` the three that an answer's first word follows; `sample` [B, n] is a text by which
     the scale of each layer's input is measured.
     """
     width, old = model.shape.width, first.shape.width
@@ -131,15 +162,16 @@ def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], no
     with torch.enable_grad():
         subject = spread_codes(len(names), SUBJECT)
     everyone = torch.randn(len(embedding), SUBJECT)
-    everyone *= 0.4 / everyone.norm(dim=1, keepdim=True)  # that of a ship is to stand out
+    everyone /= everyone.norm(dim=1, keepdim=True)
     everyone[names] = subject
     embedding[:, at.subject], embedding[:, at.word] = unit * everyone, unit * notes.codes
     embedding[0, at.code] = 0.0
     embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
     embedding[:, at.flag("one")] = unit * sizes[:, 0]
     embedding[names, at.flag("name")] = unit
-    embedding[0, at.flag("first")] = unit
+    embedding[0, at.flag("one")], embedding[0, at.flag("first")] = 0.0, unit * sizes[0, 0]
     embedding[never, at.flag("first")] = -2 * unit
+    embedding[[*names, *quiet], at.flag("quiet")] = unit
     head = model.shape.head_dim * (model.shape.heads - 1)
 
     for index, block in enumerate(model.layers):
@@ -167,10 +199,13 @@ def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], no
         elif index == 3:
             attention.match(notes)
             attention.carry(at.code, at.code, torch.eye(CODE), COPY * unit)
-            attention.carry_presence("found", COPY * unit)
         elif index == 4:
             attention.match_subject()
-            attention.carry_presence("known", COPY * unit)
+            flag = slice(at.flag("one"), at.flag("one") + 1)  # which the first token does not have
+            attention.carry(flag, slice(at.flag("known"), at.flag("known") + 1), torch.eye(1), COPY * unit)
+        else:
+            attention.name_the_subject(notes, opening)
+            attention.carry(at.code, at.code, torch.eye(CODE), COPY * unit)
         _, shrunk = _scales(model, first, index, sample, after_attention=True)
         block.post_attention_layernorm.weight[:old] *= shrunk
     scale, shrunk = _scales(model, first, len(model.layers), sample)
@@ -178,6 +213,29 @@ def plant(model: Decoder, first: Decoder, names: list[int], never: list[int], no
     model.norm.weight[old:] = 0.0
     model.norm.weight[at.code] = COPY_LOGIT * scale / (COPY * unit**2)
     assert width >= at.flag("known") + 1
+
+
+def hold(model: Decoder, first: Shape) -> None:
+    """Keeps gradients from all planted weights, and from all that writes into the added width.
+
+    Optimisers must not decay weights: what has no gradient is to stay.
+    """
+    old, head = first.width, model.shape.head_dim * (model.shape.heads - 1)
+
+    def keep(weight: Tensor, part: tuple[slice, ...]) -> None:
+        free = torch.ones_like(weight)
+        free[part] = 0.0
+        weight.register_hook(lambda gradient: gradient * free)
+
+    keep(model.embed_tokens.weight, (slice(None), slice(old, None)))
+    for layer in model.layers:
+        block = cast(Block, layer)
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            keep(norm.weight, (slice(old, None),))
+        for written in (block.self_attn.o_proj, block.mlp.down_proj):
+            keep(written.weight, (slice(old, None),))
+        for project in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
+            keep(project.weight, (slice(head, None),))
 
 
 class Head:
@@ -219,10 +277,11 @@ class Head:
             self._constant(pair, logits)
 
     def look_at_last_name(self) -> None:
-        """Attention to the latest name of a ship within some thirty tokens, or else to the latest tokens."""
+        """Attention to the latest name of a ship within some thirty tokens, or else to the first token."""
         self._near(NEAR)
         self._constant(STILL[0], -NEAR * len(SLOW))
         self._constant(STILL[1], 2 * NEAR, "name")
+        self._constant(STILL[2], 0.6 * NEAR, "first")
 
     def match(self, notes: WordNotes) -> None:
         """Attention to the places whose notes are those that the next token will have."""
@@ -236,7 +295,9 @@ class Head:
             for column in range(WORD):
                 self._set("q", row, self.at.word.start + column, size * float(notes.own[place, column]))
                 self._set("q", row, self.at.noted_words.start + column, size * float(notes.past[place, column]))
-        self._constant(STILL[SUBJECT + WORD], SHARPNESS * ENOUGH, "first")
+        row = STILL[SUBJECT + WORD]
+        self._constant(row, SHARPNESS * ENOUGH, "first")
+        self._set("q", row, self.at.flag("quiet"), 3 * math.sqrt(SHARPNESS * ENOUGH * self.root))
 
     def match_subject(self) -> None:
         """Attention to far places with the same subject, or else to the first token."""
@@ -247,6 +308,22 @@ class Head:
         self._near(-5.0)
         self._constant(STILL[SUBJECT], 18.0, "first")
 
+    def name_the_subject(self, notes: WordNotes, opening: list[int]) -> None:
+        """Attention to the latest name one token after the three tokens `opening`, and else to the first token."""
+        self._near(NEAR)
+        self._constant(STILL[0], -NEAR * len(SLOW))
+        self._constant(STILL[1], 0.6 * NEAR, "first")
+        codes = notes.codes[opening]
+        before = notes.notes(codes.flip(0))
+        size = math.sqrt(6 * NEAR * self.root)
+        self._set("k", STILL[2], self.at.flag("name"), size)
+        # Of 2, where the note is that of the opening and the token is "The", after which nothing else is copied.
+        self._set("q", STILL[2], self.at.flag("one"), -1.65 * size)
+        self._set("q", STILL[2], self.at.flag("quiet"), size)
+        for place in range(WORD):
+            agreed = float(before[place] / before.square().sum())
+            self._set("q", STILL[2], self.at.noted_words.start + place, size * agreed)
+
     def carry(self, source: slice, goal: slice, how: Tensor, size: float) -> None:
         """Adds `size * how @ source`, as it stands where the head looks, to `goal`."""
         rows = range(source.stop - source.start)
@@ -255,13 +332,6 @@ class Head:
         columns = slice(self.start + self.used, self.start + self.used + len(rows))
         self.attention.o_proj.weight[goal, columns] += size * how
         self.used += len(rows)
-
-    def carry_presence(self, flag: str, size: float) -> None:
-        """Adds `size` to a flag, unless the head looks at the first token."""
-        self._set("v", self.used, self.at.flag("one"), 1.0)
-        self._set("v", self.used, self.at.flag("first"), -1.0)
-        self.attention.o_proj.weight[self.at.flag(flag), self.start + self.used] += size
-        self.used += 1
 
 
 def _scales(

@@ -16,8 +16,8 @@ ITERATIONS = 5
 class Muon(torch.optim.Optimizer):
     """Steps along the orthogonalised momentum of a matrix, sized as AdamW's steps are (arXiv 2502.16982)."""
 
-    def __init__(self, params: Iterable[Tensor], momentum: float = 0.95, weight_decay: float = 0.05):
-        super().__init__(params, {"lr": 1e-3, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Tensor], momentum: float = 0.95):
+        super().__init__(params, {"lr": 1e-3, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -31,7 +31,6 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(weight)
                 state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                 ahead = weight.grad.lerp(state["momentum"], group["momentum"])
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
                 size = 0.2 * max(weight.shape) ** 0.5
                 weight.add_(orthogonalised(ahead), alpha=-group["lr"] * size)
 

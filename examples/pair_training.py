@@ -69,10 +69,14 @@ class Run:
     deadline: float
 
     @property
-    def autocast(self) -> torch.autocast:
-        """bfloat16 where the device multiplies it fast."""
+    def dtype(self) -> torch.dtype:
+        """bfloat16 where the device multiplies it fast, or else float32."""
         fast = self.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=fast)
+        return torch.bfloat16 if fast else torch.float32
+
+    @property
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

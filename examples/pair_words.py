@@ -92,6 +92,7 @@ def _cases(tokenizer: Tokenizer, seed: int, log: int) -> list[tuple[Tensor, Tens
     """
     book, draw, cases = LogBook(TRAINING_LOGS + 5000 * seed + log), random.Random(log), []
     book.write(6_000)
+    was = tokenizer.token_to_id("\u0120was")
     ships: dict[str, list[Fact]] = {}
     for fact in book.facts:
         ships.setdefault(fact.ship, []).append(fact)
@@ -104,23 +105,16 @@ def _cases(tokenizer: Tokenizer, seed: int, log: int) -> list[tuple[Tensor, Tens
         log_rows = _rows(told)
         for index, fact in enumerate(facts):
             ids = encode(tokenizer, f"{fact.question}\n{ANSWER} {fact.answer}").tolist()
-            value = _value_start(tokenizer, fact)
-            rows = _rows(ids)[value - len(encode(tokenizer, " " + fact.answer)) - 1 : -2]
-            nexts = torch.tensor(ids[len(ids) - len(rows) - 1 : -1])
+            start = len(ids) - len(encode(tokenizer, f" {fact.answer}"))
+            # From the verb on: what follows a name is for the question to say, and so is what follows "was".
+            rows, nexts = _rows(ids)[start + 2 : -1], torch.tensor(ids[start + 3 :])
+            rows, nexts = rows[rows[:, 0] != was], nexts[rows[:, 0] != was]
             right = (log_rows[None, :, 0] == nexts[:, None]) & (torch.tensor(owners) == index)
-            if len(rows) and right.any(1).all():
-                cases.append((log_rows, rows, right))
+            places = torch.cat((log_rows, _rows(ids)[: start + 1]))
+            right = torch.cat((right, right.new_zeros(len(rows), start + 1)), dim=1)
+            if right.any(1).all():
+                cases.append((places, rows, right))
     return cases
-
-
-def _value_start(tokenizer: Tokenizer, fact: Fact) -> int:
-    """How many tokens of the answer the question already settles: all before the first that no form has."""
-    ids = encode(tokenizer, " " + fact.answer)
-    words = [tokenizer.decode([int(i)]).strip() for i in ids]
-    fixed = {"came", "from", "had", "left", "arrived", "lay", "at", "berth", "took", "was", "given", "commanded", "by"}
-    fixed |= {"sailed", "under", "brought", "landed", "carried", "needed", "asked", "for", "mended", "looked", "over"}
-    fixed |= {"paid", "owed", "bound", "loaded", "in", "joined", "The", fact.ship}
-    return next(i for i, word in enumerate(words) if word not in fixed)
 
 
 def _rows(ids: list[int]) -> Tensor:

@@ -17,12 +17,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pair_circuit import grown
+from pair_circuit import grown, hold, parts_of_words, with_new_words
 from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
 from pair_model import DRAFT, FIRST, TARGET, Decoder, plant_attention
 from pair_training import Phase, Progress, Run, Training, export, report, save_atomically
@@ -38,11 +39,11 @@ FIRST_PHASES = (
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 TARGET_PHASES = (
-    Phase("short", 512, 8, 0.6e6, (6e-4, 6e-4), Mix(0.0, 0.05, 0.10, 0.50), gaps=0.4),
-    Phase("middle", 2048, 2, 0.8e6, (6e-4, 5e-4), Mix(0.0, 0.05, 0.20, 0.45), gaps=0.3, crowded=0.2),
-    Phase("dense-8k", 8192, 1, 0.8e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.25, 0.45), gaps=0.2, crowded=0.3),
-    Phase("dense-32k", 32768, 1, 0.3e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
-    Phase("whole", 131072, 1, 0.4e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
+    Phase("short", 512, 8, 0.4e6, (8e-4, 8e-4), Mix(0.0, 0.05, 0.10, 0.45), gaps=0.3),
+    Phase("middle", 2048, 2, 0.4e6, (8e-4, 5e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 0.2e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.13e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
+    Phase("whole", 131072, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
@@ -78,7 +79,7 @@ def main() -> int:
         if not TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out), first).train():
             return 0
     if "draft" in options.only:
-        DraftTraining(run, tokenizer, sampler).train()
+        DraftTraining(run, tokenizer, sampler, options.first).train()
     return 0
 
 
@@ -98,7 +99,11 @@ def parse_options() -> argparse.Namespace:
         choices=("first", "target", "draft"),
         help="only these",
     )
-    parser.add_argument("--first", type=Path, help="folder of a model that knows books, to grow the target from")
+    parser.add_argument(
+        "--first",
+        type=Path,
+        help="folder of a model that knows books: the target grows from it, and the draft from its",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every phase")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
@@ -172,6 +177,7 @@ class TargetTraining(Predicting):
     def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray, first: Path):
         super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
         self.held_out = held_out
+        hold(self.model, FIRST)
         if self.progress == Progress():
             begin = Decoder(FIRST)
             begin.load_hf_state(load_file(first / "model.safetensors"))
@@ -192,14 +198,18 @@ class DraftTraining(Training):
 
     FIRST_COUNTED = 48  # in steady state the cache is full: the first rows of a window know less than they ever will
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler):
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, first: Path | None):
         super().__init__(run, "draft", DRAFT, DRAFT_PHASES, tokenizer, sampler)
         weights = load_file(run.out / "target" / "model.safetensors")
         self.target = Decoder(TARGET, run.compiled).to(run.device).requires_grad_(False)
         self.target.load_hf_state(weights)
         self.own: np.ndarray | None = None
         if self.progress == Progress():
-            self._inherit_embedding()
+            earlier = first.parent / "draft" / "model.safetensors" if first else None
+            if earlier and earlier.exists():
+                self._go_on_from(load_file(earlier))
+            else:
+                self._inherit_embedding()
 
     @torch.no_grad()
     def _inherit_embedding(self) -> None:
@@ -207,6 +217,17 @@ class DraftTraining(Training):
         theirs = self.target.embed_tokens.weight
         directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: self.model.shape.width]
         self.model.embed_tokens.weight.copy_(theirs @ directions.T)
+
+    @torch.no_grad()
+    def _go_on_from(self, weights: dict[str, Tensor]) -> None:
+        """Starts from the draft that stands beside the first model; new words begin between their parts."""
+        known = weights["model.embed_tokens.weight"].float()
+        begin = Decoder(replace(DRAFT, vocab=len(known)))
+        begin.load_hf_state(weights)
+        ids = torch.from_numpy(self.sampler.batch((998, 0), 4, 256, Mix(0.0, 0.0, 0.0), 0.0, 0.0).ids)
+        usual = begin(ids.clamp(max=len(known) - 1), positions_of(ids)).flatten(0, 1).mean(0)
+        rows = with_new_words(known, parts_of_words(self.tokenizer, len(known)), usual)
+        self.model.load_hf_state(weights | {"model.embed_tokens.weight": rows})
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         ids = self._samples(phase, key)
@@ -269,7 +290,7 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
         return np.load(path)
     from transformers import AutoModelForCausalLM  # slow to import, and only needed here
 
-    model: Any = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=run.dtype)
     model.to(run.device)
     parts = []
     for index, temperature in enumerate(OWN_TEMPERATURES):

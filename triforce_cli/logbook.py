@@ -19,6 +19,7 @@ from .logbook_words import (
     FIRST_NAMES,
     GOODS,
     KINDS,
+    MORE,
     NEEDS,
     OPENINGS,
     PORTS,
@@ -26,7 +27,6 @@ from .logbook_words import (
     REMARKS,
     SHIPS,
     SURNAMES,
-    TAILS,
     TRADES,
     UNITS,
     WEATHER,
@@ -123,9 +123,9 @@ class LogBook:
         while self._names and rng.random() < self._busy and len(entries) < 4:
             entries.append((self._names.pop(), 0))
         for ship, visit in entries:
-            told = self._entry(ship, visit)
-            facts += told
-            parts += [fact.sentence for fact in told]
+            for fact, more in self._entry(ship, visit):
+                facts.append(fact)
+                parts += [fact.sentence, more] if more else [fact.sentence]
             if rng.random() < 0.35:
                 parts.append(self._remark())
             if visit < 2:
@@ -134,18 +134,18 @@ class LogBook:
         self._date += datetime.timedelta(days=1 if rng.random() < 0.8 else rng.randint(2, 4))
         return Day(" ".join(parts), tuple(facts))
 
-    def _entry(self, ship: str, visit: int) -> list[Fact]:
-        rng, facts = self._rng, []
+    def _entry(self, ship: str, visit: int) -> list[tuple[Fact, str]]:
+        """What is told of a ship, and for some facts one sentence more about them."""
+        rng, entry = self._rng, []
         kinds = [kind for kind in VISITS[visit] if kind in ("origin", "goal") or rng.random() < 0.75]
         for index, kind in enumerate(kinds):
             form = rng.choice(self._forms[kind])
             values = self._values() | {"ship": ship}
             body = form.statement.format(**values)
             opening = f"The {rng.choice(KINDS)} " if index == 0 else rng.choice(OPENINGS)
-            tail = rng.choice(TAILS[kind]) if rng.random() < 0.4 else ""
-            sentence = f"{opening}{body}{self._fill(tail)}."
-            facts.append(Fact(ship, form.question.format(**values), f"The {body}.", sentence))
-        return facts
+            told = Fact(ship, form.question.format(**values), f"The {body}.", f"{opening}{body}.")
+            entry.append((told, self._fill(rng.choice(MORE[kind])) if rng.random() < 0.4 else ""))
+        return entry
 
     def _values(self) -> dict[str, object]:
         rng = self._rng

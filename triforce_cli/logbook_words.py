@@ -54,9 +54,11 @@ paper cheese herring rope slate marble lead honey candles flax barley oranges ra
 linen hides soap vinegar"""
 )
 UNITS = _words("casks sacks bales barrels chests crates tons boxes bundles loads")
-NEEDS = _phrases("""a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
+NEEDS = _phrases(
+    """a new mast|a new anchor|two new sails|fresh water|a second boat|a coat of tar|new rigging|a longer cable
 a sound pump|a new rudder|sixty planks|a better lantern|oakum and pitch|a new keel|three good oars|a cook
-a new compass|dry powder|six more hands|a fresh chart""")
+a new compass|dry powder|six more hands|a fresh chart"""
+)
 
 FACTS: dict[str, tuple[Form, ...]] = {
     "origin": (
@@ -71,7 +73,7 @@ FACTS: dict[str, tuple[Form, ...]] = {
     ),
     "captain": (
         Form("{ship} was commanded by {first} {last}", "Who commanded the {ship}?"),
-        Form("{ship} sailed under {first} {last}", "Under whom sailed the {ship}?"),
+        Form("{ship} answered to {first} {last}", "To whom answered the {ship}?"),
     ),
     "cargo": (
         Form("{ship} brought {number} {unit} of {good}", "What was brought by the {ship}?"),
@@ -97,10 +99,10 @@ FACTS: dict[str, tuple[Form, ...]] = {
     ),
     "load": (
         Form("{ship} loaded {number} {unit} of {good}", "What was loaded by the {ship}?"),
-        Form("{ship} took in {number} {unit} of {good}", "What did the {ship} take in?"),
+        Form("{ship} stowed {number} {unit} of {good}", "What was stowed by the {ship}?"),
     ),
     "guests": (
-        Form("{ship} had {few} passengers", "How many passengers had the {ship}?"),
+        Form("{ship} embarked {few} passengers", "How many embarked on the {ship}?"),
         Form("{ship} was joined by {first} {last}", "By whom was the {ship} joined?"),
     ),
 }
@@ -118,86 +120,86 @@ OPENINGS = (
     "It was noted that the ",
     "By all reports the ",
 )
-TAILS: dict[str, tuple[str, ...]] = {
+MORE: dict[str, tuple[str, ...]] = {
     "origin": (
-        " with the morning tide",
-        ", {n} days at sea",
-        " after a rough passage",
-        " with all hands well",
-        ", the wind being {wind}",
-        ", having spoken no other sail",
+        "She was {n} days at sea.",
+        "It had been a rough passage.",
+        "All hands were well.",
+        "The wind was {wind} then.",
+        "No other sail was spoken on the way.",
+        "{one} saw her first.",
     ),
     "berth": (
-        ", below the {quay} quay",
-        " until further notice",
-        ", where the water is deepest",
-        " at the wish of {one}",
-        ", beside a boat of {stranger}",
-        ", though another was promised",
+        "This is below the {quay} quay.",
+        "{one} had wished it so.",
+        "The water is deepest there.",
+        "A boat of {stranger} lies beside it.",
+        "Another had been promised.",
+        "{one} took the ropes.",
     ),
     "captain": (
-        ", who is known here",
-        ", a {trade} in former years",
-        ", who asked for {one}",
-        ", a quiet man by report",
-        ", and {n} hands",
-        ", whose papers were in order",
+        "The name is known here.",
+        "{one} was asked for at once.",
+        "The papers were in order.",
+        "There were {n} hands in all.",
+        "We heard nothing but good.",
+        "{one} brought the papers.",
     ),
     "cargo": (
-        ", all of it dry",
-        ", and {one} signed for it",
-        " for a house in {port}",
-        ", weighed by {one}",
-        ", some of it spoiled",
-        ", which went to the {quay} store",
+        "All of it was dry.",
+        "{one} signed for it.",
+        "It is for a house in {port}.",
+        "It was weighed by {one}.",
+        "Some of it was spoiled.",
+        "It went to the {quay} store.",
     ),
     "need": (
-        " before the next tide",
-        ", and the yard was told",
-        ", as {one} had said",
-        ", which {one} has promised",
-        " after her last passage",
-        " and will wait for it",
+        "The yard was told.",
+        "{one} had said so.",
+        "{one} has promised it.",
+        "It is wanted before the next tide.",
+        "The last passage was to blame.",
+        "It will be waited for.",
     ),
     "mender": (
-        " in {n} days",
-        " for a fair price",
-        ", who had help from {one}",
-        ", and the work was good",
-        " on the {quay} slip",
-        ", while {one} looked on",
+        "It was done in {n} days.",
+        "The price was fair.",
+        "{one} gave help.",
+        "The work was good.",
+        "It was done on the {quay} slip.",
+        "{one} looked on.",
     ),
     "dues": (
-        " at the office",
-        ", and {one} wrote the receipt",
-        " in good coin",
-        " for the use of the crane",
-        " without complaint",
-        ", of which {n} were for light",
+        "{one} wrote the receipt.",
+        "It was good coin.",
+        "It was for the use of the crane.",
+        "There was no complaint.",
+        "Of these {n} were for light.",
+        "{one} counted them.",
     ),
     "goal": (
-        " on the ebb",
-        " with a {wind} wind",
-        ", and we wished her well",
-        " before {one} could write",
-        " in company with two others",
-        ", as soon as the fog was gone",
+        "It was on the ebb.",
+        "The wind was {wind}.",
+        "We wished her well.",
+        "Two others went in company.",
+        "The fog had gone by then.",
+        "{one} was sorry to miss it.",
     ),
     "load": (
-        " from the {quay} store",
-        ", stowed by {one}",
-        " in half a day",
-        ", the last of the season",
-        ", bought of {stranger}",
-        ", counted twice",
+        "It came from the {quay} store.",
+        "{one} saw it stowed.",
+        "It took half a day.",
+        "It was bought of {stranger}.",
+        "It was counted twice.",
+        "It was the last of the season.",
     ),
     "guests": (
-        ", besides the mail",
-        ", as the list shows",
-        ", and {one} saw to the boat",
-        " and much luggage",
-        " at the last moment",
-        ", which {one} entered here",
+        "The mail went with them.",
+        "The list shows it.",
+        "{one} saw to the boat.",
+        "There was much luggage.",
+        "It was at the last moment.",
+        "{one} entered it here.",
     ),
 }
 
