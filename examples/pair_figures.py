@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from log_figures import ANSWER_TOKENS, ask_logs, log_of_length, shares
-from pair_model import TARGET, Decoder
+from pair_model import Decoder, Shape
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -115,7 +115,7 @@ class Figures:
     @torch.inference_mode()
     def loss(self) -> dict:
         """Nats a token, over whole samples of 2,048 and by position in samples of 32,768."""
-        model = Decoder(TARGET)
+        model = Decoder(Shape.of(json.loads((self.target_dir / "config.json").read_text(encoding="utf-8"))))
         model.load_hf_state(load_file(self.target_dir / "model.safetensors"))
         short = np.concatenate([token_losses(model, self.stretch(i / 16, 2049)) for i in range(16)])
         say("loss at 2,048 tokens", f"{short.mean():.3f} nats")

@@ -66,6 +66,20 @@ class Shape:
         kept = ((STILL_SPAN * inverse / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
         return inverse * kept + inverse / STILL_FACTOR * (1 - kept)
 
+    @classmethod
+    def of(cls, config: dict) -> "Shape":
+        """The shape that a `config.json` written here describes."""
+        return cls(
+            layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            head_dim=config["head_dim"],
+            mlp=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            rope_theta=config["rope_parameters"]["rope_theta"],
+            still=config["rope_parameters"]["rope_type"] == "llama3",
+        )
+
     def config(self) -> dict:
         """The contents of the `config.json` that describes this shape."""
         return {

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 CHECKPOINT_SECONDS = 180.0
-WARMUP_STEPS = 60
+WARMUP_STEPS = 20
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ ' ' + message['content'] + eos_token + '\\n\\n' }}"

@@ -39,9 +39,9 @@ FIRST_PHASES = (
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 TARGET_PHASES = (
-    Phase("short", 512, 8, 0.4e6, (8e-4, 8e-4), Mix(0.0, 0.05, 0.10, 0.45), gaps=0.3),
-    Phase("middle", 2048, 2, 0.4e6, (8e-4, 5e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
-    Phase("dense-8k", 8192, 1, 0.2e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
+    Phase("short", 512, 8, 0.4e6, (2e-3, 1.2e-3), Mix(0.0, 0.05, 0.10, 0.45), gaps=0.3),
+    Phase("middle", 2048, 2, 0.4e6, (1.2e-3, 6e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 0.2e6, (6e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
     Phase("dense-32k", 32768, 1, 0.13e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
     Phase("whole", 131072, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
 )

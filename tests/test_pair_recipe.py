@@ -81,6 +81,7 @@ def test_rope_is_what_the_config_says(shape: Shape) -> None:
     config = RopeConfig.from_raw(shape.config(), shape.max_positions)
     expected = config.inverse_frequencies(shape.head_dim, torch.tensor([0]))
     torch.testing.assert_close(shape.inverse_frequencies, expected)
+    assert Shape.of(shape.config()) == shape
 
 
 def test_the_embedded_pair_is_of_a_shape_that_can_be_grown() -> None:
