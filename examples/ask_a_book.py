@@ -6,9 +6,9 @@ python examples/ask_a_book.py BOOK.txt [MODEL]
 import sys
 from pathlib import Path
 
-from triforce.cli.tokenizer import Tokenizer
 from triforce.offload import Engine, Sampling
-from triforce.tp.registry import find_pair
+from triforce.tp.weights.registry import find_pair
+from triforce.tp.weights.tokenizer import Tokenizer
 
 book, model = sys.argv[1], (sys.argv[2:] or ["embedded"])[0]
 tokenizer = Tokenizer.load(find_pair(model)[0])

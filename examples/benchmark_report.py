@@ -12,8 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from triforce.cli import bench_report, comparison_report
-from triforce.cli.machine import on, sampling_words
+from triforce.cli.bench import report as bench_report
+from triforce.cli.compare import report as comparison_report
+from triforce.cli.measurement import on, sampling_words
+from triforce.offload.planning.measured import BENCH
 from triforce.tp.units import gib
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -42,7 +44,7 @@ def page(folder: Path) -> str:
     sections = [INTRODUCTION]
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
-        kinds = {bench_report.KIND: bench_section, comparison_report.KIND: comparison_section}
+        kinds = {BENCH: bench_section, comparison_report.KIND: comparison_section}
         kind = document.get("kind") if isinstance(document, dict) else None
         if kind not in kinds:
             raise ValueError(f"{path} is neither of triforce bench nor of triforce compare")
@@ -66,6 +68,7 @@ def heading(document: dict[str, Any], path: Path) -> list[str]:
         f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
         f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
         "",
+        "<!-- not run: minutes to hours, on an idle machine -->",
         "```bash",
         document["command"],
         "```",

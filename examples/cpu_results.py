@@ -1,10 +1,13 @@
 """Measures the steps of the embedded pair on this CPU: with plain PyTorch, with compiled attention, with all of it.
 
     python examples/cpu_results.py --contexts 32768 131072 --json cpu.json
+    python examples/cpu_results.py --contexts 32768 --prefill
 
 Each kind of step is timed as a whole and by part, over a cache of zeros, with random weights: its time does not depend
-on them. Beside it stand two bounds, measured too: keys and values over the memory's bandwidth, and the arithmetic of
-attention, from as many rows over keys that fit into the processor's caches. Leave the machine alone meanwhile.
+on them. Two bounds are measured as well: the bytes of keys and values over the memory's bandwidth, and the arithmetic
+of attention, with as many rows over keys that fit into the processor's caches. With `--prefill` the attention of a
+prefill is timed instead, by the compiled kernels and by PyTorch's flash kernel: `attention.choose_backend` decides
+between these two by the processor's level. The machine must be idle otherwise.
 """
 
 import argparse
@@ -13,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,35 +24,46 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 from rich.table import Table
-from triforce.kernels import attention, layers
-from triforce.offload import full_cache, retrieval_cache, streaming_cache
-from triforce.offload.bandwidth import memory_bandwidth, timed
-from triforce.offload.cost_model import Assumptions
+from triforce.kernels.attention import attend, attend_blocks
+from triforce.kernels.cpu.library import cpu_level
+from triforce.kernels.selection import Backend, use_kernels
+from triforce.offload.caches import block_attention
+from triforce.offload.caches import retrieval as retrieval_cache
+from triforce.offload.caches import streaming as streaming_cache
+from triforce.offload.planning.cost_model import Assumptions
+from triforce.offload.planning.placement import block_size_for
+from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
-from triforce.offload.shape_steps import ShapeSteps
-from triforce.tp import decoder, rope
-from triforce.tp.config import ModelConfig
+from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
 from triforce.tp.devices import device_name
-from triforce.tp.registry import EMBEDDED, find_pair
+from triforce.tp.model import decoder, rope
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.registry import EMBEDDED, find_pair
 
 CPU = torch.device("cpu")
 CACHED_KEYS = 1024
 """Keys whose rows are in the processor's caches after the first time."""
 
-NO_ATTENTION = [(attention, "_backend", lambda *_: "plain"), (full_cache, "takes_blocks", lambda *_: False)]
-NO_LAYERS = [(layers, "_kernels", lambda *_: None)]
-VARIANTS = {"plain PyTorch": NO_ATTENTION + NO_LAYERS, "compiled attention": NO_LAYERS, "compiled steps": []}
-"""What is switched off: module, name, and what takes its place."""
+VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "plain PyTorch": lambda: use_kernels(attention="plain", layers="plain"),
+    "compiled attention": lambda: use_kernels(layers="plain"),
+    "compiled steps": use_kernels,
+}
+"""The kernels that steps are computed with."""
+
+PREFILL_BACKENDS: tuple[Backend, ...] = ("compiled", "flash_cpu")
+PREFILL_ROWS = 4096
+"""Tokens that prefill takes through a layer together."""
 
 PARTS = {
     "attention": [
-        *((module, "attend") for module in (full_cache, retrieval_cache, streaming_cache)),
-        (full_cache, "attend_blocks"),
+        *((module, "attend") for module in (block_attention, retrieval_cache, streaming_cache)),
+        (block_attention, "attend_blocks"),
     ],
     "products": [(decoder, "linear"), (decoder, "gated_mlp")],
     "rotation": [(rope, "rotate")],
 }
-"""The functions whose time is a part's; the rest of a step is dispatch, copies and the cache's own work."""
+"""The functions whose time is counted as a part; the rest of a step is dispatch, copies and the cache's own work."""
 
 STEPS = {
     "one row, full cache": ("FullCache", 1),
@@ -96,6 +110,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
     parser.add_argument("--rounds", type=int, default=5, help="times that each kind of step is measured anew")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--prefill", action="store_true", help="compare implementations of prefill attention instead")
     options = parser.parse_args()
     target, draft = (ModelConfig.load(directory) for directory in find_pair(EMBEDDED, None) if directory)
     results: dict[str, Any] = {
@@ -103,6 +118,9 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+    if options.prefill:
+        print_prefill(target, options.contexts, options.rounds)
+        return
     results["memory_gb_per_s"] = memory_bandwidth(CPU) / 1e9
     for context in options.contexts:
         measured = {name: measure(name, target, draft, context, options.rounds) for name in VARIANTS}
@@ -121,8 +139,7 @@ def measure(
     profile = Profile()
     settings = Settings(tiers=3, draft_length=4, block_length=12)
     with ExitStack() as patches:
-        for module, name, other in VARIANTS[variant]:
-            patches.enter_context(patch.object(module, name, other))
+        patches.enter_context(VARIANTS[variant]())
         for part, functions in PARTS.items():
             for module, name in functions:
                 patches.enter_context(patch.object(module, name, profile.part(part, getattr(module, name))))
@@ -139,8 +156,32 @@ def arithmetic_ms(target: ModelConfig, rows: int, context: int) -> float:
     heads, kv_heads, dim = target.num_heads, target.num_kv_heads, target.head_dim
     q = torch.randn(heads, rows, dim, dtype=torch.bfloat16)
     k, v = torch.randn(2, kv_heads, CACHED_KEYS, dim, dtype=torch.bfloat16).unbind()
-    seconds = min(timed(lambda: attention.attend(q, k, v, scale=dim**-0.5), CPU, repeats=500))
+    seconds = min(timed(lambda: attend(q, k, v, scale=dim**-0.5), CPU, repeats=500))
     return 1e3 * seconds * context / CACHED_KEYS * target.num_layers
+
+
+def print_prefill(target: ModelConfig, contexts: list[int], rounds: int) -> None:
+    """Prints the seconds of attention in the last part of a prefill, of all layers."""
+    table = Table("tokens", *PREFILL_BACKENDS, title=f"attention of {PREFILL_ROWS} rows, {cpu_level().name}, s")
+    for context in contexts:
+        seconds = [prefill_seconds(backend, target, context, rounds) for backend in PREFILL_BACKENDS]
+        table.add_row(f"{context:,}", *(f"{s:.2f}" for s in seconds))
+    Console().print(table)
+
+
+@torch.inference_mode()
+def prefill_seconds(backend: Backend, target: ModelConfig, context: int, rounds: int) -> float:
+    """Seconds that all layers attend the last `PREFILL_ROWS` rows of a prompt of `context` tokens."""
+    rows, block_size = min(PREFILL_ROWS, context), block_size_for(context, 8)
+    q = torch.randn(target.num_heads, rows, target.head_dim, dtype=torch.bfloat16)
+    layer = (-(-context // block_size), 2, target.num_kv_heads, block_size, target.head_dim)
+    blocks = torch.randn(*layer, dtype=torch.bfloat16)
+
+    def step() -> None:
+        attend_blocks(q, blocks, context, scale=target.head_dim**-0.5, diagonal=context - rows)
+
+    with use_kernels(prefill=backend):
+        return target.num_layers * statistics.median(timed(step, CPU, rounds))
 
 
 def print_table(context: int, found: dict[str, Any]) -> None:

@@ -1,181 +1,365 @@
-"""Measures the offload path with a published shape: the link's ceiling, and each kind of step against its floor.
+"""Runs everything that only a GPU can show, in order and within eight minutes: tests, bandwidths, steps, whole runs.
 
-    python examples/gpu_results.py --shape yarn-llama-2-7b-128k --contexts 32768 131072 --json gpu.json
+    python examples/gpu_results.py --out gpu-results
 
-Weights are random and keys and values zeros: what a step costs does not depend on them. `--memory-gib` caps the GPU's
-memory, to stand for a smaller card. Without a GPU it runs on the CPU, over a thread in place of the link: of use for
-trying the script, not for its figures. Acceptance needs trained weights: `triforce generate` with the embedded pair.
+Each part is a process with a time limit of its own; one that fails or hangs costs no other part. `results.json` in the
+folder is written anew after each part, `log.txt` has what the parts printed. Most parts are commands of `triforce`,
+which need not be installed: the folders of this checkout serve. Keys and values stream where a part's name says so,
+however much memory the GPU has. Without a GPU it exits with 1; `--device cpu --quick` runs every part, tiny, on a CPU.
 """
 
 import argparse
+import importlib.util
+import itertools
 import json
+import os
+import platform
+import signal
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from triforce.kernels.packages import usable_packages
-from triforce.offload.bandwidth import REPEATS, link_bandwidth, make_link, timed
-from triforce.offload.full_cache import FullCache
-from triforce.offload.graphs import Graphs, Passes, Replayable, capture_for
-from triforce.offload.link import Link
-from triforce.offload.memory import available_bytes, plan_memory
-from triforce.offload.placement import make_blocks, plan_placement, resident_bytes
-from triforce.offload.retrieval_cache import RetrievalCache
-from triforce.offload.shape_steps import RandomWeights
-from triforce.offload.streaming_cache import StreamingCache
-from triforce.tp.config import ModelConfig
-from triforce.tp.decoder import Decoder
-from triforce.tp.devices import device_name
-from triforce.tp.registry import PRESETS
+ROOT = Path(__file__).resolve().parents[1]
+TOTAL_S = 470.0
+"""Seconds for all parts together; those that no time is left for are skipped, and said to be."""
 
-CHUNK = 8
+GRACE_S = 5.0
+"""Seconds that a part has to write what it found once it was told to stop."""
+
+SHAPE = "yarn-llama-2-7b-128k"
+BUDGET = 4096
+"""Tokens of the retrieval cache of that shape."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process and what to keep of it."""
+
+    name: str
+    command: list[str]
+    """Arguments; `{json}` stands for the file that it writes its result to."""
+    limit_s: float
+    modules: tuple[str, ...] = ()
+    """What it imports that may not be installed."""
+
+
+def parts(device: str, quick: bool) -> list[Part]:
+    """All parts, in the order of what is wanted most."""
+    python = sys.executable
+    triforce = [python, "-m", "triforce.cli"]
+
+    def inner(name: str) -> list[str]:
+        return [python, __file__, "--part", name, "--device", device, *(["--quick"] if quick else [])]
+
+    def tests(path: str) -> list[str]:
+        return [python, "-m", "pytest", "-m", "gpu", "-rfE", "--tb=short", "-p", "no:cacheprovider", path]
+
+    def steps(context: int) -> list[str]:
+        shape, length, budget = ("embedded", 400, 64) if quick else (SHAPE, context, BUDGET)
+        of_steps = ["--tiers", "1,3", "--budget", budget, "--block-length", 12, "--draft-length", 4, "--resident", 0]
+        return [*triforce, "bench", "--shape", shape, "--contexts", str(length), *map(str, of_steps), *to_file]
+
+    def pair(resident: str) -> list[str]:
+        context, new_tokens, repeats = (400, 16, 1) if quick else (131072, 128, 3)
+        of_runs = ["--contexts", context, "--max-new-tokens", new_tokens, "--repeat", repeats, "--tiers", "1,2,3"]
+        seeded = ["--resident", resident, "--seed", "1"]
+        return [*triforce, "bench", "--model", "embedded", *map(str, of_runs), *seeded, *to_file]
+
+    def compare() -> list[str]:
+        tokens, new_tokens, repeats = (200, 8, 1) if quick else (8192, 128, 3)
+        of_prompt = ["--prompt-file", "{book}", "--prompt-tokens", tokens]
+        against = ["--baseline", "autoregressive", "--baseline", "transformers"]
+        of_runs = ["--max-new-tokens", new_tokens, "--repeat", repeats]
+        return [*triforce, "compare", *map(str, of_prompt), *against, *map(str, of_runs), *to_file]
+
+    to_file = ["--device", device, "--json", "{json}"]
+    made = [
+        Part("machine", inner("machine"), 60),
+        Part("link", inner("link"), 60),
+        Part("tests", tests("tests/offload/test_gpu.py"), 120, ("pytest",)),
+        Part("steps-32k-streamed", steps(32768), 90),
+        Part("prefill", inner("prefill"), 60),
+        Part("pair-128k-streamed", pair("0"), 90),
+        Part("pair-128k-on-chip", pair("auto"), 60),
+        Part("compare-8k", compare(), 90),
+        Part("steps-128k-streamed", steps(131072), 150),
+        Part("kernel-tests", tests("tests/kernels"), 120, ("pytest", "hypothesis", "triton")),
+    ]
+    return [Part(part.name, [str(word) for word in part.command], part.limit_s, part.modules) for part in made]
 
 
 def main() -> None:
     options = parse_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and options.memory_gib:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory_gib * 2**30 / total))
-    results: dict = {"device": device_name(device), "shape": options.shape, "torch": torch.__version__}
-    link = make_link(device)
-    carried = link_bandwidth(link, device)
-    results["link_gb_per_s"] = {way: round(value / 1e9, 2) for way, value in carried.items()}
-    target, draft = PRESETS[options.shape].configs()
-    steps = Steps(target, draft, device, link, options, results)
-    for context in options.contexts:
-        steps.measure(context)
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print_table(results)
+    if options.part:
+        found: dict[str, Any] = {}
+        for name, value in INNER[options.part](options.device, options.quick):
+            found[name] = value
+            write_whole(options.json, found)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = os.environ | {"PYTHONPATH": import_path(Path(scratch)), "PYTHONUNBUFFERED": "1"}
+        if options.device == "cuda" and subprocess.run([sys.executable, "-c", SEES_GPU], env=environment).returncode:
+            raise SystemExit("PyTorch sees no CUDA device here; --device cpu --quick tries the parts on a CPU")
+        wanted = [part for part in parts(options.device, options.quick) if part.name in (options.only or part.name)]
+        options.out.mkdir(parents=True, exist_ok=True)
+        done = run_parts(wanted, options.out, environment=environment, total_s=options.minutes * 60)
+    print(f"\n{options.out / 'results.json'}")
+    raise SystemExit(0 if all(part["status"] == "ok" for part in done["parts"].values()) else 1)
+
+
+SEES_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shape", default="yarn-llama-2-7b-128k", choices=sorted(PRESETS), help="a preset")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[32768, 131072])
-    parser.add_argument("--budgets", nargs="+", type=int, default=[4096, 12288], help="of the retrieval cache")
-    parser.add_argument("--memory-gib", type=float, default=24.0, help="of GPU memory to use; 0 is all")
-    parser.add_argument("--resident-gib", type=float, help="of KV kept on the GPU; default: what fits")
-    parser.add_argument("--prefill", type=int, default=8192, help="tokens whose prefill is timed; 0 for none")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu-results"), help="a folder")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="the same parts, tiny: for trying the script")
+    parser.add_argument("--minutes", type=float, default=TOTAL_S / 60, help="for all parts together")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts; default: all")
+    parser.add_argument("--part", choices=sorted(INNER), help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def median_ms(step: Callable[[], object], device: torch.device) -> float:
-    return 1e3 * statistics.median(timed(step, device))
+def import_path(scratch: Path) -> str:
+    """What `PYTHONPATH` is to be for `triforce` to be found, installed or not."""
+    given = os.environ.get("PYTHONPATH", "")
+    if importlib.util.find_spec("triforce") and importlib.util.find_spec("triforce.cli"):
+        return given
+    package = scratch / "site" / "triforce"
+    package.mkdir(parents=True)
+    for name, folder in {"cli": "triforce_cli", "offload": "offload", "tp": "tp", "kernels": "kernels"}.items():
+        (package / name).symlink_to(ROOT / folder, target_is_directory=True)
+    described = package.parent / "triforce_cli-0.0.0.dist-info" / "METADATA"  # `triforce --version` asks for it
+    described.parent.mkdir()
+    described.write_text("Metadata-Version: 2.1\nName: triforce-cli\nVersion: 0.0.0+checkout\n", encoding="utf-8")
+    return os.pathsep.join([str(package.parent), *([given] if given else [])])
 
 
-class Steps:
-    """Times the steps of one pair of shapes."""
+def run_parts(
+    wanted: Sequence[Part], out: Path, *, environment: dict[str, str], total_s: float = TOTAL_S
+) -> dict[str, Any]:
+    """Runs the parts one after another; what is in `out/results.json` at the end.
 
-    def __init__(
-        self,
-        target: ModelConfig,
-        draft: ModelConfig | None,
-        device: torch.device,
-        link: Link,
-        options: argparse.Namespace,
-        results: dict,
-    ) -> None:
-        self.config, self.device, self.link, self.options, self.results = target, device, link, options, results
-        self.capture = capture_for(device)
-        weights = RandomWeights(target.dtype, device)
-        self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
-        self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
-
-    def measure(self, context: int) -> None:
-        """Every kind of step with `context` tokens in the cache; milliseconds, and what they are measured against."""
-        out = self.results.setdefault("contexts", {})[str(context)] = {}
-        if self.options.prefill:
-            cache = self.full_cache(self.options.prefill + 64)
-            prompt = torch.zeros(self.options.prefill, dtype=torch.int64, device=self.device)
-
-            def prefill() -> None:
-                cache.rollback(0)
-                self.target.forward(prompt, cache)
-
-            out["prefill_tokens_per_s"] = round(1e3 * self.options.prefill / median_ms(prefill, self.device))
-            del cache  # its memory is wanted by the next
-        cache = self.full_cache(context + 64)
-        cache.pretend(context)
-        for rows in (1, 13):
-            before = cache.blocks.traffic()
-            ms = median_ms(lambda: self.step(cache, rows), self.device)  # noqa: B023
-            crossed = cache.blocks.traffic().since(before).bytes_in / (REPEATS + 1)
-            out[f"full_{rows}_rows_ms"] = round(ms, 3)
-            out["streamed_bytes"] = round(crossed)
-            out["floor_ms"] = round(crossed / self.results["link_gb_per_s"]["in"] / 1e6, 3)
-        out["resident_bytes"] = cache.blocks.resident_bytes
-        for budget in self.options.budgets:
-            retrieval = RetrievalCache(cache, self.target.rope, budget=budget, chunk_size=CHUNK)
-            retrieval.refresh()
-            out |= self.drafting_ms(f"retrieval_{budget}", self.target, retrieval, 5)
-        if self.draft:
-            streaming = StreamingCache(self.draft)
-            self.draft.forward(torch.zeros(300, dtype=torch.int64, device=self.device), streaming)
-            out |= self.drafting_ms("draft", self.draft, streaming, 1)
-
-    def drafting_ms(self, name: str, decoder: Decoder, cache: Replayable, rows: int) -> dict[str, float]:
-        """Milliseconds of a pass that drafts, as it comes and as a graph."""
-        token_ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        times = {}
-        for ending, capture in (("ms", None), ("graph_ms", self.capture)):
-            graphs = Graphs(capture)
-            passes = Passes(decoder, cache, graphs)
-
-            def step() -> None:
-                length = cache.length
-                passes.forward(token_ids, rows)  # noqa: B023
-                cache.rollback(length)
-
-            step()  # a graph is captured the second time
-            ms = median_ms(step, self.device)
-            if graphs.failure:
-                self.results["graphs_failed"] = graphs.failure
-            elif capture or ending == "ms":
-                times[f"{name}_{ending}"] = round(ms, 3)
-        return times
-
-    def step(self, cache: FullCache, rows: int) -> None:
-        length = cache.length
-        self.target.forward(torch.zeros(rows, dtype=torch.int64, device=self.device), cache, num_logits=rows)
-        cache.rollback(length)
-
-    def full_cache(self, capacity: int) -> FullCache:
-        part, dtype = self.target.part, self.target.dtype
-        given = {"dtype": dtype, "capacity": capacity, "chunk_size": CHUNK}
-        resident = None if self.options.resident_gib is None else self.options.resident_gib * 2**30
-        if resident is None and self.device.type == "cuda":
-            free, total = available_bytes(self.device), torch.cuda.mem_get_info(self.device)[1]
-            if self.options.memory_gib:
-                total = min(total, int(self.options.memory_gib * 2**30))
-                free = min(free, total - torch.cuda.memory_allocated(self.device))
-            plan = plan_memory(
-                self.config, None, dtype=dtype, context=capacity, budget=max(self.options.budgets), chunk_size=CHUNK
-            )
-            streamed = plan_placement(part, **given, resident_bytes=0, on_gpu=True)
-            resident = resident_bytes(free, total, plan, streamed, part.kv_bytes_per_token(dtype), part.num_layers)
-        on_gpu = "triton" in usable_packages(self.device)
-        placement = plan_placement(part, **given, resident_bytes=resident, on_gpu=on_gpu)
-        blocks = make_blocks(part, placement, self.link, device=self.device, **given)
-        return FullCache(part, self.target.rope, blocks, chunk_size=CHUNK)
+    Args:
+        out: an existing folder.
+        environment: of the parts.
+        total_s: seconds for all of them.
+    """
+    began = time.monotonic()
+    done: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "parts": {}}
+    (out / "log.txt").write_text("", encoding="utf-8")
+    for part in wanted:
+        left = total_s - (time.monotonic() - began)
+        missing = [name for name in part.modules if importlib.util.find_spec(name) is None]
+        if missing:
+            found: dict[str, Any] = {"status": "skipped", "reason": f"not installed here: {', '.join(missing)}"}
+        elif left < GRACE_S:
+            found = {"status": "skipped", "reason": f"no time was left of {total_s:.0f} s"}
+        else:
+            found = run_part(part, min(part.limit_s, left), out / "log.txt", environment)
+        done["parts"][part.name] = found
+        done["seconds"] = round(time.monotonic() - began, 1)
+        done["figures"] = figures(done["parts"])
+        write_whole(out / "results.json", done)
+        seconds, reason = found.get("seconds", 0), found.get("reason", "")
+        print(f"{part.name:22} {found['status']:8} {seconds:6.1f} s  {reason}", flush=True)
+    for name, value in done.get("figures", {}).items():
+        print(f"{name:40} {value:,}")
+    return done
 
 
-def print_table(results: dict) -> None:
-    contexts = results["contexts"]
-    table = Table("", *(f"{int(context):,}" for context in contexts), title=f"{results['shape']}, {results['device']}")
-    for name in dict.fromkeys(name for values in contexts.values() for name in values):
-        table.add_row(name, *(f"{values[name]:,}" if name in values else "-" for values in contexts.values()))
-    console = Console()
-    console.print(f"link: {results['link_gb_per_s']} GB/s")
-    console.print(table)
-    if "graphs_failed" in results:
-        console.print(f"CUDA graphs could not be captured: {results['graphs_failed']}")
+def run_part(part: Part, limit_s: float, log: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """Runs one part: its status, how long it took, what it wrote, and the last line it printed if it failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = {"json": Path(scratch) / "result.json", "book": Path(scratch) / "book.txt"}
+        if "{book}" in part.command:
+            files["book"].write_text(book(), encoding="utf-8")
+        command = [str(files[word[1:-1]]) if word[1:-1] in files else word for word in part.command]
+        if "--part" in command:
+            command += ["--json", str(files["json"])]
+        began = time.monotonic()
+        with log.open("ab") as output:
+            output.write(f"\n=== {part.name}: {' '.join(part.command)}\n".encode())
+            output.flush()
+            place = output.tell()
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(process)
+        printed = log.read_bytes()[place:].decode(errors="replace").strip().splitlines()
+        found: dict[str, Any] = {"status": "ok" if code == 0 else "failed"}
+        if code is None:
+            found |= {"status": "late", "reason": f"stopped after {limit_s:.0f} s"}
+        elif code:
+            found["reason"] = printed[-1][:300] if printed else f"exit status {code}"
+        found |= {"seconds": round(time.monotonic() - began, 1), "command": part.command}
+        if "pytest" in part.command:
+            found["result"] = [line for line in printed if line.startswith(("FAILED", "ERROR"))] + printed[-1:]
+        elif files["json"].exists():
+            try:
+                found["result"] = json.loads(files["json"].read_text(encoding="utf-8"))
+            except ValueError:
+                found |= {"status": "failed", "reason": "its JSON is not whole"}
+        return found
 
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a part and all it started: asked first, so that it writes what it has, then killed."""
+    for sign, patience in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(patience)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def write_whole(path: Path, document: dict[str, Any]) -> None:
+    """Writes JSON in place of what is there, at once: whoever is stopped meanwhile leaves the old or the new."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def commit() -> str:
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
+def book() -> str:
+    """Text enough for 8,192 tokens: this repository's own prose and code."""
+    files = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "offload").rglob("*.py"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def figures(done: dict[str, Any]) -> dict[str, float]:
+    """What the parts have found, against the floors that were measured with it."""
+    found: dict[str, float] = {}
+    results = {name: part.get("result") for name, part in done.items()}
+    for name, result in results.items():
+        if not isinstance(result, dict):
+            continue
+        for at in result.get("contexts") or []:
+            if at.get("steps_ms"):
+                medians = {step: times["median"] for step, times in at["steps_ms"].items() if times}
+                found |= {f"{name}: {step} ms": round(ms, 3) for step, ms in medians.items()}
+                found[f"{name}: verification / floor"] = round(medians["verify"] / at["floor"]["ms"], 3)
+            else:
+                found |= {f"{name}: {t['tiers']} tiers, TBT ms": round(t["tbt_ms"]["median"], 3) for t in at["tiers"]}
+        retrieval = (results.get("prefill") or {}).get("retrieval_read_bytes")
+        memory = (result.get("measured_bandwidth") or {}).get("memory_gb_per_s")
+        if f"{name}: retrieval ms" in found and retrieval and memory:
+            floor_ms = retrieval / memory / 1e6
+            found[f"{name}: retrieval step / floor"] = round(found[f"{name}: retrieval ms"] / floor_ms, 3)
+    for name in ("link", "prefill"):
+        found |= {f"{name}: {key}": value for key, value in (results.get(name) or {}).items()}
+    return found
+
+
+# Parts that are no command: what goes into the JSON, name and value, as it is found.
+
+
+def machine(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    yield "python", platform.python_version()
+    yield "torch", torch.__version__
+    yield "system", platform.platform()
+    optional = ("triton", "flash_attn", "transformers", "pytest", "hypothesis")
+    yield "packages", [name for name in optional if importlib.util.find_spec(name)]
+    if device == "cuda":
+        of_gpu = torch.cuda.get_device_properties(0)
+        yield "gpu", of_gpu.name
+        yield "gpus", torch.cuda.device_count()
+        yield "memory_bytes", of_gpu.total_memory
+        yield "capability", list(torch.cuda.get_device_capability())
+        yield "cuda", torch.version.cuda
+        smi = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv"]
+        yield "nvidia_smi", subprocess.run(smi, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def link(device: str, quick: bool) -> Iterator[tuple[str, float]]:
+    """Gigabytes a second of page-locking, of the link each way by the size of a copy, and of the device's memory."""
+    import torch
+    from triforce.offload.transfer import bandwidth
+    from triforce.offload.transfer.make import make_link
+
+    where = torch.device(device)
+    connection = make_link(where)
+    size = 2**24 if quick else 4 * 2**30
+    if quick:
+        bandwidth.READ_BYTES = 2**24
+    began = time.perf_counter()
+    connection.host_memory((size,), torch.uint8)
+    yield "page_locking_gb_per_s", round(size / (time.perf_counter() - began) / 1e9, 2)
+    for mib in (1,) if quick else (8, 16, 256):
+        carried = bandwidth.link_bandwidth(connection, where, num_bytes=mib * 2**20)
+        for way, value in carried.items():
+            yield f"{way}_{mib}_mib_gb_per_s", round(value / 1e9, 2)
+    yield "memory_gb_per_s", round(bandwidth.memory_bandwidth(where) / 1e9, 2)
+    connection.close()
+
+
+def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
+    """Tokens a second of reading a prompt, with the whole cache on the device (if it fits) and with all of it streamed;
+    before that, the bytes that a pass over the retrieval cache reads."""
+    import torch
+    from triforce.offload.caches.full import FullCache
+    from triforce.offload.caches.kept import KeptCache
+    from triforce.offload.planning.cost_model import weights_read
+    from triforce.offload.planning.request import RunRequest
+    from triforce.offload.planning.shape_steps import RandomWeights
+    from triforce.offload.settings import Settings
+    from triforce.offload.transfer.bandwidth import timed
+    from triforce.tp.model.decoder import Decoder
+    from triforce.tp.weights.registry import PRESETS
+
+    where = torch.device(device)
+    config = PRESETS["embedded" if quick else SHAPE].configs()[0]
+    budget = 64 if quick else BUDGET
+    yield (
+        "retrieval_read_bytes",
+        (weights_read(config, 1) * config.dtype.itemsize + budget * config.kv_bytes_per_token(config.dtype)),
+    )
+    decoder = Decoder(config, RandomWeights(config.dtype, where), where)  # pyright: ignore[reportArgumentType]
+    for tokens, resident in itertools.product((300,) if quick else (8192, 32768), (None, 0.0)):
+        request = RunRequest(config, None, config.dtype, tokens + 64, Settings(tiers=1, resident=resident))
+        cache, _ = KeptCache(decoder).prepare([0], request, reuse=0)
+        prompt = torch.zeros(tokens, dtype=torch.int64, device=where)
+
+        def read_prompt(cache: FullCache = cache, prompt: torch.Tensor = prompt) -> None:
+            cache.rollback(0)
+            decoder.forward(prompt, cache)
+
+        with torch.inference_mode():
+            seconds = statistics.median(timed(read_prompt, where, 1 if quick else 3))
+        place = "on_chip" if cache.blocks.all_on_device else "streamed" if resident == 0.0 else "partly_streamed"
+        yield f"{place}_{tokens}_tokens_per_s", round(tokens / seconds)
+        del cache, read_prompt  # their memory is wanted by the next
+
+
+INNER: dict[str, Callable[[str, bool], Iterator[tuple[str, Any]]]] = {
+    "machine": machine,
+    "link": link,
+    "prefill": prefill,
+}
+"""By the name of the part."""
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
-"""Draws docs/live.svg: the live display as it stands in the middle of a real run.
+"""Draws docs/images/live.svg: the live display as it stands in the middle of a real run.
 
-    python examples/live_svg.py [--model M --draft D --prompt-file FILE] [--tokens 160] [--out docs/live.svg]
+    python examples/live_svg.py [--model M --draft D --prompt-file FILE] [--tokens 160] [--out docs/images/live.svg]
 
 The numbers in it are those of the machine that runs this.
 """
@@ -10,11 +10,11 @@ import io
 from pathlib import Path
 
 from rich.console import Console
-from triforce.cli.live import LiveDisplay
-from triforce.cli.prompt import build_prompt, read_source
-from triforce.cli.tokenizer import TextStream, Tokenizer
+from triforce.cli.generate.prompt import build_prompt, read_source
+from triforce.cli.terminal.live import LiveDisplay
 from triforce.offload import Engine, Sampling
-from triforce.tp.registry import find_pair
+from triforce.tp.weights.registry import find_pair
+from triforce.tp.weights.tokenizer import TextStream, Tokenizer
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", default="100x30")
-    parser.add_argument("--out", type=Path, default=Path("docs/live.svg"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/live.svg"))
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
 

@@ -20,18 +20,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from log_figures import ANSWER_TOKENS, ask_logs, log_of_length, shares
-from pair_model import Decoder, Shape
+from pair.model import Decoder, Shape
+from pair.questions import ANSWER_TOKENS, ask_logs, log_of_length, shares
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from triforce.cli.logbook import LogBook
 from triforce.offload import Engine, Sampling
-from triforce.offload import retrieval_cache as retrieval_module
-from triforce.offload.full_cache import FullCache
-from triforce.offload.retrieval_cache import RetrievalCache
-from triforce.offload.streaming_cache import StreamingCache, prefill_streaming
-from triforce.tp.decoder import Cache
+from triforce.offload.caches import retrieval as retrieval_module
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
+from triforce.tp.model.decoder import Cache
 
 BUDGET, CHUNK = 1024, 8
 PLACES = (0.1, 0.6)

@@ -7,7 +7,7 @@ newest one with the samples that an uninterrupted run would have drawn. `DIR/tar
 Hugging Face directories and are rewritten after every phase, so a usable pair exists long before the last one ends.
 What is trained when, and for how many tokens, are the tables of phases; `--scale` multiplies their tokens (a GPU wants
 about 30) and `--minutes` stops early. First comes a smaller model that knows only books, then the target: it begins as
-that model, with more width and words and a planted circuit (`pair_circuit.py`). `--first DIR` gives the smaller model,
+that model, with more width and words and a planted circuit (`pair/circuit.py`). `--first DIR` gives the smaller model,
 where one is there.
 """
 
@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from pair_circuit import grown, hold, parts_of_words, with_new_words
-from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
-from pair_model import DRAFT, FIRST, TARGET, Decoder, plant_attention
-from pair_training import Phase, Progress, Run, Training, export, report, save_atomically
+from pair.circuit import grown, hold, parts_of_words, with_new_words
+from pair.data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
+from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
+from pair.output import export, report, save_array, save_atomically
+from pair.training import Phase, Progress, Run, Training
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -305,11 +306,6 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
     own = np.concatenate(parts)
     save_atomically(path, lambda p: save_array(p, own))
     return own
-
-
-def save_array(path: Path, array: np.ndarray) -> None:
-    with path.open("wb") as file:
-        np.save(file, array)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Pure functions on tensors: attention with log-sum-exp, merging of partial results, chunk scoring.
 
-Nothing here keeps state or imports another part of triforce. A faster implementation of one of these functions
-stands behind the same name and is tested against the plain one.
+Nothing here imports another part of triforce. Faster implementations of a function are called behind the same name and
+tested against the plain one; which one is used follows from the device and the call, or from `selection.use_kernels`.
 """

@@ -1,58 +1,41 @@
-"""The one attention entry: `attend` over a stretch of keys, and `merge_partials` to join stretches.
+"""Attention of query rows to keys, and the choice of its implementation: `attend`, and `attend_blocks` for blocks.
 
-Attention over keys that live in several places (blocks of a streamed cache, sinks and a window) is computed place by
-place; each part returns its output and the log-sum-exp of its scores, from which the exact whole follows
-(the split-KV identity of FlashDecoding). Scores and sums are float32 (float64 for float64 inputs) and parts are merged
-in that; only flash kernels, for more than `FEW_ROWS` rows, round their output to the inputs' dtype first.
+Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place; each
+part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Scores and sums are
+float32 (float64 for float64 inputs), and parts are merged in that; only flash kernels, for more than `FEW_ROWS` rows,
+round their output to the inputs' dtype first.
 
-The plain path in this file is what every other one is tested against. `choose_backend` says which one is taken.
+`choose_backend` says which implementation computes a call; `plain_attention` is the one that all others are tested
+against.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
-from .cpu_attention import attend_compiled, compiled_attention, sums_mass, takes
-from .flash import FlashKernel, flash_cpu, flash_cuda, flash_package
+from .cpu.attention import TILE, attend_compiled, compiled_attention, has_plain_rows, sums_mass
+from .cpu.library import Level, cpu_level
+from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
+from .partials import merge_partials
+from .plain_attention import Scratch, attend_plain
+from .selection import Backend, selected
+
+__all__ = ["FEW_ROWS", "Scratch", "attend", "attend_blocks", "choose_backend", "merge_partials", "takes_blocks"]
 
 FEW_ROWS = 32
-"""Up to this many rows a pass is a decoding step: on a CPU two batched matmuls take no longer than PyTorch's flash
-kernel, nor the products of `layers` longer than general ones. A verification has no more, unless `--block-length`
-asks for it, so that its rows go through the arithmetic of a step."""
+"""Up to this many rows a pass is a decoding step: on a CPU two batched products take no longer than PyTorch's flash
+kernel, nor the products of `layers` longer than general ones. A verification has no more unless `--block-length` asks
+for it, so that its rows are computed with the arithmetic of a step."""
 
-Backend = Literal["plain", "compiled", "flash_cpu", "flash_cuda", "flash_package", "triton"]
+_SEGMENT = 16384
+"""Keys of a blocked cache that are copied together for a flash kernel, which bounds the copy."""
 
 _FLASH: dict[str, FlashKernel] = {"flash_cpu": flash_cpu, "flash_cuda": flash_cuda, "flash_package": flash_package}
-
-_TILE_ROWS = 128
-"""Rows per tile of the plain path; bounds the score matrix."""
-
-
-class Scratch:
-    """Reused buffers for temporaries of several MB, which otherwise cost a page fault per 4 KiB on every call.
-
-    Owned by a cache and handed to `attend`. A buffer is valid until the next request under the same name.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns an uninitialised contiguous tensor of `shape`, reusing earlier memory where it suffices."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype or buffer.device != device:
-            buffer = torch.empty(size, dtype=dtype, device=device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(*shape)
 
 
 def attend(
@@ -72,14 +55,14 @@ def attend(
         q: `[num_heads, n, head_dim]`.
         k, v: `[num_kv_heads, m, head_dim]`; `num_heads` is a multiple of `num_kv_heads` (grouped queries).
         scale: factor on the scores, usually `head_dim ** -0.5`.
-        diagonal: row `i` sees keys `j <= diagonal + i`; `None` shows every key to every row. Keys past the last
+        diagonal: row `i` sees keys `j <= diagonal + i`; with `None` every row sees every key. Keys after the last
             visible one may hold anything in `k`, but must be finite in `v`. A tensor of one int32 or int64 on `q`'s
             device is read when the kernels run and the call never waits for it: a captured CUDA graph can be replayed
             after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
         mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows
-            gives to each chunk of `chunk_size` keys (see `chunk_mass`). A few rows get it from the scores at hand.
+            gives to each chunk of `chunk_size` keys (see `chunk_mass`).
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, the natural log of the summed exponentials of
@@ -95,39 +78,127 @@ def attend(
     if isinstance(diagonal, int) and diagonal >= m - 1 and window is None:
         diagonal = None
     flash_mask = window is None and not isinstance(diagonal, Tensor)
-    backend = _backend(q.device, q.dtype, head_dim, n <= FEW_ROWS, flash_mask, takes(q, k, v))
-    at_hand = None  # mass that is summed from the scores at hand
+    backend = _backend_of(q, flash_mask, has_plain_rows(q, k, v))
+    fused_mass = None  # mass that is summed from the scores that attention computes
     if backend == "compiled":
-        at_hand = mass if mass is not None and sums_mass(mass, m) else None
-        known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # on a CPU there is nothing to wait for
-        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=at_hand)
+        fused_mass = mass if mass is not None and sums_mass(mass, m) else None
+        known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # a CPU's tensor can be read at once
+        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass)
     elif backend == "triton":
-        from .triton_attention import attend_triton  # only where it is used: a CPU has no need of Triton
+        from .triton.attention import attend_triton  # not imported where it is not used
 
         out, lse = attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
     elif backend != "plain" and not isinstance(diagonal, Tensor):
-        out, lse = _attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
+        out, lse = attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
     else:
-        at_hand = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
+        fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-        out, lse = _attend_tiled(grouped, k, v, scale, diagonal, window, scratch or Scratch(), at_hand)
+        out, lse = attend_plain(grouped, k, v, scale, diagonal, window, scratch or Scratch(), fused_mass)
         out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
-    if mass is not None and at_hand is None:
+    if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first
         chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)
     return out, lse
 
 
+def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
+    """Whether `attend_blocks` can be called with them: on a CPU, where the compiled kernels compute `attend` for such
+    rows, at least with a window."""
+    if blocks.device.type != "cpu" or blocks.shape[3] % TILE:
+        return False
+    return _backend_of(q, flash_mask=False, plain_rows=has_plain_rows(q, blocks, blocks)) == "compiled"
+
+
+def attend_blocks(
+    q: Tensor,
+    blocks: Tensor,
+    m: int,
+    *,
+    scale: float,
+    diagonal: int,
+    window: int | None = None,
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` to the first `m` keys of a blocked cache, in one call.
+
+    Args:
+        blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values.
+    """
+    n = q.shape[1]
+    hides = window is not None and window < diagonal + n
+    if _backend_of(q, flash_mask=not hides, plain_rows=True) == "flash_cpu":
+        out, lse = _attend_flash_segments(q, blocks, m, scale, diagonal)
+        fused_mass = None
+    else:
+        fused_mass = mass if mass is not None and sums_mass(mass, m) else None
+        out, lse = attend_compiled(
+            q, blocks[:, 0], blocks[:, 1], m=m, scale=scale, diagonal=diagonal, window=window, mass=fused_mass
+        )
+    if mass is not None and fused_mass is None:
+        first = n - mass.shape[1]
+        _mass_of_blocks(
+            q[:, first:], blocks[:, 0], m, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window
+        )
+    return out, lse
+
+
+def _attend_flash_segments(q: Tensor, blocks: Tensor, m: int, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:
+    """`attend_blocks` by PyTorch's flash kernel, which wants keys in one piece: segments are copied together."""
+    block_size = blocks.shape[3]
+    num_blocks = max(1, _SEGMENT // block_size)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for first in range(0, min(m, max(1, diagonal + q.shape[1])), num_blocks * block_size):
+        # [2, num_kv_heads, keys, head_dim]; a view where there is one block
+        segment = blocks[first // block_size :][:num_blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : m - first]
+        seen = diagonal - first
+        out, lse = attend_flash(
+            flash_cpu, q, segment[0], segment[1], scale, None if seen >= segment.shape[2] - 1 else seen
+        )
+        outs.append(out)
+        lses.append(lse)
+        if len(outs) == 2:
+            out, lse = merge_partials(outs, lses)
+            outs, lses = [out], [lse]
+    return outs[0], lses[0]
+
+
+def _mass_of_blocks(
+    q: Tensor, keys: Tensor, m: int, lse: Tensor, mass: Tensor, *, scale: float, diagonal: int, window: int | None
+) -> None:
+    """`chunk_mass` over the first `m` keys of blocks `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    block_size, chunk_size = keys.shape[2], m // mass.shape[2]
+    for first in range(0, m, block_size):
+        block = keys[first // block_size, :, : m - first]
+        part = mass.new_empty(*mass.shape[:2], block.shape[1] // chunk_size)
+        chunk_mass(q, block, lse, part, scale=scale, diagonal=diagonal - first, window=window)
+        mass[:, :, first // chunk_size :][:, :, : part.shape[2]] = part
+
+
+def _backend_of(q: Tensor, flash_mask: bool, plain_rows: bool) -> Backend:
+    few_rows = q.shape[1] <= FEW_ROWS
+    return _backend(q.device, q.dtype, q.shape[2], few_rows, flash_mask, plain_rows, selected().backend(few_rows))
+
+
 @functools.cache
 def _backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, few_rows: bool, flash_mask: bool, plain_rows: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    few_rows: bool,
+    flash_mask: bool,
+    plain_rows: bool,
+    wanted: Backend | None,
 ) -> Backend:
-    """`choose_backend` for this machine, once for each kind of call."""
+    """`choose_backend` for this machine, or `wanted` where it can compute the call; once for each kind of call."""
+    compiled = device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
+    if wanted is not None and (flash_mask or wanted not in _FLASH) and (compiled or wanted != "compiled"):
+        return wanted
     packages = usable_packages(device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    compiled = device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
-    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask, compiled)
+    level = cpu_level() if compiled else Level.NONE
+    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask, level)
 
 
 def choose_backend(
@@ -137,19 +208,22 @@ def choose_backend(
     head_dim: int,
     few_rows: bool,
     flash_mask: bool,
-    compiled: bool = False,
+    level: Level = Level.NONE,
 ) -> Backend:
-    """Which implementation `attend` takes.
+    """Which implementation computes a call of `attend`.
+
+    It follows from the kind of machine and of call alone, never from a measurement, so that a machine always computes
+    alike.
 
     Args:
         capability: the CUDA device's compute capability; `None` is a CPU.
-        packages: which of `flash_attn` and `triton` can be used on it.
+        packages: those of `flash_attn` and `triton` that can be used on it.
         few_rows: at most `FEW_ROWS` query rows.
         flash_mask: no window, and the diagonal is known to the host.
-        compiled: whether the compiled kernels for CPUs are there and take these tensors.
+        level: what the compiled CPU kernels can use for these tensors; `Level.NONE` if they cannot compute the call.
     """
-    if compiled:
-        return "compiled"
+    if level > Level.NONE:
+        return "flash_cpu" if _prefers_flash(level, dtype) and flash_mask and not few_rows else "compiled"
     if capability is None:
         return "flash_cpu" if flash_mask and not few_rows else "plain"
     if capability < OLDEST_GPU or head_dim > 256:
@@ -166,128 +240,11 @@ def choose_backend(
     return "plain"
 
 
-def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Joins attention over disjoint sets of keys into attention over their union.
+def _prefers_flash(level: Level, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's flash kernel is faster than the compiled kernels for many rows.
 
-    Args:
-        outs: partial outputs, each `[num_heads, n, head_dim]`.
-        lses: their log-sum-exps, each `[num_heads, n]`.
-
-    Returns:
-        The output and log-sum-exp over all keys; rows that see no key anywhere stay 0 and -inf.
+    It multiplies with AMX tiles where the processor has them, which the compiled kernels do not: a trial on a Xeon with
+    AMX (two cores, embedded pair, 32,768 tokens) took prefill from 17.6 to 6.9 s. The code as it is here has run on
+    processors without AMX only, where it was chosen by hand; `examples/cpu_results.py --prefill` measures both.
     """
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    stacked = torch.stack(tuple(lses))  # [parts, num_heads, n]
-    peak = stacked.amax(dim=0)
-    peak.masked_fill_(peak == float("-inf"), 0.0)  # a row that sees nothing
-    weights = torch.exp(stacked - peak)
-    total = weights[0].clone()
-    out = outs[0] * weights[0].unsqueeze(-1)
-    for part, weight in zip(outs[1:], weights[1:], strict=True):  # in one order, however many rows there are
-        total += weight
-        out.addcmul_(part.to(out.dtype), weight.unsqueeze(-1))
-    out /= total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
-    return out, peak.add_(total.log_())
-
-
-def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _attend_few_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    diagonal: int | Tensor | None,
-    window: int | None,
-    scratch: Scratch,
-    mass: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Two batched matmuls over the whole block; 16-bit keys and values are widened into reused memory first.
-
-    The block is masked, never sliced: a sliced operand makes `bmm` copy it.
-    """
-    num_kv_heads, group, n, head_dim = q.shape
-    m = k.shape[1]
-    dtype = _accumulate_dtype(q.dtype)
-    wide_q = (q.to(dtype) * scale).reshape(num_kv_heads, group * n, head_dim)
-    scores = scratch.get("scores", (num_kv_heads, group * n, m), dtype, q.device)
-    torch.bmm(wide_q, _widen(k, dtype, scratch).transpose(1, 2), out=scores)
-    # Whether some rows may see no key.
-    blind_rows = isinstance(diagonal, Tensor) or (diagonal is not None and (diagonal < 0 or window is not None))
-    if diagonal is not None:
-        columns = torch.arange(m, device=q.device)
-        last = torch.arange(n, device=q.device).unsqueeze(1) + diagonal
-        hidden = columns > last  # [n, m]
-        if window is not None:
-            hidden |= columns <= last - window
-        scores.view(num_kv_heads, group, n, m).masked_fill_(hidden, float("-inf"))
-    peak = scores.amax(dim=-1, keepdim=True)
-    if blind_rows:
-        peak.masked_fill_(peak == float("-inf"), 0.0)
-    total = scores.sub_(peak).exp_().sum(dim=-1, keepdim=True)
-    out = torch.bmm(scores, _widen(v, dtype, scratch))
-    norm = total.clamp_min(torch.finfo(dtype).tiny) if blind_rows else total
-    out /= norm
-    if mass is not None:
-        # A product with ones: a sum over so short a dimension takes several times as long.
-        chunks = scores.view(num_kv_heads, group * n, mass.shape[-1], -1)
-        torch.div(chunks @ chunks.new_ones(chunks.shape[-1]), norm, out=mass.view(num_kv_heads, group * n, -1))
-    lse = peak.add_(total.log_())
-    return out.view(num_kv_heads, group, n, head_dim), lse.view(num_kv_heads, group, n)
-
-
-def _widen(x: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    if x.dtype == dtype:
-        return x
-    return scratch.get("wide", x.shape, dtype, x.device).copy_(x)
-
-
-def _attend_flash(
-    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None
-) -> tuple[Tensor, Tensor]:
-    """A flash kernel on rectangles and one triangle, merged: rows that see nothing, rows that the diagonal passes
-    through, rows that see every key."""
-    (num_heads, n, _), m = q.shape, k.shape[1]
-    dtype = _accumulate_dtype(q.dtype)
-    blind, shared = (0, m) if diagonal is None else (min(max(-diagonal, 0), n), min(max(diagonal, 0), m))
-    corner = blind + min(n - blind, m - shared)
-    outs, lses = [], []
-    if blind:
-        outs.append(q.new_zeros(num_heads, blind, q.shape[2], dtype=dtype))
-        lses.append(q.new_full((num_heads, blind), float("-inf"), dtype=dtype))
-    if corner > blind:
-        rows, edge = q[:, blind:corner], shared + corner - blind
-        out, lse = flash(rows, k[:, shared:edge], v[:, shared:edge], scale, True)
-        if shared:
-            wide, wide_lse = flash(rows, k[:, :shared], v[:, :shared], scale, False)
-            out, lse = merge_partials([out.to(dtype), wide.to(dtype)], [lse, wide_lse])
-        outs.append(out.to(dtype))
-        lses.append(lse)
-    if n > corner:
-        out, lse = flash(q[:, corner:], k, v, scale, False)
-        outs.append(out.to(dtype))
-        lses.append(lse)
-    return (torch.cat(outs, dim=1), torch.cat(lses, dim=1)) if len(outs) > 1 else (outs[0], lses[0])
-
-
-def _attend_tiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    diagonal: int | Tensor | None,
-    window: int | None,
-    scratch: Scratch,
-    mass: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The plain path tile by tile."""
-    if q.shape[2] <= _TILE_ROWS:
-        return _attend_few_rows(q, k, v, scale, diagonal, window, scratch, mass)
-    tiles = [
-        _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, window, scratch)
-        for i, tile in enumerate(q.split(_TILE_ROWS, dim=2))
-    ]
-    return torch.cat([out for out, _ in tiles], dim=2), torch.cat([lse for _, lse in tiles], dim=2)
+    return level >= Level.AMX and dtype == torch.bfloat16

@@ -1,8 +1,8 @@
-"""Chunks of keys: how much attention queries give them, which ones to keep, and fetching those.
+"""Chunks of keys: how much attention queries give them, which ones to keep, and copying those.
 
 A chunk is a run of consecutive tokens (8 by default) that is kept or dropped whole, per layer and per KV head (the
 retrieval cache of TriForce, arXiv 2404.11912, section 4.2). Where TriForce scores a chunk by its mean key, chunks are
-scored here by the attention they really got: a mean hides the one token that is looked for.
+scored here by the attention they received: a mean hides the one token that matters.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def chunk_mass(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """The share of each row's attention that goes to each chunk of keys, after the fact: from the log-sum-exp.
+    """The share of each row's attention that goes to each chunk of keys, computed from the row's log-sum-exp.
 
     Args:
         q: `[num_heads, n, head_dim]`, rotated.
         k: `[num_kv_heads, m, head_dim]`, rotated.
-        lse: `[num_heads, n]`, of each row over the keys its attention is shared among: these, or these and others.
-        mass: `[num_heads, n, m // chunk_size]`, written. `m` is whole chunks.
-        scale, diagonal, window: as in `attend`; keys a row does not see get nothing.
+        lse: `[num_heads, n]`, of each row over all keys that it attends to: `k`, or `k` and others.
+        mass: `[num_heads, n, m // chunk_size]`, written. `m` is a multiple of `chunk_size`.
+        scale, diagonal, window: as in `attend`; keys that a row does not see get nothing.
 
-    Scores are computed in `k`'s dtype, which moves a share by a percent or so in 16-bit formats.
+    Scores are computed in `k`'s dtype, which changes a share by about a percent in 16-bit formats.
     """
     num_heads, n, head_dim = q.shape
     num_kv_heads, m, _ = k.shape
     if lse.dtype == torch.float32 and "triton" in usable_packages(k.device):
-        from .triton_chunks import chunk_mass_triton, takes_chunks
+        from .triton.chunks import chunk_mass_triton, takes_chunks
 
         if takes_chunks(m // mass.shape[-1], num_heads // num_kv_heads, head_dim, q.dtype):
             chunk_mass_triton(q, k, lse, mass, scale=scale, diagonal=diagonal, window=window)
@@ -58,13 +58,13 @@ def chunk_mass(
 
 
 def chunk_scores(mass: Tensor) -> Tensor:
-    """How much each chunk is worth keeping for the tokens to come.
+    """How useful each chunk is expected to be for the next tokens.
 
-    A chunk counts as much as the one before it, if that got more: a head that goes on with a passage from far back
-    looks one token further at each step, so what follows the place it looks at is what it will look at next.
+    A chunk counts as much as the one before it, if that received more: a head that continues an earlier passage moves
+    on by one token at each step, so it will attend next to what follows the place that it attends to now.
 
     Args:
-        mass: `[num_kv_heads, num_chunks]`, the mean of recent rows.
+        mass: `[num_kv_heads, num_chunks]`, the mean over recent rows.
 
     Returns:
         `[num_kv_heads, num_chunks]`: the larger of a chunk's and its predecessor's.
@@ -77,7 +77,7 @@ def select_chunks(scores: Tensor, count: int) -> Tensor:
 
     Args:
         scores: `[num_kv_heads, num_chunks]`.
-        count: chunks to keep, at least 1; all are kept where there are fewer.
+        count: chunks to keep, at least 1; if there are fewer, all are kept.
 
     Returns:
         Ascending chunk indices `[num_kv_heads, min(count, num_chunks)]`, int64.
@@ -94,16 +94,16 @@ def select_chunks(scores: Tensor, count: int) -> Tensor:
 
 
 def copy_chunks(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> None:
-    """Copies those chunks that lie in `block` to their places in `k` and `v`, and leaves the other places as they are.
+    """Copies those of the chunks that are in `block` to their places in `k` and `v`; other places stay as they are.
 
     Args:
-        block: `[2, num_kv_heads, m, head_dim]`, keys and values; `m` is whole chunks.
-        first: the chunk that the block begins with.
+        block: `[2, num_kv_heads, m, head_dim]`, keys and values; `m` is a multiple of `chunk_size`.
+        first: index of the first chunk of the block.
         chunks: `[num_kv_heads, count]` chunk indices.
         k, v: `[num_kv_heads, count * chunk_size, head_dim]`, written in part.
     """
     if "triton" in usable_packages(block.device):
-        from .triton_chunks import copy_chunks_triton
+        from .triton.chunks import copy_chunks_triton
 
         copy_chunks_triton(block, first, chunks, k, v, chunk_size)
         return
@@ -126,7 +126,7 @@ def gather_chunks(blocks: Tensor, indices: Tensor, chunk_size: int) -> Tensor:
         `[num_kv_heads, count * chunk_size, head_dim]`.
     """
     if "triton" in usable_packages(blocks.device):
-        from .triton_chunks import gather_chunks_triton
+        from .triton.chunks import gather_chunks_triton
 
         return gather_chunks_triton(blocks, indices, chunk_size)
     num_kv_heads, count = indices.shape

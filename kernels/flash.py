@@ -1,7 +1,7 @@
-"""Flash kernels that others wrote, each behind the same few arguments: either no mask or a square causal one.
+"""Flash kernels of other packages, all with the same arguments: no mask, or a square causal one.
 
-They round their output to the inputs' dtype and are for many rows (prefill). `attention.attend` chooses among them and
-builds every other mask from these two.
+They round their output to the inputs' dtype and are for many rows (prefill). `attend_flash` computes every other mask
+without a window from these two.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from .partials import accumulation_dtype, merge_partials
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 """`(q [num_heads, n, head_dim], k and v [num_kv_heads, m, head_dim], scale, causal) -> (out as q, lse [num_heads, n])`,
@@ -39,8 +41,36 @@ def flash_package(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
     return out[0].transpose(0, 1), lse[0]
 
 
+def attend_flash(
+    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: int | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` by a flash kernel: rows that see no key; rows that see some, as a rectangle and a triangle of the mask,
+    merged; rows that see every key."""
+    (num_heads, n, _), m = q.shape, k.shape[1]
+    dtype = accumulation_dtype(q.dtype)
+    blind, shared = (0, m) if diagonal is None else (min(max(-diagonal, 0), n), min(max(diagonal, 0), m))
+    corner = blind + min(n - blind, m - shared)
+    outs, lses = [], []
+    if blind:
+        outs.append(q.new_zeros(num_heads, blind, q.shape[2], dtype=dtype))
+        lses.append(q.new_full((num_heads, blind), float("-inf"), dtype=dtype))
+    if corner > blind:
+        rows, edge = q[:, blind:corner], shared + corner - blind
+        out, lse = flash(rows, k[:, shared:edge], v[:, shared:edge], scale, True)
+        if shared:
+            wide, wide_lse = flash(rows, k[:, :shared], v[:, :shared], scale, False)
+            out, lse = merge_partials([out.to(dtype), wide.to(dtype)], [lse, wide_lse])
+        outs.append(out.to(dtype))
+        lses.append(lse)
+    if n > corner:
+        out, lse = flash(q[:, corner:], k, v, scale, False)
+        outs.append(out.to(dtype))
+        lses.append(lse)
+    return (torch.cat(outs, dim=1), torch.cat(lses, dim=1)) if len(outs) > 1 else (outs[0], lses[0])
+
+
 def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views `[num_kv_heads, group, tokens, head_dim]` of all three: a batch of KV heads, each with its query heads."""
+    """Views `[num_kv_heads, group, tokens, head_dim]` of all three: KV heads are the batch."""
     grouped = q.reshape(k.shape[0], -1, *q.shape[1:])
     group = grouped.shape[1]
     return grouped, k.unsqueeze(1).expand(-1, group, -1, -1), v.unsqueeze(1).expand(-1, group, -1, -1)

@@ -1,22 +1,23 @@
-"""What a decoder computes beside attention: projections with the norm before them, the gated MLP, and rotation.
+"""What a decoder computes besides attention: projections with the norm before them, the gated MLP, and rotation.
 
-Each is plain PyTorch or, for the `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
-(`kernels/cpu/layers.c`): dispatch would take most of the time. There a row comes out the same to the last bit however
-many rows come with it.
+Each is PyTorch operations or, for the at most `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
+(`cpu/source/layers.c`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
+row's result is the same, bit by bit, however many rows come with it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import FEW_ROWS
-from .compiled import library
+from .cpu.library import Level, cpu_level, loaded
+from .selection import selected
 
 
 def linear(
@@ -72,8 +73,8 @@ def _normed(
     out: Tensor,
     sizes: tuple[int, int],
 ) -> Tensor:
-    """Calls `triforce_linear` or `triforce_gated_mlp`, whose arguments are alike: `second` is the bias of the one and a
-    matrix of the other."""
+    """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `second`: the bias of the
+    former, the second matrix of the latter."""
     failed = kernel(
         x.data_ptr(),
         x.stride(0),
@@ -97,18 +98,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
 
     Args:
         x: `[heads, n, head_dim]`.
-        cos, sin: `[n, head_dim]`, or `[head_dim]` for the same angles in every row; float32. The sign of `rotate_half`
-            is in `sin`.
-        out: where to write it, as `x`; perhaps a slice of a cache.
+        cos, sin: `[n, head_dim]`, or `[head_dim]` for the same angles in every row; float32. `sin` includes the sign of
+            `rotate_half`.
+        out: as `x`, written; it may be a slice of a cache.
 
     Returns:
-        `out`, or a new tensor.
+        `out`, or a new tensor if that is not given.
     """
     heads, n, head_dim = x.shape
     if out is None:
         out = torch.empty((heads, n, head_dim), dtype=x.dtype, device=x.device)
     fits = n <= FEW_ROWS and x.stride(2) == out.stride(2) == 1 and out.dtype == x.dtype and cos.is_contiguous()
-    kernels = _kernels(x.device, x.dtype) if fits and cos.dtype == torch.float32 else None
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits and cos.dtype == torch.float32 else None
     if kernels is None:
         return out.copy_(torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin))
     (head_stride, row_stride, _), (out_head_stride, out_row_stride, _) = x.stride(), out.stride()
@@ -131,32 +132,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
 
 
 def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:
-    """The compiled kernels, if they take rows `x`, the matrix `weight` for them, and such `vectors`."""
+    """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with such `vectors`."""
     if x.shape[0] > FEW_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
         return None
     for given in (weight, *vectors):
         if given is not None and (given.dtype != x.dtype or not given.is_contiguous()):
             return None
-    return _kernels(x.device, x.dtype)
+    return _kernels(x.device, x.dtype, selected().layers)
 
 
 @functools.cache
-def _kernels(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled kernels with their arguments declared, if they are for tensors of such a kind."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+def _kernels(device: torch.device, dtype: torch.dtype, wanted: Literal["plain"] | None) -> ctypes.CDLL | None:
+    """The compiled kernels, if this processor has them for such tensors and they are wanted."""
+    if wanted == "plain" or device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return None
-    kernels = library()
-    if kernels is None:
-        return None
-    pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
-        kernel.argtypes = [
-            *(pointer, count, pointer, real, pointer, pointer, pointer),
-            *(count, count, count, flag, flag),
-        ]
-    kernels.triforce_rotate.argtypes = [
-        *(pointer, count, count, pointer, pointer, count),
-        *(pointer, count, count, count, count, count, flag),
-    ]
-    kernels.triforce_rotate.restype = None
-    return kernels
+    return loaded() if cpu_level() >= Level.AVX512_BF16 else None

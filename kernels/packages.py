@@ -8,12 +8,12 @@ import importlib
 import torch
 
 OLDEST_GPU = (8, 0)
-"""The least compute capability that Triton's bfloat16 and flash attention run on."""
+"""The lowest compute capability that Triton's bfloat16 and flash attention support."""
 
 
 @functools.cache
 def usable_packages(device: torch.device) -> frozenset[str]:
-    """Those of `flash_attn` and `triton` that are there, were built for this PyTorch, and run on `device`."""
+    """Those of `flash_attn` and `triton` that are installed, were built for this PyTorch, and run on `device`."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST_GPU:
         return frozenset()
     return frozenset(name for name in ("flash_attn", "triton") if _importable(name))

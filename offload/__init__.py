@@ -1,7 +1,31 @@
-"""The engine: where keys and values live, and three-tier speculation that leaves the distribution unchanged."""
+"""The engine: where keys and values live, and three-tier speculation that leaves the distribution unchanged.
 
-from .engine import Engine
-from .generation import Generation, Result, Round
-from .sampling import Sampling
+The names below are imported when they are first used: what needs no PyTorch (settings, the table of cards) is imported
+without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .generation import Generation, Result, Round
+    from .speculation.sampling import Sampling
 
 __all__ = ["Engine", "Generation", "Result", "Round", "Sampling"]
+
+_MODULES = {
+    "Engine": ".engine",
+    "Generation": ".generation",
+    "Result": ".generation",
+    "Round": ".generation",
+    "Sampling": ".speculation.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name], __name__), name)

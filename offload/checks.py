@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..tp.config import ModelConfig
 from ..tp.errors import CapacityError, UsageError
+from ..tp.model.config import ModelConfig
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:

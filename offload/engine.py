@@ -6,46 +6,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..tp.config import ModelConfig
-from ..tp.decoder import Cache, Decoder
-from ..tp.devices import device_name, resolve_device, resolve_dtype
+from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
-from ..tp.place import Place
-from ..tp.ranks import ALONE, Ranks
-from ..tp.registry import find_pair, published_settings
-from ..tp.split import check_split
+from ..tp.model.config import ModelConfig
+from ..tp.model.decoder import Cache, Decoder
+from ..tp.parallel.place import Place
+from ..tp.parallel.ranks import ALONE, Ranks
+from ..tp.parallel.split import check_split
+from ..tp.weights.registry import find_pair, published_settings
+from .caches.full import FullCache
+from .caches.kept import KeptCache
+from .caches.recent_mass import RECENT_ROWS
+from .caches.refreshing import RefreshingCache
+from .caches.retrieval import RetrievalCache
+from .caches.streaming import StreamingCache
 from .checks import checked_prompt
-from .full_cache import FullCache
 from .generation import Generation, Result
-from .graphs import Graphs, Passes, capture_for
-from .kept_cache import KeptCache
-from .memory import check_memory, plan_memory
-from .pacing import PassCost
-from .refresh import RefreshPolicy
-from .retrieval_cache import RetrievalCache
-from .sampling import Sampling
-from .settings import LONGEST_BLOCK, LONGEST_DRAFT, Settings
-from .streaming_cache import StreamingCache
-from .tiers import Draws, Tier
-from .vocabulary import check_draft
-
-_MODELLED_BANDWIDTH = 40e9
-"""Bytes a second that two cores read; with the two below, where adaptation starts from."""
-
-_MODELLED_LAYER_SECONDS = 0.1e-3
-"""Dispatch of one layer's operations."""
-
-_MODELLED_ROW_SHARE = 0.08
-"""What each further row adds to a pass, as a share of the pass with one."""
+from .graphs.passes import Graphs, Passes, capture_for
+from .planning.cost_model import PassTimes, hardware_of
+from .planning.memory import plan_here
+from .planning.request import RunRequest
+from .planning.run_plan import RunPlan, make_plan
+from .settings import Settings
+from .speculation.refresh import RefreshPolicy
+from .speculation.sampling import Sampler, Sampling
+from .speculation.tiers import Tier
+from .speculation.vocabulary import check_draft
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RunOrder:
     """What a run is asked for; all ranks do rank 0's."""
 
     prompt: list[int]
@@ -68,6 +63,10 @@ class Engine:
     draws the same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
     """
 
+    REREAD_TOKENS: ClassVar[int] = RECENT_ROWS
+    """Tokens at the end of a prompt that `stream(reuse=...)` must leave to be read again, if the retrieval cache is to
+    choose chunks as it does after the whole prompt was read."""
+
     def __init__(
         self, target: Decoder, draft: Decoder | None, settings: Settings, names: tuple[str, str | None] = ("", None)
     ) -> None:
@@ -80,8 +79,10 @@ class Engine:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
-        self._kept = KeptCache(target, settings)
+        self._kept = KeptCache(target, settings.link_gbps)
+        self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
+        self._graphs = Graphs()  # of the last run
         self._running: Generation | None = None
 
     @classmethod
@@ -134,18 +135,9 @@ class Engine:
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
-        needed = context or 1
-        plan = plan_memory(
-            target_config,
-            draft_config,
-            dtype=kind,
-            context=needed,
-            budget=settings.budget_for(needed),
-            chunk_size=settings.planned_chunk_size,
-            ranks=ranks,
-        )
-        check_memory(plan, needed, where, ranks, resident=settings.resident)
-        ranks.share(None)  # no rank loads before every rank has looked at what is free
+        request = RunRequest(target_config, draft_config, kind, context or 1, settings, ranks.size)
+        plan_here(request, where, ranks).check()
+        ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         return cls(target, small, settings, (str(model), str(draft or model) if small else None))
@@ -197,94 +189,128 @@ class Engine:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        job = _Job(
+        order = _RunOrder(
             prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos, tiers or most, reuse
         )
-        return self._start(self.target.ranks.share(job), on_prefill)
+        return self._start(self.target.ranks.share(order), on_prefill)
 
     def follow(self) -> Generation | None:
         """Prepares the run that rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
-        job = self.target.ranks.share(None)
-        return None if job is None else self._start(job, None)
+        order = self.target.ranks.share(None)
+        return None if order is None else self._start(order, None)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
         self.target.ranks.share(None)
 
     def close(self) -> None:
-        """Parts with the other ranks, if any; every rank calls it when no run is left."""
+        """Parts with the other ranks, if any; every rank calls it when no run is left. Captured passes are freed first,
+        whoever holds a run, as NCCL waits for them."""
+        self._graphs.clear()
         self.target.ranks.leave()
 
-    def _start(self, job: _Job, on_prefill: Callable[[float], None] | None) -> Generation:
+    @torch.inference_mode()
+    def logits(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
+        """What the target with its full cache says of an answer, computed in one pass; ends the run under way. Of
+        several ranks each must call it, with the same tokens.
+
+        Returns:
+            `[len(answer_ids) + 1, vocab_size]`, float32: the logits that each token of the answer follows from, and
+            those after the last.
+
+        Raises:
+            UsageError, CapacityError: see `stream`.
+        """
+        tokens = checked_prompt([*prompt_ids, *answer_ids], self.target.config, 1)
+        self._end_run(len(prompt_ids))
+        request = self._request(replace(self.settings, tiers=1), len(tokens))
+        full, plan = self._kept.prepare(tokens, request, reuse=0)
+        full.begin(mass_rows=plan.mass_rows)
+        rows = self.target.forward(to_device(tokens, self.target.device), full, num_logits=len(answer_ids) + 1)
+        self._kept.context = tokens
+        return rows
+
+    def _end_run(self, prompt_length: int) -> None:
+        """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
             self._running.close()
             if self._running.broken:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
-        prompt, sampling = job.prompt, job.sampling
-        capacity = len(prompt) + job.max_new_tokens
-        if self.target.rope.begin(len(prompt)):
+        self._graphs.clear()
+        if self.target.rope.begin(prompt_length):
             self._kept.context = []  # what the cache holds was rotated otherwise
-        budget = replace(self.settings, tiers=job.tiers).budget_for(capacity)
-        full = self._kept.take(prompt, capacity, job.reuse)
-        full.begin(keeps_mass=budget > 0)
+
+    def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
+        prompt, sampling = order.prompt, order.sampling
+        self._end_run(len(prompt))
+        # Memory is planned for all of the engine's tiers, as a later run may want them on the same cache.
+        request = self._request(self.settings, len(prompt) + order.max_new_tokens)
+        full, plan = self._kept.prepare(prompt, request, order.reuse)
+        speculates = order.tiers > 1
+        full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None
-        graphs = Graphs(self._capture, self.target.ranks)
-        tiers = [self._tier("verify", self.target, full, capacity, graphs)]
-        if budget:
+        graphs = self._graphs = Graphs(self._capture, self.target.ranks)
+        # With a seed, lengths follow from these costs for good, so they must not depend on what memory is free.
+        costs = PassTimes(make_plan(request) if order.seeded else plan, self._hardware).costs()
+
+        def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
+            passes = Passes(decoder, cache, graphs)
+            return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size)
+
+        if not speculates:
+            tiers = [tier("verify", self.target, full)]
+        else:
             retrieval = RetrievalCache(
                 full,
                 self.target.rope,
-                budget=budget,
-                chunk_size=self.settings.planned_chunk_size,
+                budget=plan.budget,
+                chunk_size=plan.chunk_size,
                 join=self.target.mean_over_copies,
             )
-            tiers.append(self._tier("retrieval", self.target, retrieval, budget, graphs))
-            if self.draft and job.tiers == 3:
+            tiers = [tier("verify", self.target, RefreshingCache(full, retrieval))]
+            tiers.append(tier("retrieval", self.target, retrieval))
+            if self.draft and order.tiers == 3:
                 streaming = StreamingCache(self.draft)
-                tiers.append(self._tier("draft", self.draft, streaming, streaming.window, graphs))
-        self._link_tiers(tiers)
-        eos = () if job.ignore_eos else self.target.config.eos_token_ids
-        draws = Draws(
+                tiers.append(tier("draft", self.draft, streaming))
+        for upper, lower, tokens in zip(tiers, tiers[1:], (plan.verify_draft, plan.retrieval_draft), strict=False):
+            upper.drafter, upper.longest = lower, tokens.most
+            upper.fixed = tokens.fixed is not None
+            upper.draft_tokens = tokens.fixed or upper.draft_tokens
+        eos = () if order.ignore_eos else self.target.config.eos_token_ids
+        sampler = Sampler(
             sampling,
             torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
             frozenset(eos),
-            measured=not job.seeded,
+            adapts_to_time=not order.seeded,
         )
         self._kept.context = prompt
         self._running = Generation(
             context=prompt,
-            max_new_tokens=job.max_new_tokens,
+            max_new_tokens=order.max_new_tokens,
             full=full,
             retrieval=retrieval,
             streaming=streaming,
             tiers=tiers,
             graphs=graphs,
-            draws=draws,
+            sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, len(tiers), budget, full),
+            identity=self._identity(sampling, len(tiers), plan.budget if speculates else 0, full),
             on_prefill=on_prefill,
         )
         return self._running
 
-    def _tier(self, name: str, decoder: Decoder, cache: Cache, tokens: int, graphs: Graphs) -> Tier:
-        """A tier whose passes start at a modelled cost: weights and `tokens` of keys and values read once."""
-        num_bytes = decoder.part.num_parameters * decoder.dtype.itemsize
-        num_bytes += tokens * decoder.part.kv_bytes_per_token(decoder.dtype)
-        seconds = num_bytes / _MODELLED_BANDWIDTH + decoder.config.num_layers * _MODELLED_LAYER_SECONDS
-        cost = PassCost(seconds, seconds * _MODELLED_ROW_SHARE)
-        return Tier(name, decoder, cache, Passes(decoder, cache, graphs), cost, self.target.config.vocab_size)
+    def _request(self, settings: Settings, context: int) -> RunRequest:
+        """A run over `context` tokens on this engine's models, without the memory it may take."""
+        target, draft = self.target, self.draft.config if self.draft else None
+        return RunRequest(target.config, draft, target.dtype, context, settings, target.ranks.size)
 
-    def _link_tiers(self, tiers: list[Tier]) -> None:
-        """Makes each tier draft for the one before it, with the lengths of the settings."""
-        levels = ((self.settings.block_length, LONGEST_BLOCK), (self.settings.draft_length, LONGEST_DRAFT))
-        for upper, lower, (length, longest) in zip(tiers, tiers[1:], levels, strict=False):
-            upper.drafter = lower
-            upper.longest = longest
-            upper.fixed = length is not None
-            upper.lookahead = length or upper.lookahead
+    def plan(self, context: int) -> RunPlan:
+        """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
+        now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
+        return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
     def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
         device = self.target.device

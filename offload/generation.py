@@ -1,4 +1,4 @@
-"""One run: prefill, then rounds of speculation, as an iterator of what happened; statistics grow beside it."""
+"""One run: prefill, then rounds of speculation, as an iterator over what each round brought."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from ..tp.devices import synchronize, to_device
-from ..tp.errors import TriforceError
-from .full_cache import FullCache
-from .graphs import Graphs
-from .memory import device_peak_bytes, host_peak_bytes, shortage_explained
-from .refresh import RefreshPolicy
-from .retrieval_cache import RetrievalCache
-from .sampling import distribution, draw, read
-from .settings import MOST_BLOCK_LENGTH
+from .caches.full import FullCache
+from .caches.retrieval import RetrievalCache
+from .caches.streaming import StreamingCache, prefill_streaming
+from .graphs.passes import Graphs
+from .planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
+from .rank_agreement import RankAgreement
+from .run_document import run_document
+from .speculation.refresh import RefreshPolicy
+from .speculation.sampling import Sampler, read
+from .speculation.tiers import Counts, Tier
 from .statistics import Statistics
-from .streaming_cache import StreamingCache, prefill_streaming
-from .tiers import Counts, Draws, Tier
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Round:
     """1 or more tokens of the text."""
     seconds: float
     proposed: int
-    """Tokens offered to the full cache's pass."""
+    """Draft tokens that the full cache's pass was given to test."""
     accepted: int
-    """Those of them that stood."""
+    """Those of them that were accepted."""
     refreshed: bool
+    """Whether the retrieval cache was refreshed after it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Generation(Iterator[Round]):
         streaming: StreamingCache | None,
         tiers: list[Tier],
         graphs: Graphs,
-        draws: Draws,
+        sampler: Sampler,
         refresh: RefreshPolicy,
         identity: dict[str, Any],
         on_prefill: Callable[[float], None] | None,
@@ -70,17 +71,18 @@ class Generation(Iterator[Round]):
         tiers: the full cache's tier first, then those below it.
         graphs: what captures their passes.
         identity: the part of the JSON that is known before the run.
-        on_prefill: called with the share of the prefill done.
+        on_prefill: called with the share of the prefill done, 0 to 1.
         """
-        self._context, self._prompt_tokens = context, len(context)
+        self._context = context
         self._max_new_tokens = max_new_tokens
         self._full, self._retrieval, self._streaming = full, retrieval, streaming
         self._tiers, self._top = tiers, tiers[0]
-        self._graphs, self._draws = graphs, draws
+        self._graphs, self._sampler = graphs, sampler
         self._refresh = refresh
         self._identity = identity
         self._on_prefill = on_prefill
-        self._crossed = full.blocks.traffic()
+        self._agreement = RankAgreement(self._top.decoder.ranks, len(tiers))
+        self._traffic_before = full.blocks.traffic()
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self.broken = False
         """Whether a pass was under way when the run was broken off."""
@@ -103,20 +105,25 @@ class Generation(Iterator[Round]):
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
-        lookaheads = {tier.name: tier.lookahead if tier.drafter else 0 for tier in self._tiers}
-        return {"draft_length": lookaheads.get("retrieval", 0), "block_length": lookaheads["verify"]}
-
-    def stats(self) -> dict[str, Any]:
-        """The JSON of the run so far."""
-        measured = replace(self.statistics, **self._memory()).as_dict()
-        settings = self._identity["settings"] | self.lengths
-        return self._identity | measured | {"settings": settings, "warnings": self.warnings}
+        lengths = {tier.name: tier.draft_tokens if tier.drafter else 0 for tier in self._tiers}
+        return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths["verify"]}
 
     @property
     def warnings(self) -> list[str]:
         """What the run had to do without so far, a line each."""
         failure = self._graphs.failure
         return [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+
+    def stats(self) -> dict[str, Any]:
+        """The JSON of the run so far."""
+        decoder = self._top.decoder
+        statistics = replace(
+            self.statistics,
+            kv_bytes=self._full.length * self._full.token_bytes * decoder.ranks.size,
+            host_peak_bytes=host_peak_bytes(),
+            device_peak_bytes=device_peak_bytes(decoder.device),
+        )
+        return run_document(self._identity, statistics, self.lengths, self.warnings)
 
     def _run(self) -> Generator[Round, None, None]:
         yield self._prefill()
@@ -127,21 +134,21 @@ class Generation(Iterator[Round]):
 
     def _prefill(self) -> Round:
         began = time.perf_counter()
-        decoder = self._top.decoder
+        decoder, sampler = self._top.decoder, self._sampler
         pending = to_device(self._context[self._full.length :], decoder.device)
         logits = decoder.forward(pending, self._full, on_progress=self._on_prefill)
-        token = read(draw(distribution(logits, self._draws.sampling), self._draws.generator))[0]
+        token = read(sampler.draw(sampler.distribution(logits)))[0]
         if self._retrieval:
             self._retrieval.refresh()
         if self._streaming:
             prefill_streaming(self._tiers[-1].decoder, self._streaming, self._context)
-        self._top.pace()
-        self._agree([token], False)
+        self._top.choose_lengths()
+        self._agree([token], refresh=False)
         self._context.append(token)
         seconds = time.perf_counter() - began
-        self._full.bytes_read, self._full.read_s = 0, 0.0
-        self._crossed = self._full.blocks.traffic()
-        self._record([token], prefill_s=seconds, ttft_s=seconds)
+        self._full.reads.reset()
+        self._traffic_before = self._full.blocks.traffic()
+        self._record(self.statistics.after_prefill(token, seconds))
         return Round(0, [token], seconds, 0, 0, False)
 
     def _round(self, began: float) -> tuple[Round, float]:
@@ -149,24 +156,17 @@ class Generation(Iterator[Round]):
         counts = self._top.counts
         proposed, accepted = counts.proposed, counts.accepted
         limit = self._max_new_tokens - len(self.statistics.token_ids)
-        tokens, _ = self._top.step(self._context, limit, self._draws)
+        tokens, _ = self._top.step(self._context, limit, self._sampler)
         self._context += tokens
         proposed, accepted = counts.proposed - proposed, counts.accepted - accepted
-        self._top.pace()
+        self._top.choose_lengths()
         refreshed = self._agree(tokens, self._refresh.due(accepted, proposed))
-        refresh_s = self._settle(refreshed, time.perf_counter() - began)
+        refresh_s = self._update_retrieval(refreshed, time.perf_counter() - began)
+        now = time.perf_counter()
+        self._record(self.statistics.after_round(tokens, now - began, refresh_s))
+        return Round(self.statistics.rounds, tokens, now - began, proposed, accepted, refreshed), now
 
-        now, old = time.perf_counter(), self.statistics
-        self._record(
-            tokens,
-            rounds=old.rounds + 1,
-            decode_s=old.decode_s + now - began,
-            refresh_s=old.refresh_s + refresh_s,
-            token_s=[*old.token_s, *[(now - began) / len(tokens)] * len(tokens)],
-        )
-        return Round(old.rounds + 1, tokens, now - began, proposed, accepted, refreshed), now
-
-    def _settle(self, refreshed: bool, round_seconds: float) -> float:
+    def _update_retrieval(self, refreshed: bool, round_seconds: float) -> float:
         """Brings the retrieval cache up to what was verified, with its chunks chosen anew or not; the seconds."""
         if self._retrieval is None:
             return 0.0
@@ -174,51 +174,35 @@ class Generation(Iterator[Round]):
         if refreshed:
             self._retrieval.refresh()
         else:
-            self._retrieval.adopt()
-        if refreshed and self._draws.measured and self._refresh.mode == "auto":
+            self._retrieval.update_tail()
+        if refreshed and self._sampler.adapts_to_time and self._refresh.mode == "auto":
             synchronize(self._top.decoder.device)  # its cost decides when the next one comes
         seconds = time.perf_counter() - began
         if refreshed:
-            self._refresh.done(seconds if self._draws.measured else 0.0, round_seconds)
+            self._refresh.done(seconds if self._sampler.adapts_to_time else 0.0, round_seconds)
         return seconds
 
-    def _agree(self, tokens: list[int], refreshed: bool) -> bool:
-        """Takes rank 0's word for what a round brought and how the next one goes: the one broadcast of a round.
+    def _agree(self, tokens: list[int], refresh: bool) -> bool:
+        """Sets every tier's draft tokens to rank 0's; whether all ranks refresh now. See `RankAgreement`."""
+        draft_tokens = [tier.draft_tokens for tier in self._tiers]
+        refresh, draft_tokens = self._agreement.agree(tokens, refresh and self._retrieval is not None, draft_tokens)
+        for tier, number in zip(self._tiers, draft_tokens, strict=True):
+            tier.draft_tokens = number
+        return refresh
 
-        Ranks draw the same tokens, but their clocks differ, and with them the lengths and refreshes they would choose.
-
-        Raises:
-            TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
-        """
-        refreshed = refreshed and self._retrieval is not None
-        ranks = self._top.decoder.ranks
-        lookaheads = [tier.lookahead for tier in self._tiers]
-        room = 1 + len(lookaheads) + MOST_BLOCK_LENGTH + 1
-        word = ranks.share_numbers([int(refreshed), *lookaheads, *tokens], room)
-        refreshed, lookaheads, theirs = bool(word[0]), word[1 : len(lookaheads) + 1], word[len(lookaheads) + 1 :]
-        if theirs != tokens:
-            raise TriforceError(
-                f"rank {ranks.rank} drew the tokens {tokens} where rank 0 drew {theirs}: the ranks compute differently "
-                "(other hardware or versions?), so nothing further would be the model's"
-            )
-        for tier, lookahead in zip(self._tiers, lookaheads, strict=True):
-            tier.lookahead = lookahead
-        return refreshed
-
-    def _record(self, tokens: list[int], **measured: Any) -> None:
-        """Replaces the statistics at once, so that an interrupt finds the old ones or those with `tokens`."""
-        token_ids = [*self.statistics.token_ids, *tokens]
-        ended = self.statistics.finish_reason
-        if tokens[-1] in self._draws.eos_token_ids:
+    def _record(self, statistics: Statistics) -> None:
+        """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
+        that an interrupt finds either."""
+        ended = statistics.finish_reason
+        if self._sampler.ends(statistics.token_ids[-1]):
             ended = "eos"
-        elif len(token_ids) >= self._max_new_tokens:
+        elif len(statistics.token_ids) >= self._max_new_tokens:
             ended = "length"
         counts = {tier.name: tier.counts for tier in self._tiers}
         verify = counts["verify"]
         retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
         self.statistics = replace(
-            self.statistics,
-            token_ids=token_ids,
+            statistics,
             finish_reason=ended,
             verify_s=verify.seconds,
             retrieval_s=retrieval.seconds,
@@ -229,15 +213,7 @@ class Generation(Iterator[Round]):
             draft_proposed=retrieval.proposed,
             draft_accepted=retrieval.accepted,
             draft_tested=retrieval.tested,
-            kv_read_bytes=self._full.bytes_read,
-            kv_read_s=self._full.read_s,
-            link=self._full.blocks.traffic().since(self._crossed),
-            **measured,
+            kv_read_bytes=self._full.reads.num_bytes,
+            kv_read_s=self._full.reads.seconds,
+            link=self._full.blocks.traffic().since(self._traffic_before),
         )
-
-    def _memory(self) -> dict[str, int]:
-        return {
-            "kv_bytes": self._full.length * self._full.token_bytes * self._top.decoder.ranks.size,
-            "host_peak_bytes": host_peak_bytes(),
-            "device_peak_bytes": device_peak_bytes(self._top.decoder.device),
-        }

@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..tp.errors import UsageError
-from .refresh import RefreshPolicy
-from .retrieval_cache import planned_budget
+from .speculation.refresh import RefreshPolicy
 
 MOST_BLOCK_LENGTH = 256
 """Tokens that a pass over the full cache may be asked to verify."""
-
-LONGEST_DRAFT = 8
-LONGEST_BLOCK = 24
-"""Tokens that are drafted for a pass at most where the lengths are left open."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +61,3 @@ class Settings:
     @property
     def planned_chunk_size(self) -> int:
         return self.chunk_size or 8
-
-    def budget_for(self, context: int) -> int:
-        """Tokens of the retrieval cache for a context of so many; 0 where that tier is off."""
-        if self.tiers == 1:
-            return 0
-        return self.budget or planned_budget(context, self.planned_chunk_size)

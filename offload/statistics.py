@@ -1,16 +1,19 @@
-"""What a run measured, as it goes and as the JSON that scripts rely on."""
+"""What a run has measured so far: counts, times, and the figures that follow from them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from .link import Traffic
+from .transfer.link import Traffic
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts and times of one run so far. Seconds, bytes and tokens throughout."""
+    """Counts and times of one run so far. Seconds, bytes and tokens throughout.
+
+    `draft_*` tokens are the small model's, tested by the retrieval tier; `retrieval_*` tokens are the retrieval tier's,
+    tested by the full cache. Nothing after the first rejection of a pass is tested.
+    """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -31,10 +34,11 @@ class Statistics:
     draft_proposed: int = 0
     draft_accepted: int = 0
     draft_tested: int = 0
-    """Those accepted, and those at which a pass stopped accepting."""
+    """Accepted and rejected ones."""
     retrieval_proposed: int = 0
     retrieval_accepted: int = 0
     retrieval_tested: int = 0
+    """Accepted and rejected ones."""
     kv_read_bytes: int = 0
     """Keys and values that the full cache's attention read while decoding."""
     kv_read_s: float = 0.0
@@ -44,6 +48,31 @@ class Statistics:
     kv_bytes: int = 0
     host_peak_bytes: int = 0
     device_peak_bytes: int = 0
+
+    def after_prefill(self, token: int, seconds: float) -> Statistics:
+        """These statistics with the prefill and its first token added."""
+        return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=seconds)
+
+    def after_round(self, tokens: list[int], seconds: float, refresh_s: float) -> Statistics:
+        """These statistics with a round added that took `seconds`, of them `refresh_s` for the retrieval cache."""
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *tokens],
+            rounds=self.rounds + 1,
+            decode_s=self.decode_s + seconds,
+            refresh_s=self.refresh_s + refresh_s,
+            token_s=[*self.token_s, *[seconds / len(tokens)] * len(tokens)],
+        )
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Accepted ÷ tested tokens of the small model; `None` where none was tested."""
+        return ratio(self.draft_accepted, self.draft_tested)
+
+    @property
+    def retrieval_acceptance(self) -> float | None:
+        """Accepted ÷ tested tokens of the retrieval tier; `None` where none was tested."""
+        return ratio(self.retrieval_accepted, self.retrieval_tested)
 
     @property
     def other_s(self) -> float:
@@ -71,59 +100,7 @@ class Statistics:
         rank = -(-percent * len(ordered) // 100)
         return ordered[max(0, int(rank) - 1)]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The measured part of a run's JSON (docs/json.md); who ran what is added by `Generation.stats`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "new_tokens": len(self.token_ids),
-            "token_ids": list(self.token_ids),
-            "finish_reason": self.finish_reason,
-            "prefill_s": self.prefill_s,
-            "ttft_s": self.ttft_s,
-            "decode_s": self.decode_s,
-            "tbt_ms": {
-                "mean": self.tbt_s * 1e3,
-                "p50": self.tbt_percentile(50) * 1e3,
-                "p95": self.tbt_percentile(95) * 1e3,
-                "p99": self.tbt_percentile(99) * 1e3,
-            },
-            "tokens_per_s": self.tokens_per_s,
-            "rounds": self.rounds,
-            "acceptance": {
-                "draft": ratio(self.draft_accepted, self.draft_proposed),
-                "retrieval": ratio(self.retrieval_accepted, self.retrieval_proposed),
-                "draft_per_token": ratio(self.draft_accepted, self.draft_tested),
-                "retrieval_per_token": ratio(self.retrieval_accepted, self.retrieval_tested),
-                "tokens_per_round": self.tokens_per_round,
-            },
-            "time_s": {
-                "draft": self.draft_s,
-                "retrieval": self.retrieval_s,
-                "verify": self.verify_s,
-                "refresh": self.refresh_s,
-                "other": self.other_s,
-            },
-            "link": {
-                "bytes_streamed": self.link.bytes_in,
-                "bytes_written_back": self.link.bytes_out,
-                "busy_s": self.link.busy_s,
-                "waited_s": self.link.waited_s,
-                "gb_per_s": self.link.bytes_in / self.link.busy_s / 1e9 if self.link.busy_s else None,
-            },
-            "kv_read": {
-                "bytes": self.kv_read_bytes,
-                "s": self.kv_read_s,
-                "gb_per_s": self.kv_read_bytes / self.kv_read_s / 1e9 if self.kv_read_s else None,
-            },
-            "memory": {
-                "device_peak_bytes": self.device_peak_bytes,
-                "host_peak_bytes": self.host_peak_bytes,
-                "kv_bytes": self.kv_bytes,
-            },
-        }
 
-
-def ratio(accepted: int, proposed: int) -> float | None:
-    """Accepted ÷ proposed, or `None` where nothing was proposed."""
-    return accepted / proposed if proposed else None
+def ratio(part: int, whole: int) -> float | None:
+    """`part` ÷ `whole`, or `None` where `whole` is 0."""
+    return part / whole if whole else None

@@ -1,12 +1,144 @@
-"""One thread for tiny models: handing a hundred numbers to a second core costs more than it saves."""
+"""What every test starts from, however pytest was started; and which tests run: the fast ones, all, or a campaign."""
 
+import fcntl
 import os
+import random
+import signal
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path, PurePosixPath
 
+import hypothesis
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # tiny models: handing a hundred numbers to a second core costs more than it saves
+    "COLUMNS": "80",
+    "TERM": "xterm-256color",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+"""Set for the tests and the processes they start."""
+
+UNSET = {
+    *("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
+    *("TTY_INTERACTIVE", "CI", "GITHUB_ACTIONS", "PYTHONSAFEPATH", "PYTHONIOENCODING", "PYTHONUNBUFFERED"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+}
+"""Not set for them, as is every variable that begins with one of `UNSET_PREFIXES`."""
+
+UNSET_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TORCHELASTIC_")
+
+EXTENT = pytest.StashKey[str]()
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("triforce", "which tests run")
+    group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
+    group.addoption(
+        "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two processes where pytest-xdist is installed, unless only some tests or a debugger were asked for."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of such a run, which must not start workers of its own
+    option = config.option
+    some = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or option.markexpr
+    watched = option.usepdb or option.capture == "no" or option.collectonly
+    if getattr(option, "numprocesses", 0) is None and option.dist == "no" and not some and not watched:
+        option.numprocesses, option.dist = 2, "worksteal"
+
+
+def pytest_configure(config):
+    config.stash[EXTENT] = config.getoption("extent") or "fast"
+    config.stash[LEFT_OUT] = Counter()
+    hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
+    hypothesis.settings.register_profile("campaign", hypothesis.settings.get_profile("full"))
+    hypothesis.settings.load_profile(config.stash[EXTENT])
+
+
+def pytest_sessionstart(session):
+    for name in list(os.environ):
+        if name in UNSET or name.startswith(UNSET_PREFIXES):
+            del os.environ[name]
+    home = tempfile.TemporaryDirectory(prefix="triforce-tests-")
+    session.config.add_cleanup(home.cleanup)
+    os.environ.update(ENVIRONMENT, HF_HOME=home.name)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            # As under nohup. It still has no effect here, but processes that tests start do not inherit a handler as
+            # they inherit SIG_IGN.
+            signal.signal(number, lambda *_: None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):  # keywords have the names of folders too
+                item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
+    named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
+    if config.stash[EXTENT] != "fast" or named:
+        return
+    slow = slow_cases(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in slow])
+    config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
+    items[:] = [item for item in items if item not in slow]
+
+
+def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Those marked `slow`, but the cases that `keep` lets stay: so many of a test's, always the same."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    slow = set()
+    for name, cases in tests.items():
+        marker = cases[0].get_closest_marker("slow")
+        keep = marker.kwargs.get("keep", 0) if marker else 0
+        able = [case for case in cases if torch.cuda.is_available() or not case.get_closest_marker("gpu")]
+        slow.update(set(cases) - set(random.Random(name).sample(able, min(keep, len(able)))))
+    return slow
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """With several workers of pytest-xdist, a test marked `alone` waits for the others, and they for it."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    shared = Path(item.config.option.basetemp).parent
+    with open(shared / "gate.lock", "w") as gate, open(shared / "tests.lock", "w") as tests:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits here for all others lets none of them begin a further test
+        fcntl.flock(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """What a worker of pytest-xdist left out: each leaves out the same."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out"))
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    left_out = config.stash[LEFT_OUT]
+    if left_out:
+        parts = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
+        terminalreporter.write_line(f"left out: {left_out.total()} slow tests ({parts}); to run all: pytest --full")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -15,14 +147,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +160,7 @@ def pair(tmp_path_factory):
 @pytest.fixture
 def small_buffers(monkeypatch):
     """Bandwidths are measured over little memory: here it matters that they are, not what they are."""
-    from triforce.offload import bandwidth
+    from triforce.offload.transfer import bandwidth
 
     monkeypatch.setattr(bandwidth, "READ_BYTES", 2**24)
     monkeypatch.setattr(bandwidth, "COPY_BYTES", 2**22)

@@ -10,17 +10,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from triforce.cli.logbook import LogBook
-from triforce.tp.registry import PRESETS
-from triforce.tp.rope_scaling import RopeConfig
+from triforce.tp.model.rope_scaling import RopeConfig
+from triforce.tp.weights.registry import PRESETS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-import log_figures  # noqa: E402
-import pair_data  # noqa: E402
-from pair_model import FIRST, TARGET, Shape  # noqa: E402
-from pair_optim import orthogonalised  # noqa: E402
-from pair_words import WordNotes  # noqa: E402
+from pair import data as pair_data  # noqa: E402
+from pair import questions  # noqa: E402
+from pair.model import FIRST, TARGET, Shape  # noqa: E402
+from pair.optim import orthogonalised  # noqa: E402
+from pair.words import WordNotes  # noqa: E402
 
 PROSE = "It was a dull day, and nobody in the house had anything to say about it that was worth the breath. " * 40
 
@@ -66,14 +66,14 @@ def test_samples_depend_on_their_key_alone(tokenizer: Tokenizer) -> None:
 
 
 def test_questions_are_spread_over_a_log_and_fit_the_context(encode: Callable[[str], list[int]]) -> None:
-    asked = log_figures.ask_logs(encode, 3_000, 20)
+    asked = questions.ask_logs(encode, 3_000, 20)
     told = [ask for ask in asked if ask.depth is not None]
     assert (len(told), len(asked)) == (20, 24)
-    assert max(len(ask.prompt) for ask in asked) + log_figures.ANSWER_TOKENS <= 3_000
+    assert max(len(ask.prompt) for ask in asked) + questions.ANSWER_TOKENS <= 3_000
     assert [int(4 * ask.depth) for ask in told if ask.depth is not None].count(0) in range(3, 8)
-    result = log_figures.shares(asked, [f" {ask.answer} And more." for ask in asked])
+    result = questions.shares(asked, [f" {ask.answer} And more." for ask in asked])
     assert result["right"] == result["refused"] == 1.0
-    assert log_figures.shares(asked, ["The"] * len(asked))["right"] == 0.0
+    assert questions.shares(asked, ["The"] * len(asked))["right"] == 0.0
 
 
 @pytest.mark.parametrize("shape", [FIRST, TARGET])

@@ -1,4 +1,4 @@
-"""The device and the number format to run in, from the words a user gives, and numbers on their way to a device."""
+"""The compute device: choosing device, dtype and threads from what a user asks for, and copying numbers to a device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .config import ModelConfig
 from .errors import UsageError
+from .model.config import ModelConfig
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`: of several GPUs, that of this machine's rank `local_rank`.
+    """The device for `auto`, `cpu` or `cuda`; of several GPUs the one numbered `local_rank`, this rank's number here.
 
     Raises:
-        UsageError: another word, no CUDA device where one was asked for, or fewer than ranks.
+        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
@@ -40,7 +40,7 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     """The dtype for `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
 
     Raises:
-        UsageError: another word.
+        UsageError: any other name.
     """
     dtypes = {"auto": config.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
@@ -49,18 +49,37 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """`numbers` as an int64 tensor on `device`, which the host does not wait for."""
+    """`numbers` as an int64 tensor on `device`; on a GPU the copy is asynchronous."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
+def set_threads(count: int | None) -> None:
+    """Sets how many CPU threads this process computes with, where computation is on a CPU.
+
+    It applies to PyTorch's operations and to the compiled kernels, which read `torch.get_num_threads()` at each call
+    and whose results do not depend on it.
+
+    Args:
+        count: the number of threads; `None` leaves PyTorch's default (`OMP_NUM_THREADS`, or the number of cores).
+
+    Raises:
+        UsageError: `count` is less than 1.
+    """
+    if count is None:
+        return
+    if count < 1:
+        raise UsageError(f"threads is {count}; it must be 1 or more")
+    torch.set_num_threads(count)
+
+
 def synchronize(device: torch.device) -> None:
-    """Returns when `device` has done what it was given."""
+    """Returns when `device` has finished all work that was submitted to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name as its maker gives it, as far as the system tells."""
+    """The manufacturer's name of the device, or of the machine's architecture where the system does not tell it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

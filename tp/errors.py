@@ -1,4 +1,7 @@
-"""Errors that a user can act on. The command line prints their message and exits with their code; bugs stay bugs."""
+"""Errors that a user can act on: the command line prints their message and exits with their code.
+
+Any other exception is a bug.
+"""
 
 
 class TriforceError(Exception):
@@ -8,7 +11,7 @@ class TriforceError(Exception):
 
 
 class UsageError(TriforceError):
-    """A request that can never work as written (exit code 2)."""
+    """An impossible request: wrong options or values (exit code 2)."""
 
     exit_code = 2
 
@@ -18,10 +21,10 @@ class ModelError(TriforceError):
 
 
 class CapacityError(TriforceError):
-    """More memory or context than there is."""
+    """A request for more memory or context than there is."""
 
 
 class PeerError(TriforceError):
-    """Another rank has ended, so this one cannot go on: never the first error of a run, which that rank has."""
+    """Another rank has ended, so this one cannot go on. The error that caused it is that rank's."""
 
-    exit_code = 69  # EX_UNAVAILABLE of sysexits.h; the launcher tells it from a rank's own failure
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h, by which the launcher knows that another rank failed first

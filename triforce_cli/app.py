@@ -8,21 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..tp.errors import PeerError, TriforceError
-from ..tp.launch import record, still_joined
-from ..tp.place import Place
-from .stopping import Signals, Stop
-from .streams import abandon, tell
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a subcommand needs of the process it runs in: its arguments, to start itself again, and its signals."""
-
-    arguments: list[str]
-    signals: Signals
+from ..tp.parallel.launch import record, still_joined
+from ..tp.parallel.place import Place
+from .call import Call
+from .terminal.stopping import Signals, Stop
+from .terminal.streams import abandon, tell
 
 
 def main() -> None:
@@ -35,7 +27,7 @@ def main() -> None:
         signals.install()
         code = run(sys.argv[1:], signals)
         signals.ignore()
-    except Stop as stop:  # at the last moment, or because a message or the end of the output waits for its reader
+    except Stop as stop:  # at the end, or while a message or the last of the output waits for its reader
         signals.ignore()
         abandon(sys.stdout)
         abandon(sys.stderr)
@@ -52,7 +44,7 @@ def run(arguments: Sequence[str], signals: Signals) -> int:
     by SIGHUP).
 
     Raises:
-        Stop: by a signal after all is said.
+        Stop: a signal came after everything was written.
     """
     return _flushed(_run(list(arguments), signals))
 
@@ -64,7 +56,7 @@ def _run(arguments: list[str], signals: Signals) -> int:
 
         result = app(args=arguments, prog_name="triforce", standalone_mode=False, obj=Call(arguments, signals))
         return result if isinstance(result, int) else 0
-    except SystemExit as exit_:  # the parser's way out of completing a word in a shell
+    except SystemExit as exit_:  # how the parser ends the completion of a word in a shell
         return exit_.code if isinstance(exit_.code, int) else 0
     except Stop as stop:
         if stop.message:
@@ -77,7 +69,7 @@ def _run(arguments: list[str], signals: Signals) -> int:
             tell(f"error: {error}")
         return error.exit_code
     except Exception as error:
-        if type(error).__name__ == "Abort":  # what the parser makes of an interrupted question
+        if type(error).__name__ == "Abort":  # how the parser reports that a question was interrupted
             tell("interrupted")
             return 130
         usage = _usage_message(error)
@@ -96,7 +88,7 @@ def _run(arguments: list[str], signals: Signals) -> int:
 
 
 def _left_to_launcher(error: Exception) -> bool:
-    """Whether the launcher reports `error`: of all ranks' errors it knows the first, and rank 0 owns the screen."""
+    """Whether the launcher reports `error`: it knows the first error of all ranks, and only rank 0 prints."""
     try:
         place = Place.from_environment()
     except TriforceError:
@@ -118,7 +110,7 @@ def _usage_message(error: Exception) -> str | None:
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""  # making this error has printed the help
     context = getattr(error, "ctx", None)
-    message = format_message().replace("Value error, ", "")  # the parser's own words, of no use to anyone
+    message = format_message()
     return f"error: {message}\nsee {context.command_path if context else 'triforce'} --help"
 
 

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from .bench import EPILOG as BENCH_EPILOG
-from .bench import bench
-from .compare import EPILOG as COMPARE_EPILOG
-from .compare import compare
+from .bench.command import EPILOG as BENCH_EPILOG
+from .bench.command import bench
+from .bench.request import Asked as BenchRequest
+from .compare.command import EPILOG as COMPARE_EPILOG
+from .compare.command import compare
+from .compare.request import Asked as CompareRequest
 from .doctor import doctor
-from .generate import EPILOG, generate
+from .generate.command import EPILOG, generate
+from .generate.request import GenerateRequest
 from .models import models
-from .plan import EPILOG as PLAN_EPILOG
-from .plan import plan
+from .options import ReportRequest, command
+from .plan.command import EPILOG as PLAN_EPILOG
+from .plan.command import plan
+from .plan.request import PlanRequest
+
+
+class _BareJson(TyperCommand):
+    """A command whose `--json` may come without a path, as it did once; it then means stdout."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        for index in reversed(range(len(args))):
+            if args[index] == "--json" and args[index + 1 : index + 2] in ([], ["--debug"]):
+                given.insert(index + 1, "-")
+        return super().parse_args(ctx, given)
+
+
+def _renamed(**names: str) -> dict[str, Any]:
+    """Settings of a command that still takes options by older names: `old_name="new-name"`."""
+    by_old = {old.replace("_", "-"): new for old, new in names.items()}
+    return {"token_normalize_func": lambda name: by_old.get(name, name)}
+
 
 app = typer.Typer(
     name="triforce",
@@ -24,15 +48,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Reads a long text and writes what follows, [bold]losslessly[/]: every token is drawn from the model's own "
-    "distribution over its full context, only several at a time.",
+    "distribution over its full context, but several are verified at a time.",
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
-app.command(epilog=EPILOG)(generate)
-app.command(epilog=BENCH_EPILOG)(bench)
-app.command(epilog=COMPARE_EPILOG)(compare)
-app.command()(models)
-app.command(epilog=PLAN_EPILOG)(plan)
-app.command()(doctor)
+app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
+app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(
+    command(BenchRequest, bench)
+)
+app.command("compare", epilog=COMPARE_EPILOG)(command(CompareRequest, compare))
+app.command("models", cls=_BareJson)(command(ReportRequest, models))
+app.command("plan", epilog=PLAN_EPILOG, context_settings=_renamed(acceptance="assume-acceptance"))(
+    command(PlanRequest, plan)
+)
+app.command("doctor", cls=_BareJson)(command(ReportRequest, doctor))
 
 
 def _print_version(asked: bool) -> None:
@@ -48,4 +76,4 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Options of the command itself; `app.main` looks at `--debug` wherever it stands."""
+    """Options of the command itself; `app.main` looks for `--debug` among all arguments."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -10,12 +9,15 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ..tp.registry import EMBEDDED, find_pair
 from ..tp.units import gib
+from ..tp.weights.registry import EMBEDDED, find_pair
+from .call import Call
+from .options import ReportRequest
+from .terminal.output import JsonFile
 
 _OPTIONAL = {
     "flash-attn": ("faster attention on NVIDIA GPUs", "flash-attn"),
@@ -24,16 +26,17 @@ _OPTIONAL = {
     "deepspeed": ("the DeepSpeed baseline", "deepspeed accelerate"),
     "llama-cpp-python": ("the llama.cpp baseline", "llama-cpp-python gguf"),
 }
-"""What each is for, and what to install for it."""
+"""Purpose, and the packages to install."""
 
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "typer", "rich", "psutil")
+_REINSTALL = "in the source folder: pip install --force-reinstall --no-deps ."
 
 
 @dataclass
 class Findings:
-    """What was found. `broken` holds what keeps `triforce generate` from running, `missing` what would add to it; each
+    """What was found. `broken` holds what keeps `triforce generate` from running, `missing` what could be added; each
     with the command that helps."""
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -41,22 +44,23 @@ class Findings:
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     compiled_kernels: str | None = None
-    """The instruction set that they take; `None` without them."""
+    """The instruction set that they use; `None` without them."""
     embedded_pair: bool = False
+    """Whether the model of a default run loads."""
     broken: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
-) -> None:
-    """Says what is there (versions, processor, GPUs, memory), what is missing, and the command that adds it.
+def doctor(request: ReportRequest, call: Call) -> None:
+    """Says what this machine has (versions, processor, GPUs, memory), what is missing, and the command that adds it.
 
     Exits 1 if something that [cyan]triforce generate[/] needs is broken.
     """
-    findings = examine()
-    print(json.dumps(asdict(findings), indent=2) if as_json else describe(findings))
+    with JsonFile.prepare(request.json) as json_file:
+        findings = examine()
+        json_file.write(asdict(findings))
+    if not json_file.on_stdout:
+        print(describe(findings))
     if findings.broken:
         raise typer.Exit(1)
 
@@ -65,15 +69,23 @@ def examine() -> Findings:
     """Looks at everything; a part that fails becomes a finding."""
     found = Findings()
     found.versions = {"triforce-cli": version("triforce-cli"), "python": platform.python_version()}
-    for name in _NEEDED:
-        found.versions[name] = _version(name)
-        if found.versions[name] is None:
-            found.broken.append(f"{name} is not installed: pip install {name}")
+    found.versions |= {name: _version(name) for name in _NEEDED}
+    found.broken += [f"{name} is not installed: pip install {name}" for name in _NEEDED if not found.versions[name]]
     found.cpu = _cpu()
-    found.cuda = _cuda(found)
-    _look_at_memory(found)
-    _look_at_kernels(found)
-    _look_at_embedded(found)
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")
+    else:
+        _look_at_gpus(found, torch)
+        _look_at_kernels(found)
+        _look_at_embedded(found, torch)
+    if found.versions["psutil"]:
+        import psutil
+
+        memory = psutil.virtual_memory()
+        found.memory = {"total_bytes": memory.total, "available_bytes": memory.available}
+        found.memory["disk_free_bytes"] = shutil.disk_usage(Path.cwd()).free
     for name, (purpose, packages) in _OPTIONAL.items():
         found.versions[name] = _version(name)
         if found.versions[name] is None and (name not in _FOR_GPUS or found.cuda):
@@ -104,13 +116,8 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _cuda(found: Findings) -> list[dict[str, Any]]:
+def _look_at_gpus(found: Findings, torch: Any) -> None:
     """CUDA devices as PyTorch sees them; a GPU that it cannot use is something missing."""
-    try:
-        import torch
-    except Exception as error:  # a broken installation fails in many ways
-        found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")
-        return []
     if not torch.cuda.is_available():
         if Path("/proc/driver/nvidia/version").exists():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -118,8 +125,7 @@ def _cuda(found: Findings) -> list[dict[str, Any]]:
                 f"an NVIDIA driver is here, but PyTorch {torch.__version__} ({built}) sees no device: "
                 "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
             )
-        return []
-    devices: list[dict[str, Any]] = []
+        return
     for index in range(torch.cuda.device_count()):
         try:
             free, total = torch.cuda.mem_get_info(index)
@@ -127,79 +133,59 @@ def _cuda(found: Findings) -> list[dict[str, Any]]:
         except RuntimeError as error:
             found.missing.append(f"CUDA device {index} does not answer ({error}): see nvidia-smi")
             continue
-        devices.append({"index": index, "name": name, "total_bytes": total, "free_bytes": free})
-    return devices
-
-
-def _look_at_memory(found: Findings) -> None:
-    try:
-        import psutil
-    except ImportError:
-        return
-    memory = psutil.virtual_memory()
-    found.memory = {
-        "total_bytes": memory.total,
-        "available_bytes": memory.available,
-        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
-    }
+        found.cuda.append({"index": index, "name": name, "total_bytes": total, "free_bytes": free})
 
 
 def _look_at_kernels(found: Findings) -> None:
     """The compiled kernels for this processor, which are optional."""
     try:
-        from ..kernels.compiled import instructions, loaded
-    except Exception:  # they need PyTorch, whose failure is reported already
-        return
-    found.compiled_kernels = instructions()
-    if loaded() is None:
+        from ..kernels.cpu.library import instructions, loaded
+
+        found.compiled_kernels = instructions()
+        there = loaded() is not None
+    except Exception:
+        there = False
+    if not there:
         found.missing.append(
             "compiled CPU kernels (several times faster where models run on an x86-64 processor): they were not built, "
-            "or from other sources than these; with GCC 10 or newer installed, in the source folder: "
-            "pip install --force-reinstall --no-deps ."
+            f"or from other sources than these; with GCC 10 or newer installed, {_REINSTALL}"
         )
 
 
-def _look_at_embedded(found: Findings) -> None:
-    """The default run's model: its files are there and their tensors are as its configuration says."""
+def _look_at_embedded(found: Findings, torch: Any) -> None:
+    """The model of a default run: its files are there and their tensors are as its configuration says."""
     try:
-        import torch
-    except Exception:  # reported already; whether the files are good cannot be told
-        return
-    try:
-        from ..tp.decoder import Decoder
-        from .tokenizer import Tokenizer
+        from ..tp.model.decoder import Decoder
+        from ..tp.weights.tokenizer import Tokenizer
 
         target, draft = find_pair(EMBEDDED)
         for directory in (target, draft):
             if directory is not None:
                 Decoder.load(directory, dtype=torch.bfloat16, device=torch.device("cpu"))
         Tokenizer.load(target)
+        found.embedded_pair = True
     except Exception as error:  # whatever is wrong with it, the rest of the report is wanted
-        found.broken.append(
-            f"the embedded model pair: {error}; in the source folder: pip install --force-reinstall --no-deps ."
-        )
-        return
-    found.embedded_pair = True
+        found.broken.append(f"the embedded model pair: {error}; {_REINSTALL}")
 
 
 def describe(found: Findings) -> str:
     """The findings for people."""
-    lines = [f"{name:<18}{number or 'not installed'}" for name, number in found.versions.items()]
+    rows = {name: number or "not installed" for name, number in found.versions.items()}
     features = f" ({', '.join(found.cpu['features'])})" if found.cpu["features"] else ""
-    lines += ["", f"{'processor':<18}{found.cpu['name']}, {found.cpu['cores']} cores{features}"]
+    rows |= {"": "", "processor": f"{found.cpu['name']}, {found.cpu['cores']} cores{features}"}
     if found.memory:
         sizes = {key: gib(size) for key, size in found.memory.items()}
-        lines.append(f"{'memory':<18}{sizes['available_bytes']} available of {sizes['total_bytes']}")
-        lines.append(f"{'disk, here':<18}{sizes['disk_free_bytes']} free")
+        rows["memory"] = f"{sizes['available_bytes']} available of {sizes['total_bytes']}"
+        rows["disk, here"] = f"{sizes['disk_free_bytes']} free"
     for device in found.cuda:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
-        lines.append(f"{'CUDA device ' + str(device['index']):<18}{device['name']}, {sizes}")
+        rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
     if not found.cuda:
-        lines.append(f"{'CUDA devices':<18}none; models run on the processor")
-    lines.append(f"{'compiled kernels':<18}{found.compiled_kernels or 'none; plain PyTorch instead'}")
-    lines.append(f"{'embedded model':<18}{'there, and it loads' if found.embedded_pair else 'does not load'}")
+        rows["CUDA devices"] = "none; models run on the processor"
+    rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"
+    rows["embedded model"] = "there, and it loads" if found.embedded_pair else "does not load"
+    lines = [f"{label:<18}{value}".rstrip() for label, value in rows.items()]
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
         if entries:
             lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]
-    lines += ["", "something needed is broken" if found.broken else "triforce generate can run here"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "something needed is broken" if found.broken else "triforce generate can run here"])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
-
-import typer
 
 from ..tp.errors import ModelError
-from ..tp.registry import PRESETS, Preset, published_settings
 from ..tp.units import gib
+from ..tp.weights.registry import PRESETS, Preset, published_settings
+from .call import Call
+from .options import ReportRequest
+from .terminal.output import JsonFile
+from .terminal.tables import make_table, print_lines
 
 
 @dataclass(frozen=True)
@@ -31,50 +31,47 @@ class ModelRow:
     kv_bytes: int | None = None
     """Of the full cache, with the whole context in it."""
     fits: bool | None = None
-    """Whether all that a run over the whole context holds fits in the memory that is available now, where it would run
-    by default."""
+    """Whether a run over the whole context fits in the memory available now, on the device that it would use."""
     fitting_tokens: int | None = None
-    """About how many tokens of context do; 0 if not even the weights."""
+    """About how many tokens of context would fit; 0 if not even the weights do."""
     missing: str | None = None
-    """What stands in the way of using it, but for a download."""
+    """Why it cannot be used here, apart from a download that it needs."""
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks of errors.")] = False,
-) -> None:
+def models(request: ReportRequest, call: Call) -> None:
     """Lists the models that have a short name, what each needs, and whether this machine has it. Nothing is downloaded.
 
     Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].
     """
-    rows = [describe(preset) for preset in PRESETS.values()]
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
+    with JsonFile.prepare(request.json) as json_file:
+        rows = [describe(preset) for preset in PRESETS.values()]
+        json_file.write([asdict(row) for row in rows])
+    if not json_file.on_stdout:
+        _show(rows)
 
-    table = Table("name", box=None, pad_edge=False)
-    for title in ("context", "weights", "KV, full"):
-        table.add_column(title, justify="right")
-    table.add_column("fits here")
-    table.add_column("downloaded")
+
+def _show(rows: list[ModelRow]) -> None:
+    from rich.console import Console
+
+    titles = ("name", "context", "weights", "KV, full", "fits here", "downloaded")
+    table = make_table(titles, map(_cells, rows), left=("name", "fits here", "downloaded"))
+    lines = [
+        "",
+        "fits here: weights of target and draft, the KV cache of the whole context and working space, against the "
+        "memory that is available now (with a GPU, the host's too); otherwise about how many tokens fit",
+    ]
     for row in rows:
-        sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
-        context = f"{row.context:,}" if row.context else "-"
-        table.add_row(row.name, context, *sizes, _fits(row), _downloaded(row))
+        lines += ["", row.name, f"  {row.summary}", f"  target {row.target}", f"  draft {row.draft}"]
+        lines += [f"  cannot be used: {row.missing}"] if row.missing else []
     console = Console(file=sys.stdout, highlight=False)
     console.print(table)
-    console.print(
-        "\nfits here: weights of target and draft, the KV cache of the whole context and working space, against the "
-        "memory that is available now; else about how many tokens fit"
-    )
-    for row in rows:
-        problem = [f"cannot be used: {row.missing}"] if row.missing else []
-        console.print(
-            f"\n{row.name}", row.summary, f"target {row.target}", f"draft {row.draft}", *problem,
-            sep="\n  ", soft_wrap=True, markup=False,
-        )  # fmt: skip
+    print_lines(console, lines)
+
+
+def _cells(row: ModelRow) -> list[str]:
+    """A line of the table."""
+    sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
+    return [row.name, f"{row.context:,}" if row.context else "-", *sizes, _fits(row), _downloaded(row)]
 
 
 def _fits(row: ModelRow) -> str:
@@ -90,10 +87,12 @@ def _downloaded(row: ModelRow) -> str:
 
 def describe(preset: Preset) -> ModelRow:
     """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
-    from ..offload.memory import available_bytes, plan_memory
-    from ..offload.retrieval_cache import planned_budget
+    from ..offload.planning.memory import plan_here
+    from ..offload.planning.request import RunRequest
+    from ..offload.planning.run_plan import largest_context
+    from ..offload.settings import Settings
     from ..tp.devices import resolve_device
-    from ..tp.weight_files import weight_files
+    from ..tp.weights.weight_files import weight_files
 
     target_directory, draft_directory = preset.directories()
     there = {"target": target_directory is not None, "draft": draft_directory is not None}
@@ -105,17 +104,15 @@ def describe(preset: Preset) -> ModelRow:
         target, draft = preset.configs()
     except ModelError as error:
         return replace(row, missing=str(error))
-    context, chunk = target.max_position_embeddings, 8
-    budget = published_settings(preset.name, 1).get("budget") or planned_budget(context, chunk)
-    plan = plan_memory(target, draft, dtype=target.dtype, context=context, budget=budget, chunk_size=chunk)
-    available = available_bytes(resolve_device("auto"))
-    fixed = plan.weights + plan.runtime
-    fitting = max(0, int(context * (available - fixed) / (plan.total - fixed)))
+    settings = Settings().with_defaults(published_settings(preset.name, 1))
+    context = target.max_position_embeddings
+    request = RunRequest(target, draft, target.dtype, context, settings)
+    plan = plan_here(request, resolve_device("auto"))
     return replace(
         row,
         context=context,
         weight_bytes=plan.weights,
         kv_bytes=plan.kv,
-        fits=plan.total <= available,
-        fitting_tokens=min(context, fitting),
+        fits=plan.fits,
+        fitting_tokens=context if plan.fits else largest_context(plan.request),
     )

@@ -1,155 +1,253 @@
-"""What options take (words, numbers), checked into a `Request`, and completed in a shell."""
+"""Options as fields of dataclasses: a command states its options once, as the dataclass that it is called with.
+
+A field's annotation says type, help and group; its default is the option's. `Request` has what the commands that run an
+engine share.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from ..tp.errors import UsageError
-from ..tp.registry import PRESETS
+import typer
+
+from ..tp.weights.registry import EMBEDDED
+from .call import Call
+from .parameters import (
+    AUTO_OR_GIB,
+    AUTO_OR_THREADS,
+    AUTO_OR_TOKENS,
+    DRAFT,
+    FILE,
+    JSON_FILE,
+    MODEL,
+    REFRESH,
+    TEXT,
+    Kind,
+    choice,
+    real,
+    whole,
+)
+
+MEASURING, PROMPT, MACHINE, SAMPLING, OUTPUT = "Measuring", "Prompt", "Model and machine", "Sampling", "Output"
+SPECULATION = "Speculation (auto: the preset's values, or chosen for this machine and adapted while running)"
+HARDWARE, ASSUMED = "Hardware", "Assumed"
+_GROUPS = (MEASURING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
+"""As `--help` shows them."""
+
+Options = TypeVar("Options")
 
 
-class Device(StrEnum):
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+def option(group: str, kind: Kind, help: str) -> Any:
+    """An option with a value, named after its field."""
+    parser: dict[str, Any] = {"parser": kind.parse} if kind.parse else {}
+    return typer.Option(metavar=kind.metavar, help=help, autocompletion=kind.complete, rich_help_panel=group, **parser)
 
 
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+def flag(name: str, group: str, help: str) -> Any:
+    """A switch; without `--no-` unless `name` has it."""
+    return typer.Option(name, help=help, rich_help_panel=group)
 
 
-class Tiers(StrEnum):
-    ONE = "1"
-    TWO = "2"
-    THREE = "3"
+def command(request_type: type[Options], function: Callable[[Options, Call], None]) -> Callable[..., None]:
+    """`function` as the option parser wants it: a parameter for each field of `request_type` that is an option."""
+
+    def call(parser_context: typer.Context, **given: Any) -> None:
+        function(request_type(**given), parser_context.obj)
+
+    parameters = [inspect.Parameter("parser_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    hints = get_type_hints(request_type, include_extras=True)
+    for field in fields(request_type):  # pyright: ignore[reportArgumentType]
+        info = _info(hints[field.name])
+        if info is not None:
+            # `None` is auto there, which the parser gives for the word; `--help` is to show the word.
+            auto = field.default is None and (info.metavar or "").startswith("auto|")
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default="auto" if auto else field.default,
+                    annotation=hints[field.name],
+                )
+            )
+    parameters[1:] = sorted(parameters[1:], key=lambda one: _GROUPS.index(_info(one.annotation).rich_help_panel))
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return call
 
 
-class Truncate(StrEnum):
-    ERROR = "error"
-    HEAD = "head"
-    TAIL = "tail"
-    MIDDLE = "middle"
+def _info(annotation: Any) -> Any:
+    """The option that a field's annotation declares; `None` for a field that is no option."""
+    declared = getattr(annotation, "__metadata__", ())
+    return declared[0] if declared else None
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, in the words of the options; `None` is `auto`."""
+AutoTokens = int | None
+"""`None` is auto."""
 
-    ask: str | None
-    truncate: str
-    model: str
-    draft: str | None
-    device: str
-    dtype: str
-    gpus: int
-    resident: float | None
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    ignore_eos: bool
-    tiers: int
-    budget: int | None
-    chunk_size: int | None
-    draft_length: int | None
-    block_length: int | None
-    refresh: str
-    live: bool
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest:
+    """What every command can be asked for."""
+
+    json: Annotated[
+        Path | None,
+        option(OUTPUT, JSON_FILE, "Write the results as JSON; [bold]-[/] is stdout, which then holds nothing else."),
+    ] = None
+    debug: Annotated[bool, flag("--debug", OUTPUT, "Show tracebacks of errors.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(ReportRequest):
+    """What every command can be asked for that plans or runs a model; `None` is `auto`, or not given."""
+
+    model: Annotated[
+        str,
+        option(
+            MACHINE,
+            MODEL,
+            "A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub "
+            "(owner/name), which is downloaded once.",
+        ),
+    ] = EMBEDDED
+    draft: Annotated[
+        str | None,
+        option(
+            MACHINE,
+            DRAFT,
+            "The small model that drafts tokens, given like --model; [bold]none[/] runs two tiers without one. "
+            "Default: the preset's own, else none.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        option(
+            MACHINE,
+            choice("auto", "float32", "bfloat16", "float16"),
+            "Number format of weights and KV cache; auto is the checkpoint's. Only in float32 is greedy text certain "
+            "to be the same for all lengths and tiers: in 16 bits near-ties may round either way.",
+        ),
+    ] = "auto"
+    gpus: int = 1
+    budget: Annotated[AutoTokens, option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens.")] = None
+    chunk_size: Annotated[
+        AutoTokens,
+        option(
+            SPECULATION,
+            AUTO_OR_TOKENS,
+            "Retrieval chunk size, in tokens: positions that are scored and chosen together.",
+        ),
+    ] = None
+    draft_length: Annotated[
+        AutoTokens,
+        option(
+            SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass on the retrieval cache (γ1)."
+        ),
+    ] = None
+    block_length: Annotated[
+        AutoTokens,
+        option(
+            SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass on the full cache, which verifies them (γ2).",
+        ),
+    ] = None  # fmt: skip
+    resident: Annotated[
+        float | None,
+        option(
+            SPECULATION,
+            AUTO_OR_GIB,
+            "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On "
+            "a CPU auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
+        ),
+    ] = None
+
+    @property
+    def most_tiers(self) -> int:
+        """The largest number of tiers that is to run."""
+        return 3
 
     @property
     def wanted_draft(self) -> str | None:
-        """What stands for the draft: none is looked for where fewer than three tiers run."""
-        return self.draft if self.tiers == 3 else "none"
+        """The draft to look for: none where fewer than three tiers run."""
+        return self.draft if self.most_tiers == 3 else "none"
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """The lengths among the engine's settings, in tokens."""
+        return {name: getattr(self, name) for name in ("budget", "chunk_size", "draft_length", "block_length")}
 
 
-def whole(option: str, value: str, least: int) -> int:
-    """The value of an option that takes whole numbers. Options come as text: what the parser says of a bad number
-    does not name it.
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelRequest):
+    """What every command can be asked for that runs a model on a text."""
 
-    Raises:
-        UsageError: anything else, or less than `least`.
-    """
-    try:
-        number = int(value)
-    except ValueError:
-        number = least - 1
-    if number >= least:
-        return number
-    raise UsageError(f"{option} is {value!r}; it is a whole number from {least}")
+    prompt_file: Annotated[
+        Path | None,
+        option(PROMPT, FILE, "Text file to read; [bold]-[/] is stdin. Without it and --prompt: a built-in text."),
+    ] = None
+    prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
+    device: Annotated[
+        str, option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        option(
+            MACHINE,
+            AUTO_OR_THREADS,
+            "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores.",
+        ),
+    ] = None
+    temperature: Annotated[float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding.")] = 0.6
+    top_p: Annotated[
+        float, option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all.")
+    ] = 0.9
+    top_k: Annotated[int, option(SAMPLING, whole(0, "K"), "Keep the K most likely tokens; 0 keeps all.")] = 0
+    seed: Annotated[
+        int | None,
+        option(
+            SAMPLING,
+            whole(0, "S"),
+            "Random seed. The same seed gives the same text again: speculation lengths then adapt to counts, never to "
+            "measured times. Default: drawn at random and reported.",
+        ),
+    ] = None
+    refresh: Annotated[
+        str,
+        option(
+            SPECULATION,
+            REFRESH,
+            "When the retrieval cache is filled anew: every round, every N rounds, or never; auto: every round while "
+            "that costs next to nothing, else when acceptance drops.",
+        ),
+    ] = "auto"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
+        return self.lengths | {"refresh": self.refresh, "resident": self.resident}
 
-def real(option: str, value: str) -> float:
-    """The value of an option that takes numbers.
-
-    Raises:
-        UsageError: anything else.
-    """
-    try:
-        return float(value)
-    except ValueError as error:
-        raise UsageError(f"{option} is {value!r}; it is a number") from error
-
-
-def auto_or_whole(option: str, value: str) -> int | None:
-    """The value of an option that takes `auto` (`None`) or a number of tokens from 1.
-
-    Raises:
-        UsageError: anything else.
-    """
-    if value == "auto":
-        return None
-    try:
-        return whole(option, value, 1)
-    except UsageError as error:
-        raise UsageError(f"{option} is {value!r}; it is auto or a whole number of tokens from 1") from error
-
-
-def gibibytes(option: str, value: str) -> float | None:
-    """The value of an option that takes `auto` (`None`) or GiB, 0 or more.
-
-    Raises:
-        UsageError: anything else.
-    """
-    if value == "auto":
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if 0 <= number < float("inf"):
-        return number
-    raise UsageError(f"{option} is {value!r}; it is auto or a number of GiB, 0 or more")
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters by name, the seed among them."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Presets and directories that begin with what is typed."""
-    return [name for name in PRESETS if name.startswith(incomplete)] + _directories(incomplete)
+TIERS = option(
+    SPECULATION,
+    choice("1", "2", "3"),
+    "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
+    "2: the same without the small model; 1: plain decoding on the full cache.",
+)
+GPUS = option(
+    MACHINE,
+    whole(1),
+    "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
+)
 
 
-def complete_draft(incomplete: str) -> list[str]:
-    return [word for word in ("none",) if word.startswith(incomplete)] + complete_model(incomplete)
-
-
-def complete_auto(incomplete: str) -> list[str]:
-    return [word for word in ("auto",) if word.startswith(incomplete)]
-
-
-def complete_refresh(incomplete: str) -> list[str]:
-    return [word for word in ("auto", "round", "never") if word.startswith(incomplete)]
-
-
-def _directories(incomplete: str) -> list[str]:
-    typed = Path(incomplete).expanduser()
-    parent, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
-    shown = incomplete[: len(incomplete) - len(start)]
-    try:
-        found = sorted(entry.name for entry in parent.iterdir() if entry.name.startswith(start) and entry.is_dir())
-    except OSError:
-        return []
-    return [f"{shown}{name}/" for name in found if start or not name.startswith(".")]
+def new_tokens(least: int, help: str) -> Any:
+    """`--max-new-tokens`."""
+    return option(SAMPLING, whole(least), help)

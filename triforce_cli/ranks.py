@@ -1,24 +1,21 @@
-"""Which part of a command this process plays: it starts the ranks, follows rank 0, or leads (rank 0, or alone)."""
+"""What this process does for a command: it starts the ranks, follows rank 0, or leads (rank 0, or the only one)."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import typer
 
-from ..tp.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
-from ..tp.place import Place
-from ..tp.registry import find_pair
-from .streams import tell
-
-if TYPE_CHECKING:
-    from .app import Call
-    from .options import Request
+from ..tp.parallel.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
+from ..tp.parallel.place import Place
+from ..tp.weights.registry import find_pair
+from .call import Call
+from .options import Request
+from .terminal.streams import tell
 
 
 def leads(request: Request, call: Call) -> bool:
-    """Whether this process reads, prints and writes; if not, it has done its part when this returns.
+    """Whether this process reads, prints and writes. If not, its work is done when this returns.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.
@@ -27,18 +24,18 @@ def leads(request: Request, call: Call) -> bool:
     place = Place.from_environment()
     if place is None and request.gpus > 1:
         target, _ = find_pair(request.model, request.wanted_draft, tell)  # one download for all ranks
-        call.signals.hold()  # importing PyTorch may swallow what a signal raises
-        from ..tp.config import ModelConfig
-        from ..tp.split import check_split
+        with call.signals.held():  # importing PyTorch may swallow what a signal raises
+            from ..tp.model.config import ModelConfig
+            from ..tp.parallel.split import check_split
 
-        check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
-        command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
-        raise typer.Exit(launch(command, request.gpus, ready=call.signals.allow))
+            check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
+            command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
+            raise typer.Exit(launch(command, request.gpus, ready=call.signals.allow))
     if place and place.size > 1:
         Guard(GRACE_S if place.rank else RANK_0_GRACE_S)
     if place and place.rank:
         call.signals.disregard()
-        from .run import follow
+        from .generate.run import follow
 
         follow(request)
         return False

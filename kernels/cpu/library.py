@@ -1,0 +1,117 @@
+"""The compiled CPU kernels: loading them, the arguments of their functions, and what the processor supports.
+
+They are optional: built at installation where there is a C compiler, and used where the processor supports them. Plain
+PyTorch computes the same without them, with sums in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from enum import IntEnum
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_ABI = 2
+"""`TRIFORCE_ABI` of cpu.h."""
+
+
+class Level(IntEnum):
+    """Instruction sets, each including those before it; the enumeration of cpu.h."""
+
+    NONE = 0
+    AVX2 = 1
+    """Attention only."""
+    AVX512 = 2
+    """Attention only."""
+    AVX512_BF16 = 3
+    """AVX-512 with bfloat16 dot products: attention, projections, MLP and rotation."""
+    AMX = 4
+    """Matrix tiles. The compiled kernels do not use them and compute as on the level before. PyTorch's products do, so
+    its flash kernel is the faster one for prefill in bfloat16 (see `attention.choose_backend`)."""
+
+
+_DESCRIPTIONS = {
+    Level.AVX2: "AVX2, attention only",
+    Level.AVX512: "AVX-512, attention only",
+    Level.AVX512_BF16: "AVX-512 with bfloat16 products",
+    Level.AMX: "AVX-512 with bfloat16 products; AMX for prefill",
+}
+
+
+class AttentionCall(ctypes.Structure):
+    """The arguments of `triforce_attend`: `Attention` of attention.h, field by field.
+
+    `q`, `k`, `v`, `out`, `lse` and `mass` are addresses (`mass` may be 0); names with `_block`, `_head` and `_row` are
+    strides in elements; `level` is a `Level`.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass")),
+        *((name, ctypes.c_int64) for name in ("q_head", "q_row")),
+        *((name, ctypes.c_int64) for name in ("k_block", "k_head", "k_row")),
+        *((name, ctypes.c_int64) for name in ("v_block", "v_head", "v_row")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "n", "m", "head_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("diagonal", "window")),
+        *((name, ctypes.c_int64) for name in ("mass_rows", "chunk_size")),
+        *((name, ctypes.c_int64) for name in ("type", "threads", "level")),
+        ("scale", ctypes.c_double),
+    )
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL | None:
+    """The loaded kernels, whichever of them this processor supports; `None` where they were not built.
+
+    PyTorch must have been imported before: the kernels then use the same OpenMP library and its threads.
+    """
+    folder = Path(__file__).parent
+    built = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_compiled{suffix}").exists()), None)
+    return None if built is None else load_library(built)
+
+
+def load_library(path: Path, abi: int = _ABI, call_size: int = ctypes.sizeof(AttentionCall)) -> ctypes.CDLL | None:
+    """Loads a built library and declares the arguments of its functions.
+
+    Returns:
+        `None` if it cannot be loaded, or was built from other sources: its version is not `abi`, or its structure of
+        arguments does not have `call_size` bytes.
+    """
+    try:
+        kernels = ctypes.CDLL(str(path))
+        kernels.triforce_attention_size.restype = ctypes.c_int64
+        if (kernels.triforce_abi(), kernels.triforce_attention_size()) != (abi, call_size):
+            return None
+        _declare(kernels)
+    except (OSError, AttributeError):  # no library for this system, or one without these functions
+        return None
+    return kernels
+
+
+def _declare(kernels: ctypes.CDLL) -> None:
+    """Argument types of the functions in cpu.h."""
+    pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall)]
+    for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
+        kernel.argtypes = [
+            *(pointer, count, pointer, real, pointer, pointer, pointer),
+            *(count, count, count, flag, flag),
+        ]
+    kernels.triforce_rotate.argtypes = [
+        *(pointer, count, count, pointer, pointer, count),
+        *(pointer, count, count, count, count, count, flag),
+    ]
+    kernels.triforce_rotate.restype = None
+
+
+@functools.cache
+def cpu_level() -> Level:
+    """The highest level that this processor supports; `Level.NONE` where the kernels were not built."""
+    kernels = loaded()
+    return Level.NONE if kernels is None else Level(kernels.triforce_cpu_level())
+
+
+def instructions() -> str | None:
+    """The instruction set that the kernels use here, in words; `None` where they were not built or support none of the
+    processor's."""
+    return _DESCRIPTIONS.get(cpu_level())

@@ -1,0 +1,121 @@
+/* Attention on a CPU: divides the work among threads and chooses the kernels. See attention.h. */
+
+#include "attention.h"
+
+#include <stdlib.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define SHARED_PARTS ((int64_t)64 << 20) /* floats of partial results at most; beyond, one thread computes all splits of a block of rows */
+#define SMALL_WORK ((int64_t)1 << 17)    /* multiplications below which starting other threads takes longer than it saves */
+
+static const AttentionKernels *kernels_for(int64_t level, int64_t type)
+{
+    if (level > triforce_cpu_level())
+        return 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+    switch (level) {
+    case LEVEL_AVX2: return type == BFLOAT16 ? &attention_avx2_bfloat16 : &attention_avx2_float32;
+    case LEVEL_AVX512: return type == BFLOAT16 ? &attention_avx512_bfloat16 : &attention_avx512_float32;
+    case LEVEL_AMX:
+    case LEVEL_AVX512BF16: return type == BFLOAT16 ? &attention_avx512bf16_bfloat16 : &attention_avx512_float32;
+    }
+#endif
+    (void)type;
+    return 0;
+}
+
+static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
+
+/* Points `work` to a thread's temporaries in `room`; returns the floats they take, also where `room` is 0. */
+static int64_t carve(Work *work, float *room, int64_t dim, int64_t rows)
+{
+    float **parts[] = {&work->q, &work->keys, &work->scores, &work->sums, &work->part, &work->whole};
+    const int64_t sizes[] = {rows * dim, dim * TILE, 8 * TILE, rows * 16, rows * row_stride(dim), rows * row_stride(dim)};
+    int64_t taken = 0;
+    for (int i = 0; i < 6; i++) {
+        *parts[i] = room ? room + taken : 0;
+        taken += whole_lines(sizes[i]);
+    }
+    work->rows = room ? (Row *)(room + taken) : 0;
+    return taken + whole_lines(rows * (int64_t)(sizeof(Row) / sizeof(float)));
+}
+
+static void clear(float *whole, int64_t dim, int64_t rows)
+{
+    for (int64_t r = 0; r < rows; r++, whole += row_stride(dim)) {
+        for (int64_t i = 0; i < row_stride(dim); i++)
+            whole[i] = 0.0f;
+        whole[dim] = EMPTY;
+    }
+}
+
+int triforce_attend(const Attention *call)
+{
+    const AttentionKernels *kernels = kernels_for(call->level, call->type);
+    if (!kernels)
+        return 2;
+    const int64_t dim = call->head_dim, heads = call->num_kv_heads, all_rows = call->num_heads / heads * call->n;
+    const int64_t blocks = (all_rows + ROW_BLOCK - 1) / ROW_BLOCK, block_rows = smaller(all_rows, ROW_BLOCK);
+    int64_t start, stop, ignored;
+    visible(call, 0, &start, &ignored);
+    visible(call, call->n - 1, &ignored, &stop);
+    const int64_t first_split = start / SPLIT, splits = start < stop ? (stop + SPLIT - 1) / SPLIT - first_split : 0;
+    const int threads = all_rows * (stop - start) * heads * dim < SMALL_WORK ? 1 : (int)call->threads;
+    const int64_t part_size = block_rows * row_stride(dim);
+    const int shared =
+        threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
+
+    Work sizes;
+    const int64_t own = carve(&sizes, 0, dim, block_rows);
+    const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
+    const int64_t num_parts = shared ? blocks * heads * splits * part_size : 0;
+    float *room = malloc((own * threads + num_peaks + num_parts + 16) * sizeof(float));
+    if (!room)
+        return 1;
+    float *aligned = (float *)(((uintptr_t)room + 63) / 64 * 64);
+    float *peaks = aligned + own * threads, *parts = peaks + num_peaks;
+
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Work work;
+#ifdef _OPENMP
+        const int me = omp_get_thread_num();
+#else
+        const int me = 0;
+#endif
+        carve(&work, aligned + own * me, dim, block_rows);
+        work.peaks = peaks;
+        if (shared) {
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t item = 0; item < heads * blocks * splits; item++) {
+                const int64_t at = item / splits, head = at / blocks, first = at % blocks * ROW_BLOCK;
+                const int64_t rows = smaller(ROW_BLOCK, all_rows - first);
+                kernels->prepare(call, head, first, rows, &work);
+                kernels->part(call, head, rows, first_split + item % splits, &work, parts + item * part_size);
+            }
+        }
+        /* The last rows see the most keys, so they are computed first. */
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < heads * blocks; item++) {
+            const int64_t head = item % heads, block = blocks - 1 - item / heads;
+            const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, all_rows - first);
+            kernels->prepare(call, head, first, rows, &work);
+            clear(work.whole, dim, rows);
+            for (int64_t split = 0; split < splits; split++) {
+                const float *part = parts + ((head * blocks + block) * splits + split) * part_size;
+                if (!shared) {
+                    if ((first_split + split) * SPLIT >= work.rows[rows - 1].stop)
+                        break;
+                    kernels->part(call, head, rows, first_split + split, &work, work.part);
+                    part = work.part;
+                }
+                kernels->merge(dim, rows, part, work.whole);
+            }
+            kernels->finish(call, head, first, rows, &work);
+        }
+    }
+    free(room);
+    return 0;
+}

@@ -1,0 +1,84 @@
+/* Attention on a CPU: what the driver (attention.c) and the kernels (attention_body.h, compiled once per instruction set
+ * and input type) share. kernels/attention.py documents what is computed.
+ *
+ * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
+ * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
+ * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
+ * blocks of rows. */
+
+#ifndef TRIFORCE_ATTENTION_H
+#define TRIFORCE_ATTENTION_H
+
+#include "cpu.h"
+
+#define TILE 64        /* keys whose scores are computed together */
+#define SPLIT 1024     /* keys of a partial result */
+#define ROW_BLOCK 96   /* rows at most that go over the keys together */
+#define MAX_DIM 256
+#define EMPTY (-1e30f) /* the peak where there are no scores: finite, so that differences from it are finite */
+
+enum { FLOAT32, BFLOAT16 };
+
+/* The arguments of one call; `AttentionCall` of kernels/cpu/library.py declares the same fields in the same order.
+ * Addresses, and strides in elements; `out`, `lse` and `mass` are contiguous. Keys and values are stored in blocks of
+ * `block_size` keys, `block_size` a multiple of TILE or at least `m`. */
+struct Attention {
+    int64_t q, k, v, out, lse, mass; /* mass may be 0 */
+    int64_t q_head, q_row;
+    int64_t k_block, k_head, k_row;
+    int64_t v_block, v_head, v_row;
+    int64_t num_heads, num_kv_heads, n, m, head_dim, block_size;
+    int64_t diagonal, window; /* row i sees keys diagonal + i - window < j <= diagonal + i */
+    int64_t mass_rows, chunk_size; /* the last rows, whose mass is wanted; keys of a chunk */
+    int64_t type, threads, level;  /* of the enumerations here and in cpu.h */
+    double scale;
+};
+
+/* The keys that a row sees, and where the attention it gives to each chunk is written (0: not wanted). */
+typedef struct {
+    int64_t start, stop; /* keys */
+    float *mass;         /* [chunks] */
+    float *peaks;        /* [tiles] */
+} Row;
+
+/* A thread's temporaries, and the memory that threads share. */
+typedef struct {
+    float *q;      /* [ROW_BLOCK][head_dim] query rows in the format that `score` reads */
+    float *keys;   /* [head_dim][TILE] a tile of keys, transposed */
+    float *scores; /* [ROWS_AT_A_TIME][TILE] */
+    float *sums;   /* [ROW_BLOCK][16] sums of exponentials, one per vector lane */
+    float *part;   /* [ROW_BLOCK][row_stride] the result over one split */
+    float *whole;  /* the same, over all splits so far */
+    Row *rows;     /* [ROW_BLOCK] */
+    float *peaks;  /* shared: [num_heads][mass_rows][tiles], the peak score that the mass of a tile is relative to */
+} Work;
+
+/* The kernels of one instruction set and input type. A block of rows is `rows` of the `group * n` query rows of one KV
+ * head, from `first` on; row r is position r / group of query head r % group. A row of a partial result is
+ * [output, not normalised | peak | total]. `prepare` must be called before the others. */
+typedef struct {
+    void (*prepare)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work);
+    void (*part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *part);
+    void (*merge)(int64_t head_dim, int64_t rows, const float *part, float *whole);
+    void (*finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work); /* work->whole */
+} AttentionKernels;
+
+extern const AttentionKernels attention_avx512bf16_bfloat16, attention_avx512_bfloat16, attention_avx512_float32,
+    attention_avx2_bfloat16, attention_avx2_float32;
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static inline int64_t row_stride(int64_t head_dim) { return head_dim + 16; }
+static inline int64_t num_tiles(const Attention *call) { return (call->m + TILE - 1) / TILE; }
+
+/* The keys that position `i` of the query sees: from *start to before *stop. */
+static inline void visible(const Attention *call, int64_t i, int64_t *start, int64_t *stop)
+{
+    *stop = larger(0, smaller(call->m, call->diagonal + i + 1));
+    *start = larger(0, call->diagonal + i + 1 - call->window);
+    if (*start > *stop)
+        *start = *stop;
+}
+
+#endif

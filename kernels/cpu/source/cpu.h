@@ -1,0 +1,52 @@
+/* The functions of the compiled kernels for CPUs. They are plain C, called through ctypes (kernels/cpu/library.py), and
+ * know nothing of Python or PyTorch: their arguments are pointers, counts, and strides in elements. */
+
+#ifndef TRIFORCE_CPU_H
+#define TRIFORCE_CPU_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
+#define TRIFORCE_ABI 2
+EXPORT int triforce_abi(void);
+
+/* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
+EXPORT int64_t triforce_attention_size(void);
+
+/* Instruction sets, each with all before it. Attention is compiled for the first three; products (layers.c) need
+ * LEVEL_AVX512BF16. LEVEL_AMX adds no kernel here: it says that PyTorch's own bfloat16 products use matrix tiles. */
+enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
+
+/* The highest level of this processor, detected at the first call. */
+EXPORT int triforce_cpu_level(void);
+
+typedef struct Attention Attention;
+
+/* Attention as `call` describes it (attention.h): 0; 1 without memory for temporaries; 2 if this processor has not the
+ * level that was asked for. */
+EXPORT int triforce_attend(const Attention *call);
+
+/* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
+ * RMS norm's weight) and `bias` may be NULL. 1 if memory ran out, else 0. */
+EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
+                           void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int threads);
+
+/* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
+ * `[hidden, width]`. 1 if memory ran out, else 0. */
+EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
+                              const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16,
+                              int threads);
+
+/* Rotary embedding of `x` `[heads, n, dim]`: row r by `cosines[r]` and `sines[r]` (rows of `dim`, `table_stride` apart,
+ * the sign of the rotation in the sines). `out` may be a slice of a cache. */
+EXPORT void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines,
+                            const float *sines, int64_t table_stride, void *out, int64_t out_head_stride,
+                            int64_t out_row_stride, int64_t heads, int64_t n, int64_t dim, int is_bf16);
+
+#endif

@@ -1,0 +1,66 @@
+/* Detects, once, what this processor and operating system let the kernels use. */
+
+#if defined(__linux__)
+#define _GNU_SOURCE /* for syscall */
+#endif
+
+#include "attention.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define AMX_BF16 (1u << 22)       /* in EDX of CPUID leaf 7, subleaf 0 */
+#define AMX_TILE (1u << 24)       /* in the same register */
+#define XCR0_TILES (3u << 17)     /* in XCR0: the system saves tile configuration and tile data between threads */
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM of arch_prctl */
+#define TILE_DATA 18              /* the processor state that permission is requested for */
+
+/* Whether AMX's bfloat16 products may be used. Linux (5.16 and later) grants a process its tile registers on request, and
+ * stops it at the first tile instruction otherwise; on other systems AMX is not used. */
+static int has_amx(void)
+{
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE))
+        return 0;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0)); /* not trapped: AVX-512 is enabled */
+    return (low & XCR0_TILES) == XCR0_TILES && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
+
+static int detect(void)
+{
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        return LEVEL_NONE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512dq"))
+        return LEVEL_AVX2;
+    if (!__builtin_cpu_supports("avx512bf16"))
+        return LEVEL_AVX512;
+    return has_amx() ? LEVEL_AMX : LEVEL_AVX512BF16;
+}
+
+int triforce_cpu_level(void)
+{
+    static int level = -1; /* not detected yet; threads that detect at the same time find the same */
+    int known = __atomic_load_n(&level, __ATOMIC_RELAXED);
+    if (known < 0) {
+        known = detect();
+        __atomic_store_n(&level, known, __ATOMIC_RELAXED);
+    }
+    return known;
+}
+#else
+int triforce_cpu_level(void) { return LEVEL_NONE; }
+#endif
+
+int triforce_abi(void) { return TRIFORCE_ABI; }
+
+int64_t triforce_attention_size(void) { return sizeof(Attention); }

@@ -1,0 +1,131 @@
+"""Attention to the keys and values of one layer that lie in blocks, and the share of it that each chunk gets.
+
+Blocks are attended one by one, in any order, and the partial results merged by their log-sum-exp; where the compiled
+kernels take all blocks of a layer, in one call. Neither where blocks are stored nor how they move is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, takes_blocks
+
+_MERGE_AFTER = 16
+"""Partial results held before they are merged; for many rows two, as each is as large as the output."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The query rows of a pass, and how much of their attention is to be noted."""
+
+    q: Tensor
+    """`[num_heads, n, head_dim]`, rotated."""
+    start: int
+    """Position of the first row; each row sees the keys up to its own position."""
+    window: int
+    """The number of keys, its own included, that a row sees at most."""
+    mass_rows: int
+    """The last rows whose attention is to be summed by chunk; 0 for none."""
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last row."""
+        return self.start + self.q.shape[1]
+
+    @property
+    def first_key(self) -> int:
+        """Position of the first key that any row sees."""
+        return max(0, self.start + 1 - self.window)
+
+
+class BlockAttention:
+    """Attention of a pass's rows to the blocks of a layer.
+
+    Both ways give the output `[num_heads, n, head_dim]`, float32 (float64 for float64 inputs), and the shares
+    `[num_heads, mass_rows, chunks]` of the last rows' attention that chunks get, counted from the first token on;
+    `None` where no row's are asked for. The shares hold until the next call.
+    """
+
+    def __init__(self, head_dim: int, chunk_size: int) -> None:
+        """Args: `chunk_size` is in tokens; a block is whole chunks."""
+        self._scale = head_dim**-0.5
+        self._chunk_size = chunk_size
+        self._scratch = Scratch()
+
+    @staticmethod
+    def takes_together(rows: Rows, blocks: Tensor) -> bool:
+        """Whether `together` can be called with them."""
+        return takes_blocks(rows.q, blocks)
+
+    def together(self, rows: Rows, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
+        chunks = -(-rows.stop // self._chunk_size)
+        mass = self._room_for_mass("mass", rows, chunks)
+        visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
+        out, _ = attend_blocks(
+            rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass
+        )
+        return out, mass
+
+    def one_by_one(self, rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor | None]:
+        """Attends to blocks as they come: the position of the first token and `[2, num_kv_heads, any, head_dim]`."""
+        n = rows.q.shape[1]
+        masses: list[_BlockMass] = []
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for position, block in blocks:
+            in_every_window = position > rows.stop - 1 - rows.window
+            mass = self._room_for_mass(f"mass {len(masses)}", rows, block.shape[2] // self._chunk_size)
+            out, lse = attend(
+                rows.q,
+                block[0],
+                block[1],
+                scale=self._scale,
+                diagonal=rows.start - position,
+                window=None if in_every_window else rows.window,
+                scratch=self._scratch,
+                mass=mass,
+            )
+            if mass is not None:
+                masses.append(_BlockMass(position, mass, lse[:, n - rows.mass_rows :]))
+            outs.append(out)
+            lses.append(lse)
+            if len(outs) == (_MERGE_AFTER if n <= FEW_ROWS else 2):
+                out, lse = merge_partials(outs, lses)
+                outs, lses = [out], [lse]
+        out, lse = merge_partials(outs, lses)
+        return out, self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
+
+    def _room_for_mass(self, name: str, rows: Rows, chunks: int) -> Tensor | None:
+        if not rows.mass_rows:
+            return None
+        dtype = torch.promote_types(rows.q.dtype, torch.float32)
+        return self._scratch.get(name, (rows.q.shape[0], rows.mass_rows, chunks), dtype, rows.q.device)
+
+    def _join(self, masses: list[_BlockMass], lse: Tensor) -> Tensor:
+        """The shares of all blocks' chunks, `[num_heads, rows, chunks]`, from those within each block.
+
+        Args:
+            masses: of the blocks, in any order.
+            lse: `[num_heads, rows]`, of each row over all blocks.
+        """
+        masses.sort(key=lambda mass: mass.position)
+        parts = [torch.zeros(lse.shape[0], lse.shape[1], masses[0].position // self._chunk_size, device=lse.device)]
+        parts += [mass.shares.mul_((mass.lse - lse).exp_().unsqueeze(-1)) for mass in masses]
+        return torch.cat(parts, dim=-1)
+
+
+@dataclass
+class _BlockMass:
+    """What the last rows gave to the chunks of one block."""
+
+    position: int
+    """Of the block's first token."""
+    shares: Tensor
+    """`[num_heads, rows, chunks]`, of each row's attention within the block."""
+    lse: Tensor
+    """`[num_heads, rows]`, of each row within the block."""

@@ -1,0 +1,183 @@
+"""The full cache: every token's keys and values, exact.
+
+Where the blocks are stored is the business of `device_blocks` or `streamed_blocks`, attention to them that of
+`block_attention`. Keys carry the rotation of their true position. A layer with a sliding window keeps every token too,
+but attends only to the blocks its window reaches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import FEW_ROWS
+from ...tp.model.config import ModelConfig
+from ...tp.model.rope import Rope
+from ..planning.placement import block_size_for
+from ..transfer.device_blocks import Blocks, DeviceBlocks
+from .block_attention import BlockAttention, Rows
+from .recent_mass import RECENT_ROWS, RecentMass
+
+BlockCollector = Callable[[int, int, Tensor], None]
+"""Is handed each block that a pass attends to: layer, position of the block's first token, and the block's keys and
+values `[2, num_kv_heads, any, head_dim]`, which are on the device until the call returns."""
+
+
+@dataclass
+class ReadCounter:
+    """Keys and values that attention has read, and the time it took."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """0 on a GPU, which computes asynchronously: there the time is not known."""
+
+    def reset(self) -> None:
+        self.num_bytes, self.seconds = 0, 0.0
+
+
+class FullCache:
+    """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
+
+    def __init__(
+        self, config: ModelConfig, rope: Rope, blocks: Blocks, *, chunk_size: int = 1, mass_rows: int = FEW_ROWS
+    ) -> None:
+        """Args:
+        config: of the rank's part of the model.
+        blocks: where keys and values are, empty; a block is whole chunks.
+        chunk_size: tokens whose attention is summed.
+        mass_rows: see `begin`.
+        """
+        self.config = config
+        self.blocks = blocks
+        self.chunk_size = chunk_size
+        self.reads = ReadCounter()
+        self._mass_rows = mass_rows
+        self._rope = rope
+        self._attention = BlockAttention(config.head_dim, chunk_size)
+        max_chunks = -(-blocks.capacity // chunk_size)
+        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
+        self._filled = [0] * config.num_layers
+        rope.reserve(blocks.capacity)
+
+    @property
+    def length(self) -> int:
+        return self._filled[-1]
+
+    @classmethod
+    def on_device(
+        cls,
+        config: ModelConfig,
+        rope: Rope,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int,
+        chunk_size: int = 1,
+        mass_rows: int = FEW_ROWS,
+    ) -> FullCache:
+        """A cache with room for `capacity` tokens, all of them on the compute device."""
+        size = block_size_for(capacity, chunk_size)
+        blocks = DeviceBlocks(config, dtype=dtype, device=device, capacity=capacity, block_size=size)
+        return cls(config, rope, blocks, chunk_size=chunk_size, mass_rows=mass_rows)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return self.blocks.capacity
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return self.config.kv_bytes_per_token(self.blocks.dtype)
+
+    def begin(self, mass_rows: int) -> None:
+        """Begins a run on the tokens that are there.
+
+        Args:
+            mass_rows: the rows of the run's longest verification. A pass over so many rows (or up to `FEW_ROWS`) keeps
+                the attention of each of them by chunk, as any of them may turn out to be the last that is accepted. A
+                longer pass is a prefill and keeps that of its last `RECENT_ROWS`. 0 keeps none, for a run without a
+                retrieval cache.
+        """
+        if not mass_rows:  # what is there would be older than the last tokens
+            self._mass.forget()
+        self._mass_rows = mass_rows
+
+    def prepare(self, n: int) -> None:
+        self.blocks.prepare(self.length, n)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Adds tokens to a layer without attending to anything.
+
+        Args:
+            layer: layers are called in ascending order after `prepare`, each with the same tokens in one or several
+                parts.
+            k, v: `[num_kv_heads, n, head_dim]`, keys rotated to their positions.
+
+        Raises:
+            ValueError: there is no room for them.
+        """
+        self.blocks.append(layer, self._filled[layer], k, v)
+        self._filled[layer] += k.shape[1]
+
+    def recent_mass(self, layer: int) -> Tensor:
+        """The shares of attention that the last tokens gave to each whole chunk.
+
+        `[num_kv_heads, rows, length // chunk_size]`: up to `RECENT_ROWS` rows, fewer after a rollback that reached
+        beyond them, and at least one after the first `attend`; averaged over the query heads of a KV head.
+        """
+        return self._mass.recent(layer, self.length)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, collector: BlockCollector | None = None) -> Tensor:
+        """See `tp.decoder.Cache`.
+
+        Args: `collector` is called with each block that passes, where blocks are not all on the device.
+        """
+        start, n = self._filled[layer], q.shape[1]
+        q = self._rope.rotate(q, start)
+        self.append(layer, self._rope.rotate(k, start), v)
+        began = time.perf_counter()
+        window = self.config.sliding_window(layer) or start + n
+        rows = Rows(q, start, window, self._mass_rows_of(n))
+        blocks = self.blocks.at_once(layer)
+        if blocks is not None and self._attention.takes_together(rows, blocks):
+            self._count(rows.stop - rows.first_key)
+            out, mass = self._attention.together(rows, blocks)
+        else:
+            out, mass = self._attention.one_by_one(rows, self._passing(layer, rows, collector))
+        if mass is not None:
+            self._mass.add(layer, start, start + n, mass)
+        if self.blocks.device.type == "cpu":
+            self.reads.seconds += time.perf_counter() - began
+        return out.to(q.dtype)
+
+    def _mass_rows_of(self, n: int) -> int:
+        """The last rows of a pass over `n` whose attention is kept."""
+        if not self._mass_rows:
+            return 0
+        return n if n <= max(self._mass_rows, FEW_ROWS) else RECENT_ROWS
+
+    def _passing(self, layer: int, rows: Rows, collector: BlockCollector | None) -> Iterator[tuple[int, Tensor]]:
+        """The blocks that `rows` attend to, each collected and counted."""
+        for position, block in self.blocks.pieces(layer, rows.first_key, rows.stop):
+            if collector is not None:
+                collector(layer, position, block)
+            self._count(min(block.shape[2], rows.stop - position))
+            yield position, block
+
+    def _count(self, tokens: int) -> None:
+        """Counts the keys and values of so many tokens of a layer as read."""
+        self.reads.num_bytes += tokens * self.token_bytes // self.config.num_layers
+
+    def move_from(self, other: FullCache, length: int) -> None:
+        """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
+        if self.blocks.move_from(other.blocks, length):
+            self._filled = [length] * len(self._filled)
+
+    def rollback(self, length: int) -> None:
+        self._filled = [min(filled, length) for filled in self._filled]
+        self.blocks.rollback(self.length)

@@ -1,0 +1,86 @@
+"""The full cache that an engine keeps between runs, so that a follow-up question finds its book there already."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ...tp.devices import synchronize
+from ...tp.model.decoder import Decoder
+from ..planning.memory import plan_here, shortage_explained
+from ..planning.request import RunRequest
+from ..planning.run_plan import RunPlan
+from ..transfer.link import Link, LinkError
+from ..transfer.make import make_blocks, make_link
+from .full import FullCache
+
+
+class KeptCache:
+    """At most one full cache and the tokens whose keys and values are in it."""
+
+    def __init__(self, decoder: Decoder, link_gbps: float | None = None) -> None:
+        self._decoder, self._link_gbps = decoder, link_gbps
+        self._cache: FullCache | None = None
+        self._link: Link | None = None
+        self.context: list[int] = []
+        """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
+
+    def prepare(self, prompt: list[int], request: RunRequest, reuse: int | None = None) -> tuple[FullCache, RunPlan]:
+        """A full cache with room for the request's tokens that holds what it shares with `prompt` already, of that at
+        most `reuse` tokens; if that is 0, the memory of the old one is given back first. Also the plan of the run.
+
+        Every rank calls it, and all decide alike: they agree on the memory there is.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        if reuse == 0:
+            self._drop()
+        old, shared = self._cache, self._shared_tokens(prompt)
+        shared = shared if reuse is None else min(shared, reuse)
+        plan = self._plan(request, replaces=old)
+        if old and old.capacity >= request.context and (shared or old.blocks.block_size == plan.placement.block_size):
+            old.rollback(shared)
+            return old, plan
+        if old:
+            beside = self._plan(request, replaces=None)
+            if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device:
+                plan = beside  # the shared tokens move while both are there
+            else:
+                self._drop()
+                old, plan = None, self._plan(request, replaces=None)
+        plan.check()
+        decoder, placement = self._decoder, plan.placement
+        if placement.streams and self._link is None:
+            self._link = make_link(decoder.device, self._link_gbps)
+        with shortage_explained(decoder.device):
+            blocks = make_blocks(decoder.part, placement, self._link, dtype=decoder.dtype, device=decoder.device)
+        self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
+        if old:
+            self._cache.move_from(old, shared)
+        return self._cache, plan
+
+    def distrust(self) -> None:
+        """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
+        if self._cache and not self._cache.blocks.all_on_device:
+            self.context = []
+
+    def _plan(self, request: RunRequest, *, replaces: FullCache | None) -> RunPlan:
+        """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included."""
+        given_back = replaces.blocks.device_bytes if replaces else 0
+        decoder = self._decoder
+        return plan_here(request, decoder.device, decoder.ranks, loaded=True, given_back=given_back)
+
+    def _drop(self) -> None:
+        """Gives the cache's memory back."""
+        if self._cache:
+            if self._link:
+                with suppress(LinkError):  # of what is not wanted any more
+                    self._link.wait_for_stores()
+            synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
+        self._cache, self.context = None, []
+
+    def _shared_tokens(self, prompt: list[int]) -> int:
+        """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
+        known = self.context[: self._cache.length] if self._cache else []
+        pairs = zip(known, prompt[:-1], strict=False)
+        return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))

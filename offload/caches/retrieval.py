@@ -1,0 +1,198 @@
+"""The retrieval cache: a fixed budget of the most relevant chunks of a full cache, and everything since, in one buffer.
+
+The drafting tier runs the target's own weights on it. Chunks are chosen per layer and KV head by the attention that the
+last tokens gave them in the full cache; keys keep the rotation of their true position. Tokens since the choice form the
+*tail*: their keys and values are the full cache's own once it has processed them, and the drafting tier's until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import Scratch, attend
+from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
+from ...tp.model.rope import Rope
+from .full import BlockCollector, FullCache
+from .token_slots import TokenSlots
+
+_FIRST_TAIL = 64
+"""Tokens there is room for behind the chunks at first; doubled whenever it runs out."""
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """Chunks that the next pass of the full cache copies here as their blocks stream by."""
+
+    chunks: list[Tensor]
+    """`[num_kv_heads, count]` by layer."""
+    base: int
+    """Position behind the last chunk that could be chosen: where the tail begins."""
+
+
+class RetrievalCache:
+    """A budget of chunks of `source` and the tail behind them. `refresh` must come before the first `attend`."""
+
+    def __init__(
+        self,
+        source: FullCache,
+        rope: Rope,
+        *,
+        budget: int,
+        chunk_size: int,
+        join: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> None:
+        """Args:
+        budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
+        join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
+        """
+        self.source = source
+        self._join = join
+        self._selected: _Selection | None = None
+        self.chunk_size = chunk_size
+        self.max_chunks = max(1, budget // chunk_size)
+        self._rope = rope
+        self._scale = source.config.head_dim**-0.5
+        self._scratch = Scratch()
+        num_layers = source.config.num_layers
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
+        self._kept = 0  # tokens in chunks, at the front of a buffer
+        self._base = 0  # position of the first token of the tail
+        self._exact = 0  # tokens before this position hold the full cache's own keys and values
+        self._filled = [0] * num_layers
+        self.at: TokenSlots | None = None
+
+    @property
+    def length(self) -> int:
+        return self._filled[-1]
+
+    @property
+    def memory(self) -> object:
+        return self._buffers
+
+    def token_slots(self, n: int) -> TokenSlots:
+        return self._slots_from(self.length)
+
+    def _slots_from(self, start: int) -> TokenSlots:
+        return TokenSlots(start, self._kept + start - self._base)
+
+    def advance(self, length: int) -> None:
+        self._filled = [length] * len(self._filled)
+
+    def prepare(self, n: int) -> None:
+        self._make_room(self._kept + self.length - self._base + n)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, n = self._filled[layer], q.shape[1]
+        at = self.at or self._slots_from(start)
+        q = self._rope.rotate(q, at.rotation)
+        keys, values = self._buffers[layer]
+        at.put(keys, k, self._rope)
+        at.put(values, v)
+        self._filled[layer] = start + n
+        window = self.source.config.sliding_window(layer)  # two slots are never further apart than their positions
+        if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
+            window = None
+        scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
+        out, _ = attend(q, keys, values, scale=self._scale, diagonal=at.diagonal, window=window, scratch=scratch)
+        return out.to(q.dtype)
+
+    def rollback(self, length: int) -> None:
+        """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""
+        self._filled = [min(filled, length) for filled in self._filled]
+        self._exact = min(self._exact, length)
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Chooses the chunks anew by the attention of the last tokens in `source`, and copies the tail behind them.
+
+        The first time, and whenever all of `source` is on the device, the chunks are copied at once. Where blocks
+        stream, the next pass of `source` copies them (see `collector`), so nothing crosses the link for a refresh.
+        """
+        length = self.source.length
+        base = length // self.chunk_size * self.chunk_size
+        chosen = self._choose(length)
+        if self._buffers and not self.source.blocks.all_on_device:
+            self.update_tail()
+            self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
+            self._selected = _Selection(chosen, base)
+            return
+        self._kept = chosen[0].shape[1] * self.chunk_size
+        self._base = self._exact = base
+        self._make_room(self._kept + _FIRST_TAIL)
+        for layer, (keys, values) in enumerate(self._buffers):
+            if self._kept:
+                k, v = self.source.blocks.gather(layer, chosen[layer], self.chunk_size)
+                keys[:, : self._kept], values[:, : self._kept] = k, v
+        self._filled = [self._base] * len(self._filled)
+        self.update_tail()
+
+    @torch.inference_mode()
+    def update_tail(self) -> None:
+        """Replaces the tail's keys and values by the full cache's own, up to the last token that is in it."""
+        length = self.source.length
+        if self._selected:  # the pass that ended has copied it
+            self._kept = self._selected.chunks[0].shape[1] * self.chunk_size
+            self._base = self._exact = self._selected.base
+            self._selected = None
+        start, stop = self._kept + self._exact - self._base, self._kept + length - self._base
+        self._make_room(stop)
+        for layer, (keys, values) in enumerate(self._buffers):
+            if stop > start:
+                keys[:, start:stop], values[:, start:stop] = self.source.blocks.slice(layer, self._exact, length)
+        self._exact = length
+        self._filled = [max(filled, length) for filled in self._filled]
+
+    @property
+    def collector(self) -> BlockCollector | None:
+        """What the next pass of `source` is to hand its blocks to; `None` where no chunks wait to be copied."""
+        return self._collect if self._selected else None
+
+    def _choose(self, length: int) -> list[Tensor]:
+        """The chunks `[num_kv_heads, count]` to keep in each layer; none while there is no whole chunk."""
+        num_chunks = length // self.chunk_size
+        if not num_chunks:
+            shape = (self.source.config.num_kv_heads, 0)
+            return [torch.zeros(shape, dtype=torch.int64, device=self.source.blocks.device)] * len(self._filled)
+        layers = range(len(self._filled))
+        masses = self._join([self.source.recent_mass(layer).mean(dim=1, dtype=torch.float32) for layer in layers])
+        scores = [chunk_scores(mass) for mass in masses]
+        starts = [self._first_chunk(layer, length) for layer in layers]
+        return [
+            select_chunks(of_layer[:, start:], self.max_chunks) + start
+            for of_layer, start in zip(scores, starts, strict=True)
+        ]
+
+    def _collect(self, layer: int, position: int, block: Tensor) -> None:
+        """Copies the chosen chunks of a block over the old ones, which nothing reads during a pass of `source`."""
+        assert self._selected is not None
+        keys, values = self._buffers[layer]
+        chunks = self._selected.chunks[layer]
+        kept = slice(0, chunks.shape[1] * self.chunk_size)
+        copy_chunks(block, position // self.chunk_size, chunks, keys[:, kept], values[:, kept], self.chunk_size)
+
+    def _first_chunk(self, layer: int, length: int) -> int:
+        """The first chunk to choose from: with a sliding window the first that the token at `length` sees, or an
+        earlier one where so few chunks would not fill the budget; `attend` hides what is before the window."""
+        window = self.source.config.sliding_window(layer) or length + 1
+        return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
+
+    def _make_room(self, slots: int) -> None:
+        room = self._buffers[0][0].shape[1] if self._buffers else 0
+        if slots <= room:
+            return
+        c = self.source.config
+        wanted = max(slots, self._kept + 2 * (room - self._kept), self._kept + _FIRST_TAIL)
+        shape = (c.num_kv_heads, wanted, c.head_dim)
+        grown = []
+        for layer in range(c.num_layers):
+            keys = torch.zeros(shape, dtype=self.source.blocks.dtype, device=self.source.blocks.device)
+            pair = keys, torch.zeros_like(keys)
+            if self._buffers:
+                for new, old in zip(pair, self._buffers[layer], strict=True):
+                    new[:, :room] = old
+            grown.append(pair)
+        self._buffers = grown

@@ -1,0 +1,167 @@
+"""The streaming cache of the draft model: attention sinks and a recent window (StreamingLLM, arXiv 2309.17453).
+
+Keys are stored without rotation, and positions are counted within the cache, so a model trained on short texts drafts
+as well at token 128,000 as at token 200. Towards the sinks a query at position `t` is rotated to
+`min(t, sinks + window - 1)`; towards the recent tokens distances are the true ones. What a query sees depends on the
+tokens alone, not on how they were grouped into passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import Scratch, attend, merge_partials
+from ...tp.devices import to_device
+from ...tp.model.decoder import Decoder
+from ..speculation.vocabulary import readable
+from .token_slots import TokenSlots
+
+_SLACK = 256
+"""Tokens kept besides the window: how far a rollback may reach, and how many tokens come before the window has to be
+moved to the front of its buffer."""
+
+
+class StreamingCache:
+    """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
+
+    def __init__(self, decoder: Decoder, *, sinks: int = 16, window: int = 240) -> None:
+        config = decoder.config
+        self.sinks, self.window = sinks, window
+        self._rope = decoder.rope
+        self._num_layers = config.num_layers
+        self._scale = config.head_dim**-0.5
+        self._scratch = Scratch()
+        self._room = window + 2 * _SLACK
+        self._rope.reserve(sinks + self._room)
+
+        def zeros(n: int) -> list[Tensor]:
+            shape = (config.num_layers, config.num_kv_heads, n, config.head_dim)
+            return list(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
+
+        self._sink_keys, self._sink_values = zeros(sinks), zeros(sinks)  # rotated: their position never changes
+        self._keys, self._values = zeros(self._room), zeros(self._room)  # recent keys, not rotated
+        self._rotated = zeros(self._room)  # recent keys, rotated to their slot
+        self._origins = [sinks] * config.num_layers  # position of slot 0
+        self._right_from = [sinks] * config.num_layers  # recent tokens from this position on are not affected by `skip`
+        self._filled = [0] * config.num_layers
+        self.at: TokenSlots | None = None
+
+    @property
+    def length(self) -> int:
+        return self._filled[-1]
+
+    @property
+    def memory(self) -> object:
+        return self._keys
+
+    def token_slots(self, n: int) -> TokenSlots | None:
+        if not self._steady(n):
+            return None
+        slot = self.length - self._origins[0]
+        return TokenSlots(slot, slot)
+
+    def _steady(self, n: int) -> bool:
+        """Whether a pass over the next `n` tokens runs the same operations as all later ones: it begins beyond the
+        position up to which the distance to the sinks grows, and attends in one part."""
+        return self.length >= self.sinks + self.window and n <= _SLACK
+
+    def advance(self, length: int) -> None:
+        self._filled = [length] * self._num_layers
+
+    def prepare(self, n: int) -> None:
+        if self._steady(n):  # move the window now, so that the pass itself never does
+            for layer in range(self._num_layers):
+                self._make_slots(layer, self.length, n)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        taken, n = 0, q.shape[1]
+        while taken < n:
+            start = self._filled[layer]
+            # A part ends at the last sink, and at the position up to which the distance to the sinks grows.
+            borders = [b for b in (self.sinks, self.sinks + self.window) if b > start]
+            rows = min([n - taken, _SLACK, *(b - start for b in borders)])
+            part = slice(taken, taken + rows)
+            parts.append(self._attend_part(layer, q[:, part], k[:, part], v[:, part]))
+            taken += rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _attend_part(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, n = self._filled[layer], q.shape[1]
+        self._filled[layer] = start + n
+        sink_keys, sink_values = self._sink_keys[layer], self._sink_values[layer]
+        if start < self.sinks:
+            self._rope.rotate(k, start, out=sink_keys[:, start : start + n])
+            sink_values[:, start : start + n] = v
+        capped = self.sinks + self.window - 1
+        sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
+        scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
+        sink_part = attend(sink_q, sink_keys, sink_values, scale=self._scale, diagonal=start, scratch=scratch)
+        if start < self.sinks:
+            return sink_part[0].to(q.dtype)
+        slot = self._make_slots(layer, start, n)
+        at = self.at or TokenSlots(slot, slot)
+        at.put(self._keys[layer], k)
+        at.put(self._rotated[layer], k, self._rope)
+        at.put(self._values[layer], v)
+        recent_part = attend(
+            self._rope.rotate(q, at.rotation),
+            self._rotated[layer],
+            self._values[layer],
+            scale=self._scale,
+            diagonal=at.diagonal,
+            window=self.window,
+            scratch=scratch,
+        )
+        outs, lses = zip(sink_part, recent_part, strict=True)
+        return merge_partials(outs, lses)[0].to(q.dtype)
+
+    def _make_slots(self, layer: int, start: int, n: int) -> int:
+        """The slot of position `start`; first moves the window to the front if `n` more tokens would not fit."""
+        slot = start - self._origins[layer]
+        if slot + n <= self._room:
+            return slot
+        kept = min(slot, self.window + _SLACK)
+        for buffer in (self._keys[layer], self._values[layer]):
+            buffer[:, :kept] = buffer[:, slot - kept : slot].clone()
+        self._rope.rotate(self._keys[layer][:, :kept], 0, out=self._rotated[layer][:, :kept])
+        self._origins[layer] = start - kept
+        return kept
+
+    def rollback(self, length: int) -> None:
+        """Forgets tokens from `length` on. If the window before them is gone, forgets all of them."""
+        reach = [max(edges) for edges in zip(self._origins, self._right_from, strict=True)]
+        if max(reach) > max(self.sinks, length - self.window + 1):
+            length = 0
+        self._filled = [min(filled, length) for filled in self._filled]
+        if self.length <= self.sinks:
+            self._origins = [self.sinks] * self._num_layers
+            self._right_from = list(self._origins)
+
+    def skip(self, position: int) -> None:
+        """Continues at `position` without the tokens before it. Layer `i`, whose input depends on tokens up to
+        `i * window` before, is as if nothing had been skipped from `i * window` tokens later on."""
+        self._filled = [position] * self._num_layers
+        self._origins = [position] * self._num_layers
+        self._right_from = [position + layer * self.window for layer in range(self._num_layers)]
+
+
+def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequence[int]) -> None:
+    """Brings an empty `cache` to the end of `token_ids`, running only the tokens that its window depends on.
+
+    Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, and
+    `_SLACK` more, so that the window is complete after a rollback too.
+    """
+    start = len(token_ids) - decoder.config.num_layers * cache.window - _SLACK
+    parts = [token_ids]
+    if start > cache.sinks:
+        parts = [token_ids[: cache.sinks], token_ids[start:]]
+    for part in parts:
+        if part is not parts[0]:
+            cache.skip(start)
+        if part:
+            rows = readable(to_device(part, decoder.device), decoder.config.vocab_size)
+            decoder.forward(rows, cache)

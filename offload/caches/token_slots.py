@@ -1,0 +1,39 @@
+"""The places of a pass's tokens in a cache's buffer: numbers, or tensors where the pass is captured and replayed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...tp.model.rope import Rope, Rows
+
+
+class TokenSlots(NamedTuple):
+    """The rotation and the buffer slots of `n` consecutive tokens.
+
+    A captured pass runs the same kernels on the same addresses each time, so what changes with the position must be in
+    memory that they read: the tensors here, which are set before each replay (see `graphs`).
+    """
+
+    rotation: int | Rows
+    """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's table."""
+    slot: int | Tensor
+    """The slot of the first token, or of each, `[n]` int64."""
+
+    @property
+    def diagonal(self) -> int | Tensor:
+        """The last slot that the first token sees: its own."""
+        return self.slot if isinstance(self.slot, int) else self.slot[0]
+
+    def put(self, buffer: Tensor, rows: Tensor, rope: Rope | None = None) -> None:
+        """Writes `rows` `[heads, n, head_dim]`, rotated by `rope` if it is given, to their slots of `buffer`
+        `[heads, slots, head_dim]`."""
+        if isinstance(self.slot, int):
+            place = buffer[:, self.slot : self.slot + rows.shape[1]]
+            if rope:
+                rope.rotate(rows, self.rotation, out=place)
+            else:
+                place.copy_(rows)
+        else:
+            buffer.index_copy_(1, self.slot, rope.rotate(rows, self.rotation) if rope else rows)

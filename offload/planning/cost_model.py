@@ -1,0 +1,253 @@
+"""How fast a run would be, from bytes, bandwidths and a few published constants: modelled, never measured.
+
+A pass takes as long as the slowest of three things that go on at once:
+
+* the **link**: bytes of keys and values that do not live on the GPU, over the link's bandwidth. Nothing hides it;
+* the **GPU**: weights and keys and values read from its memory (or multiplied, if that takes longer), and on several
+  GPUs the two sums of every layer;
+* the **launches**: Python and PyTorch starting each layer's kernels, while the GPU waits or works.
+
+Speculation is the sum of `lengths`: draft tokens and one pass, over the tokens that this pass is expected to accept.
+Sampling, the refresh of the retrieval cache, sliding windows and what the sums of the layers take of the link are left
+out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...tp.model.config import ModelConfig
+from ..speculation.lengths import Acceptance, PassCost, expected_tokens, fastest_length
+from .cards import Card, card_named
+from .request import RunRequest
+from .run_plan import RunPlan
+
+EFFICIENCY = 1397.31 / 2039
+"""Share of a GPU's data-sheet bandwidth that a decoder reaches as a whole, attention and norms included: gpt-fast reads
+Llama-2-7B at 1,397.31 GB/s (its README) on an A100-80GB, whose data sheet says 2,039."""
+
+LAUNCH_SECONDS = 0.8e-3
+"""Starting one layer's operations from Python, without CUDA graphs: between the 0.5 ms that a draft's layer takes in
+plain PyTorch on two EPYC cores, nearly all of it dispatch (docs/cpu-results.md), and the 1.2 ms of the basic version in
+"Accelerating Generative AI with PyTorch II" (pytorch.org, 25.5 tokens/s with 32 layers on an A100's host)."""
+
+SUM_SECONDS = 12.7e-6, 5.4e-6
+"""A sum over n GPUs takes the first plus the second times log2(n): what gpt-fast's README gives for Llama-2-7B on 2, 4
+and 8 A100 beyond its share of the time on one, by its 64 sums a token. Those had NVLink; two RTX 4090 without peer
+access exchange a small message in 12 us (github.com/tinygrad/open-gpu-kernel-modules, issue 17)."""
+
+DRAFT_TOKENS = 256
+"""What the streaming cache holds: sinks and window."""
+
+
+class Hardware(Protocol):
+    """What passes take on some hardware, modelled (`Machine`) or measured (`calibration.MeasuredMachine`)."""
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes a second from page-locked host memory to one GPU, while all others read too."""
+        ...
+
+    @property
+    def round_seconds(self) -> float:
+        """What a round of speculation takes besides its passes."""
+        ...
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        """A pass of the target that reads so many bytes from a GPU's memory and multiplies so many operations there."""
+        ...
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        """A step of the draft model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a GPU can do by its data sheet. Bytes and operations a second."""
+
+    memory_bandwidth: float
+    flops: float
+    """16-bit matrix products, dense."""
+    link_bandwidth: float
+    """In practice."""
+    launch_seconds: float = LAUNCH_SECONDS
+    """Per layer; 0 for kernels that are launched as CUDA graphs."""
+    round_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, card: Card) -> Machine:
+        return cls(card.memory_gb_per_s * 1e9, card.tflops * 1e12, card.link_gb_per_s * 1e9)
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        work = max(read / (EFFICIENCY * self.memory_bandwidth), multiplied / (EFFICIENCY * self.flops))
+        if gpus > 1:
+            work += 2 * layers * (SUM_SECONDS[0] + SUM_SECONDS[1] * math.log2(gpus))
+        return max(work, layers * self.launch_seconds)
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        return max(read / (EFFICIENCY * self.memory_bandwidth), layers * self.launch_seconds)
+
+
+@dataclass(frozen=True)
+class HostMachine:
+    """Two cores of a server and the memory they read, where the CPU computes: a start for lengths that adapt.
+
+    Unlike on a GPU, dispatch, reading and multiplying follow one another.
+    """
+
+    link_bandwidth: float = math.inf
+    """Of the modelled link within host memory."""
+    memory_bandwidth: float = 40e9
+    flops: float = 400e9
+    launch_seconds: float = 0.1e-3
+    """Per layer."""
+    round_seconds: float = 0.0
+
+    def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
+        return layers * self.launch_seconds + read / self.memory_bandwidth + multiplied / self.flops
+
+    def draft_step_seconds(self, read: float, layers: int) -> float:
+        return layers * self.launch_seconds + read / self.memory_bandwidth
+
+
+def hardware_of(device: torch.device, name: str, link_gbps: float | None = None) -> Hardware:
+    """What is modelled of the device that a run computes on, before anything was measured.
+
+    Args:
+        name: the device's name; a GPU that is not in the table of cards is taken for the default one.
+        link_gbps: on a CPU, what the link to streamed blocks may carry, in gigabytes a second.
+    """
+    if device.type == "cpu":
+        return HostMachine(link_gbps * 1e9 if link_gbps else math.inf)
+    return Machine.of(card_named(name))
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What depends on model and text, and only a run can tell."""
+
+    acceptance: float = 0.9
+    """Chance that a draft token of the retrieval cache is accepted, given that those before it were. Above 0.9 is what
+    TriForce publishes for all temperatures up to 1 (infini-ai-lab.github.io/TriForce)."""
+    draft_acceptance: float = Acceptance().rate
+    """The same for the draft model's tokens: where the engine starts before it has measured."""
+
+    @classmethod
+    def of(cls, acceptance: float | None, draft_acceptance: float | None) -> Assumptions:
+        """The given chances; the default in place of `None`."""
+        given = {"acceptance": acceptance, "draft_acceptance": draft_acceptance}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Modelled seconds for so many tiers. Lengths are 0 where nothing drafts."""
+
+    tiers: int
+    floor_s: float
+    """The link's time of one pass over the full cache: no verification is faster."""
+    verify_s: float
+    retrieval_s: float
+    """One pass on the retrieval cache; 0 without."""
+    draft_s: float
+    block_length: int
+    draft_length: int
+    tokens_per_round: float
+    tbt_s: float
+    """Time between tokens."""
+
+
+def weights_read(part: ModelConfig, gpus: int) -> int:
+    """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
+    head = part.vocab_size * part.hidden_size
+    heads = head if part.tie_word_embeddings else 2 * head
+    return part.num_parameters - heads + -(-head // gpus)
+
+
+def pass_work(request: RunRequest, rows: float, kv_tokens: float) -> tuple[float, float]:
+    """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows and `kv_tokens`
+    tokens of keys and values."""
+    part = request.part
+    weights = weights_read(part, request.gpus)
+    read = weights * request.dtype.itemsize + kv_tokens * request.token_bytes
+    multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
+    return read, multiplied
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Modelled seconds of each tier's passes in a run."""
+
+    plan: RunPlan
+    hardware: Hardware
+
+    @property
+    def floor(self) -> float:
+        """The link's time of one pass over the full cache: no verification is faster."""
+        return self.plan.streamed_per_pass / self.hardware.link_bandwidth
+
+    def verify(self, rows: int) -> float:
+        """A pass over the full cache, whose streamed blocks arrive while it works."""
+        return max(self.floor, self._target(rows, self.plan.request.context))
+
+    def retrieval(self, rows: int) -> float:
+        """A pass over the retrieval cache."""
+        return self._target(rows, self.plan.budget)
+
+    def draft(self, rows: int = 1) -> float:
+        """A step of the draft model, which every rank runs whole; 0 without one. Further rows cost nothing."""
+        request, draft = self.plan.request, self.plan.request.small
+        if draft is None:
+            return 0.0
+        read = weights_read(draft, 1) * request.dtype.itemsize
+        read += DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
+        return self.hardware.draft_step_seconds(read, draft.num_layers)
+
+    def _target(self, rows: int, kv_tokens: int) -> float:
+        request = self.plan.request
+        work = pass_work(request, rows, kv_tokens)
+        return self.hardware.pass_seconds(*work, request.target.num_layers, request.gpus)
+
+    def costs(self) -> dict[str, PassCost]:
+        """Lines through these times, by tier: what a run starts from before it has measured its own."""
+        plan = self.plan
+        tiers = {
+            "verify": (self.verify, plan.verify_draft.most),
+            "retrieval": (self.retrieval, plan.retrieval_draft.most),
+            "draft": (self.draft, 1),
+        }
+        return {
+            name: PassCost.through(seconds(1), seconds(most + 1), most + 1) for name, (seconds, most) in tiers.items()
+        }
+
+
+def estimate(plan: RunPlan, hardware: Hardware, assumed: Assumptions) -> Estimate:
+    """The speed of a planned run; lengths that its settings leave open are those that are fastest."""
+    settings, times = plan.request.settings, PassTimes(plan, hardware)
+    if settings.tiers == 1:
+        return Estimate(1, times.floor, times.verify(1), 0.0, 0.0, 0, 0, 1.0, times.verify(1))
+    draft_s, draft_length, token_s = 0.0, 0, times.retrieval(1)
+    if settings.tiers == 3:
+        draft_s = times.draft()
+        draft_length, token_s = fastest_length(times.retrieval, draft_s, assumed.draft_acceptance, plan.retrieval_draft)
+
+    def finish(rows: int) -> float:
+        return times.verify(rows) + hardware.round_seconds
+
+    block_length, tbt = fastest_length(finish, token_s, assumed.acceptance, plan.verify_draft)
+    return Estimate(
+        tiers=settings.tiers,
+        floor_s=times.floor,
+        verify_s=times.verify(block_length + 1),
+        retrieval_s=times.retrieval(draft_length + 1),
+        draft_s=draft_s,
+        block_length=block_length,
+        draft_length=draft_length,
+        tokens_per_round=expected_tokens(assumed.acceptance, block_length),
+        tbt_s=tbt,
+    )

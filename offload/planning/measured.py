@@ -1,0 +1,203 @@
+"""`plan --measured FILE`: what a bench measured, in place of a card's figures and of assumptions."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from ...tp.errors import TriforceError, UsageError
+from .calibration import MeasuredMachine, MeasuredPass, fit
+from .cards import Card
+from .cost_model import Assumptions, pass_work
+from .request import RunRequest
+
+BENCH = "triforce bench"
+"""The kind of document that `triforce bench --json` writes."""
+
+LIKE = 1.25
+"""A model with so many times the parameters, or more, is another one: overheads and acceptance do not carry over."""
+
+
+_HEAD = {"contexts", "machine", "measured_bandwidth", "parameters", "model", "dtype", "date"}
+_MACHINE = {"world_size", "device_name", "memory_bytes", "device_memory_bytes"}
+_RUN = {"passes", "proposed", "time_s", "kv_read", "link", "settings", "rounds", "tbt_ms"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A bench's JSON, checked to be one."""
+
+    path: Path
+    document: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """Raises:
+        TriforceError: it cannot be read, or holds something else, or no run.
+        """
+        try:
+            document = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise TriforceError(f"--measured {path} does not exist; triforce bench --json {path} makes it") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not JSON"
+            raise TriforceError(f"--measured {path} cannot be read: {reason}") from error
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if kind != BENCH:
+            what = f"of {kind}" if isinstance(kind, str) else "of something else"
+            raise TriforceError(f"--measured {path} is JSON {what}; give one that triforce bench --json wrote")
+        missing = _HEAD - set(document)
+        try:
+            runs = [run for at in document.get("contexts", ()) for row in at["tiers"] for run in row["runs"]]
+            missing |= {key for run in runs for key in _RUN - set(run)}
+            missing |= {f"machine.{key}" for key in _MACHINE - set(document.get("machine", _MACHINE))}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TriforceError(
+                f"--measured {path} is not laid out as triforce bench writes it; measure again"
+            ) from error
+        if missing:
+            raise TriforceError(
+                f"--measured {path} lacks {', '.join(sorted(missing))}; measure again with this version"
+            )
+        if not runs:
+            raise TriforceError(f"--measured {path} holds no run; measure again, without --shape")
+        return cls(path, document)
+
+    @property
+    def gpus(self) -> int:
+        return self.document["machine"]["world_size"]
+
+    @property
+    def dtype(self) -> str:
+        return self.document["dtype"]
+
+    def card(self, link: Card) -> Card:
+        """The device, as far as it is known: memory and bandwidth as measured, the link likewise or that of `link`."""
+        machine, carried = self.document["machine"], self.document["measured_bandwidth"]
+        total = machine["device_memory_bytes"] or machine["memory_bytes"]
+        return Card(
+            name=machine["device_name"],
+            memory_gib=total / 2**30,
+            memory_gb_per_s=carried["memory_gb_per_s"],
+            tflops=math.nan,
+            link_gb_per_s=carried["link_gb_per_s"] or link.link_gb_per_s,
+        )
+
+    def check(self, request: RunRequest, model: str) -> None:
+        """Raises:
+        UsageError: `request` is of quite another model, or of another number of GPUs, or in another format.
+        """
+        theirs, ours = self.document["parameters"], request.target.num_parameters
+        if not 1 / LIKE < theirs / ours < LIKE:
+            raise UsageError(
+                f"--measured {self.path} is of {self.document['model']} ({theirs / 1e6:,.1f} M parameters), quite "
+                f"another model than {model} ({ours / 1e6:,.1f} M); measure that, or plan without it"
+            )
+        dtype = str(request.dtype).removeprefix("torch.")
+        for option, have, want in (("gpus", request.gpus, self.gpus), ("dtype", dtype, self.dtype)):
+            if have != want:
+                raise UsageError(
+                    f"--measured {self.path} was measured with --{option} {want}, and this plan is for {have}; give "
+                    f"--{option} {want}, or measure with {have}"
+                )
+
+    def machine(self, request: RunRequest, link_bandwidth: float) -> Calibration:
+        """What passes of `request` take there.
+
+        Raises:
+            TriforceError: it holds no pass that did not wait for the link.
+            UsageError: three tiers are planned, but no draft was measured.
+        """
+        runs = [_median_run(row["runs"]) for at in self.contexts for row in at["tiers"]]
+        passes = [found for run in runs for found in _passes(run, request)]
+        if not passes:
+            raise TriforceError(
+                f"--measured {self.path} holds no pass that did not wait for the link; measure with --tiers 1,3"
+            )
+        drafts = [run["time_s"]["draft"] / run["passes"]["draft"] for run in runs if run["passes"]["draft"]]
+        if request.settings.tiers == 3 and not drafts:
+            raise UsageError(f"--measured {self.path} has no run with three tiers; plan with --tiers 2")
+        besides = [
+            (run["time_s"]["refresh"] + run["time_s"]["other"]) / run["rounds"]
+            for run in runs
+            if run["settings"]["tiers"] > 1
+        ]
+        line = fit(passes)
+        machine = MeasuredMachine(
+            line, link_bandwidth, median_high(drafts) if drafts else None, median_high(besides) if besides else 0.0
+        )
+        return Calibration(self, machine, len(passes), line.worst(passes), self._nearest(request.context))
+
+    @property
+    def contexts(self) -> list[dict[str, Any]]:
+        return self.document["contexts"]
+
+    def _nearest(self, context: int) -> tuple[int, float | None, float | None]:
+        """The measured context that is nearest, and the acceptance there: of the retrieval cache, of the draft."""
+        speculated = [at for at in self.contexts if any(row["tiers"] > 1 for row in at["tiers"])]
+        at = min(speculated or self.contexts, key=lambda at: abs(math.log(at["context"] / context)))
+        accepted = max(at["tiers"], key=lambda row: row["tiers"])["acceptance"]
+        return at["context"], accepted["retrieval_per_token"], accepted["draft_per_token"]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as a bench found it."""
+
+    source: Measured
+    machine: MeasuredMachine
+    passes: int
+    """Kinds of passes that the line goes through."""
+    worst: float
+    """By how much it misses the worst of them, as a share."""
+    accepted: tuple[int, float | None, float | None]
+    """The context they are from; retrieval cache; draft."""
+
+    def assumptions(self, given: float | None, given_draft: float | None) -> Assumptions:
+        """What was given, else what was measured, else what is assumed without either."""
+        _, retrieval, draft = self.accepted
+        return Assumptions.of(retrieval if given is None else given, draft if given_draft is None else given_draft)
+
+    def terms(self) -> dict[str, Any]:
+        """For the JSON: where each term is from."""
+        document, line = self.source.document, self.machine.line
+        context, retrieval, draft = self.accepted
+        return {
+            "file": str(self.source.path),
+            "date": document["date"],
+            "device_name": document["machine"]["device_name"],
+            "measured_model": document["model"],
+            "bandwidth": document["measured_bandwidth"],
+            "pass_fit": {
+                "overhead_ms": 1e3 * line.overhead_s,
+                "gb_per_s": 1e-9 / line.byte_s if line.byte_s else None,
+                "gflops": 1e-9 / line.operation_s if line.operation_s else None,
+                "passes": self.passes,
+                "worst": self.worst,
+            },
+            "draft_step_ms": None if self.machine.draft_s is None else 1e3 * self.machine.draft_s,
+            "round_ms": 1e3 * self.machine.round_seconds,
+            "measured_acceptance": {"context": context, "retrieval": retrieval, "draft": draft},
+        }
+
+
+def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return sorted(runs, key=lambda run: run["tbt_ms"]["mean"])[len(runs) // 2]
+
+
+def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
+    """The mean pass of each of the target's tiers, but those over the full cache that waited for the link."""
+    found: list[MeasuredPass] = []
+    counts, proposed, seconds = run["passes"], run["proposed"], run["time_s"]
+    if counts["verify"] and not run["link"]["bytes_streamed"]:
+        tokens = run["kv_read"]["bytes"] / counts["verify"] / request.token_bytes
+        work = pass_work(request, 1 + proposed["retrieval"] / counts["verify"], tokens)
+        found.append(MeasuredPass(*work, seconds["verify"] / counts["verify"]))
+    if counts["retrieval"]:
+        work = pass_work(request, 1 + proposed["draft"] / counts["retrieval"], run["settings"]["budget"])
+        found.append(MeasuredPass(*work, seconds["retrieval"] / counts["retrieval"]))
+    return found

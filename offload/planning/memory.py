@@ -1,0 +1,92 @@
+"""What memory there is here and what this process has taken. What a run needs is the plan's business (`run_plan`)."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...kernels.packages import usable_packages
+from ...tp.errors import CapacityError
+from ...tp.parallel.ranks import ALONE, Ranks
+from ...tp.units import gib
+from .request import RunRequest
+from .run_plan import CUDA_CONTEXT, RUNTIME_BYTES, RunPlan, make_plan
+
+
+def plan_here(
+    request: RunRequest, device: torch.device, ranks: Ranks = ALONE, *, loaded: bool = False, given_back: int = 0
+) -> RunPlan:
+    """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
+    ranks find, the least counts for all, so that every rank makes the same plan.
+
+    Args:
+        request: its memory is filled in here.
+        loaded: whether this process holds the weights already.
+        given_back: bytes on the device that the run will not need any more.
+    """
+    request = replace(request, triton="triton" in usable_packages(device))
+    bare = make_plan(request)
+    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
+    held = given_back + (bare.weights if loaded else 0)
+    if device.type == "cuda":
+        free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
+        free, total, host = ranks.least([free, total, host])
+        request = replace(request, gpu_bytes=free, gpu_total_bytes=total)
+    else:
+        (host,) = ranks.least([host + held])
+    return make_plan(replace(request, host_bytes=host, local_ranks=1))
+
+
+@contextmanager
+def shortage_explained(device: torch.device) -> Iterator[None]:
+    """Turns PyTorch's failure to allocate, within, into an error that says what is taken and what helps.
+
+    Raises:
+        CapacityError: memory ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            raise CapacityError(
+                f"GPU memory ran out: {gib(total - free)} of {gib(total)} are taken, "
+                f"{gib(device_peak_bytes(device))} at most by this run; keep less of the KV cache there (--resident), "
+                "lower --budget, shorten the prompt (--truncate), or free memory"
+            ) from error
+        raise CapacityError(
+            f"memory ran out: this process takes {gib(host_peak_bytes())} and {gib(available_bytes(device))} are "
+            "available in all; shorten the prompt (--truncate), lower --budget, or free memory"
+        ) from error
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory where tensors of `device` live; on a GPU with what PyTorch keeps of tensors that are gone."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return psutil.virtual_memory().available
+
+
+def host_peak_bytes() -> int:
+    """The largest resident set of this process so far."""
+    try:  # Linux; what getrusage says there includes the process that started this one
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_peak_bytes(device: torch.device) -> int:
+    """The most memory tensors took on an accelerator; 0 on a CPU, where it is part of the host's."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,104 @@
+"""Where the full cache's blocks live: how large they are, how many stay on the device, and what streaming takes there.
+
+Pure arithmetic. A block is a fixed run of positions of one layer, keys and values together; every layer has the same
+number of blocks, and the first ones of each are the resident ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...tp.model.config import ModelConfig
+
+LARGEST_BLOCK = 4096
+"""Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
+
+SMALLEST_COPY = 16 * 2**20
+"""Bytes of a streamed block at least, where the context has so many: smaller copies do not fill a PCIe link."""
+
+RING_BUFFERS = 3
+"""Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block whose
+attention takes longer than its copy."""
+
+OPEN_SLACK = 512
+"""Tokens of room behind an open block. A pass over more tokens than this (a prefill) uses the workspace."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Blocks of each layer, and how many of them stay on the device."""
+
+    block_size: int
+    """Tokens."""
+    num_blocks: int
+    num_resident: int
+    open_tokens: int = 0
+    """Room of each layer's open stretch, which holds the newest tokens on the device; 0 where nothing streams."""
+
+    @classmethod
+    def streaming(cls, capacity: int, block_size: int, num_resident: int, chunk_size: int) -> Placement:
+        """Blocks for `capacity` tokens of which `num_resident` stay on the device, and the last one never."""
+        num_blocks = -(-capacity // block_size)
+        open_tokens = _whole_chunks(block_size + OPEN_SLACK, chunk_size)
+        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens)
+
+    @property
+    def streams(self) -> bool:
+        return self.num_resident < self.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def ring_buffers(self) -> int:
+        """Blocks that the ring holds; 0 where nothing streams."""
+        return min(RING_BUFFERS, self.num_blocks) if self.streams else 0
+
+    def streamed_blocks(self, context: int) -> int:
+        """Blocks of a layer that cross the link in one pass over `context` tokens: the last one, which is not full yet,
+        is in the open stretch."""
+        return max(0, context // self.block_size - self.num_resident) if self.streams else 0
+
+
+def block_size_for(capacity: int, chunk_size: int) -> int:
+    """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, with little more room in all than
+    asked for. A multiple of 64, then of `chunk_size`."""
+    num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
+    size = -(-capacity // num_blocks // 64) * 64
+    return _whole_chunks(size, chunk_size)
+
+
+def place_resident(
+    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, *, one_block: bool
+) -> Placement:
+    """Everything on the compute device.
+
+    Args:
+        part: one rank's part of the model.
+        one_block: a layer is one block where that is possible, so that attention over it starts once. Not in float32,
+            whose scores take memory in proportion to the block, nor with sliding windows, which skip whole blocks.
+    """
+    size = block_size_for(capacity, chunk_size)
+    num_blocks = -(-capacity // size)
+    windows = any(part.sliding_window(layer) for layer in range(part.num_layers))
+    if one_block and dtype.itemsize == 2 and not windows:
+        return Placement(num_blocks * size, 1, 1)
+    return Placement(size, num_blocks, num_blocks)
+
+
+def place_streamed(
+    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, resident_bytes: float
+) -> Placement:
+    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream."""
+    token_bytes = part.kv_bytes_per_token(dtype)
+    smallest = max(64, SMALLEST_COPY * part.num_layers // token_bytes)
+    size = min(block_size_for(capacity, chunk_size), _whole_chunks(smallest, chunk_size))
+    return Placement.streaming(capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size)
+
+
+def _whole_chunks(tokens: int, chunk_size: int) -> int:
+    return -(-tokens // chunk_size) * chunk_size

@@ -1,0 +1,67 @@
+"""What a run is asked to do and what memory it may take: the one input of a run plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...tp.model.config import ModelConfig
+from ...tp.parallel.ranks import Ranks
+from ...tp.parallel.split import Split
+from ..settings import Settings
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Models, length, settings, the ranks that share the target (tensor parallelism), and their memory in bytes.
+
+    Memory that the run holds already (loaded weights, a cache that will be replaced) counts as available: a plan says
+    what the whole run takes, not what is still to come.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    dtype: torch.dtype
+    context: int
+    """Tokens that the full cache has room for: the prompt and the generated ones."""
+    settings: Settings
+    gpus: int = 1
+    """Ranks; processes where the CPU computes."""
+    gpu_bytes: int | None = None
+    """Memory of each GPU that the run may take; `None` where the CPU computes."""
+    gpu_total_bytes: int | None = None
+    """All memory of each GPU, of which a share stays free; default `gpu_bytes`."""
+    host_bytes: int | None = None
+    """Host memory that `ranks_per_host` ranks may take together; `None` leaves it unchecked."""
+    local_ranks: int | None = None
+    """Ranks that share one host's memory; default `gpus`."""
+    triton: bool = True
+    """Whether Triton's attention runs on the GPU, which reads a layer of many blocks as one."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.gpu_bytes is not None
+
+    @property
+    def ranks_per_host(self) -> int:
+        return self.local_ranks or self.gpus
+
+    @property
+    def part(self) -> ModelConfig:
+        """The last rank's part of the target: where parts differ, no other is larger.
+
+        Raises:
+            UsageError: so many ranks cannot share the model's heads.
+        """
+        return Split.of(self.target, Ranks(self.gpus - 1, self.gpus, self.gpus)).config(self.target)
+
+    @property
+    def small(self) -> ModelConfig | None:
+        """The draft model, where three tiers run."""
+        return self.draft if self.settings.tiers == 3 else None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values on one rank, over all layers."""
+        return self.part.kv_bytes_per_token(self.dtype)

@@ -1,0 +1,266 @@
+"""The run plan: for a model, a machine and a request, which lengths, how many bytes where, and which placement.
+
+Made once for a run and read by everyone else: the engine and its caches, memory checks, reports, `triforce models`,
+`plan` and `bench --shape`. Every byte of a run is counted here and nowhere else. What passes are expected to cost
+follows from it in `cost_model`. Pure arithmetic: nothing is allocated or looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...kernels.attention import FEW_ROWS
+from ...tp.errors import CapacityError
+from ...tp.model.decoder import PREFILL_ROWS
+from ...tp.units import gib
+from ..caches.recent_mass import RECENT_ROWS
+from ..settings import Settings
+from ..speculation.lengths import DraftTokens
+from .placement import Placement, place_resident, place_streamed
+from .request import RunRequest
+
+RUNTIME_BYTES = 400 * 2**20
+"""Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
+
+CUDA_CONTEXT = 2**29
+"""Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090 0.49 GiB: what an out-of-memory message
+of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8)."""
+
+RESERVE = 0.05
+"""Share of a GPU's memory that is left alone: fragmentation, libraries, CUDA graphs."""
+
+
+VERIFY_DRAFT_TOKENS = 24
+RETRIEVAL_DRAFT_TOKENS = 8
+"""Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
+
+
+MOST_MASS_ROWS = 64
+"""The longest verification of which every row's attention mass is kept, as a row takes 32 MiB for Llama-2-7B at 128K
+tokens; of a longer one only the last rows' is, as of a prefill."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Lengths in tokens and bytes of one rank."""
+
+    request: RunRequest
+    placement: Placement
+    budget: int
+    """Tokens of the retrieval cache, at most the context; 0 where that tier is off."""
+    chunk_size: int
+    weights: int
+    """Of the rank's part of the target and of the whole draft."""
+    resident_kv: int
+    """Blocks of the full cache on the compute device."""
+    streamed_kv: int
+    """Blocks of the full cache in host memory, from which they stream."""
+    retrieval: int
+    """The retrieval cache and the attention mass that chunks are chosen by."""
+    ring: int
+    open_stretches: int
+    prefill: int
+    """Activations of a long forward, RoPE's tables, and, where blocks stream, the layer it works on. A prefill and the
+    retrieval cache never take their memory at the same time."""
+    streamed_per_pass: int
+    """What one verification moves over a rank's link."""
+
+    @property
+    def verify_draft(self) -> DraftTokens:
+        """For a pass over the full cache (γ2)."""
+        return DraftTokens(self.request.settings.block_length, VERIFY_DRAFT_TOKENS)
+
+    @property
+    def retrieval_draft(self) -> DraftTokens:
+        """For a pass over the retrieval cache (γ1)."""
+        return DraftTokens(self.request.settings.draft_length, RETRIEVAL_DRAFT_TOKENS)
+
+    @property
+    def mass_rows(self) -> int:
+        """The longest verification of which every row's attention mass is kept; 0 without a retrieval cache."""
+        return _mass_rows(self.request.settings) if self.budget else 0
+
+    @property
+    def kv(self) -> int:
+        """The whole full cache."""
+        return self.resident_kv + self.streamed_kv
+
+    @property
+    def working(self) -> int:
+        """The most that is held beside weights and full cache."""
+        return self.ring + self.open_stretches + max(self.retrieval, self.prefill)
+
+    @property
+    def cuda_context(self) -> int:
+        return CUDA_CONTEXT if self.request.on_gpu else 0
+
+    @property
+    def reserve(self) -> int:
+        """What stays free on a GPU."""
+        return _reserve(self.request)
+
+    @property
+    def device_total(self) -> int:
+        """The most that the rank's GPU must have; 0 where the CPU computes."""
+        if not self.request.on_gpu:
+            return 0
+        return self.weights + self.resident_kv + self.working + self.cuda_context + self.reserve
+
+    @property
+    def host_total(self) -> int:
+        """What the host must have for the rank."""
+        if self.request.on_gpu:
+            return self.streamed_kv + RUNTIME_BYTES
+        return self.weights + self.kv + self.working + RUNTIME_BYTES
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages()
+
+    def shortages(self) -> list[Shortage]:
+        """Memory that does not suffice."""
+        request, found = self.request, []
+        by_hand = request.settings.resident is not None  # what is set by hand may take the reserve
+        needed = self.device_total - (self.reserve if by_hand else 0)
+        if request.gpu_bytes is not None and needed > request.gpu_bytes:
+            found.append(Shortage("GPU memory", needed, request.gpu_bytes))
+        if request.host_bytes is not None:
+            needed, where = self.host_total * request.ranks_per_host, "host memory" if request.on_gpu else "memory"
+            if needed > request.host_bytes:
+                found.append(Shortage(where, self.host_total, request.host_bytes // request.ranks_per_host))
+        return found
+
+    def check(self) -> None:
+        """Raises:
+        CapacityError: there is not so much memory; the message gives the parts and a remedy.
+        """
+        for shortage in self.shortages():
+            raise CapacityError(self._explained(shortage))
+
+    def _explained(self, shortage: Shortage) -> str:
+        request = self.request
+        by_itself = replace(request, settings=replace(request.settings, resident=None))
+        if request.settings.resident is not None and make_plan(by_itself).fits:
+            remedy = "lower --resident, or leave what stays on the GPU to the planner (--resident auto)"
+        elif fitting := largest_context(request):
+            remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
+        else:
+            remedy = "free memory or choose a smaller model"
+        per_rank = " on each rank" if request.gpus > 1 else ""
+        if shortage.where == "host memory":
+            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(RUNTIME_BYTES)}"
+        else:
+            kv = self.resident_kv if request.on_gpu else self.kv
+            rest = shortage.needed - self.weights - kv
+            parts = f"weights {gib(self.weights)}, KV cache {gib(kv)}, the rest {gib(rest)}"
+        return (
+            f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
+            f"({parts}), but {gib(shortage.available)} is available; {remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Too little memory of one kind, in bytes for each rank."""
+
+    where: str
+    needed: int
+    available: int
+
+
+def make_plan(request: RunRequest) -> RunPlan:
+    """Plans a run.
+
+    Raises:
+        UsageError: so many ranks cannot share the model's heads.
+    """
+    settings, part = request.settings, request.part
+    chunk_size, token_bytes = settings.planned_chunk_size, request.token_bytes
+    budget = planned_budget(settings, request.context)
+    weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
+    activations = _activation_bytes(request)
+
+    def plan(placement: Placement) -> RunPlan:
+        block = placement.block_size * token_bytes  # of all layers
+        workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
+        return RunPlan(
+            request=request,
+            placement=placement,
+            budget=budget,
+            chunk_size=chunk_size,
+            weights=weights,
+            resident_kv=placement.num_resident * block,
+            streamed_kv=(placement.num_blocks - placement.num_resident) * block,
+            retrieval=_retrieval_bytes(request, budget, placement.capacity) if budget else 0,
+            ring=placement.ring_buffers * block // part.num_layers,
+            open_stretches=placement.open_tokens * token_bytes,
+            prefill=activations + workspace,
+            streamed_per_pass=placement.streamed_blocks(request.context) * block,
+        )
+
+    def streamed(resident_bytes: float) -> RunPlan:
+        return plan(place_streamed(part, request.dtype, request.context, chunk_size, resident_bytes))
+
+    one_block = request.on_gpu and request.triton
+    whole = plan(place_resident(part, request.dtype, request.context, chunk_size, one_block=one_block))
+    if settings.resident is not None:
+        wanted = settings.resident * 2**30
+        return whole if wanted >= whole.kv else streamed(wanted)
+    if request.gpu_bytes is None or whole.device_total <= request.gpu_bytes:
+        return whole
+    bare = streamed(0.0)
+    return streamed(max(0, request.gpu_bytes - bare.device_total))
+
+
+def planned_budget(settings: Settings, context: int) -> int:
+    """Tokens of the retrieval cache: as set, else about 3 % of the context, from 256 to 4,096 (the published setting
+    for one card with everything resident), in whole chunks; at most the context, and 0 with one tier."""
+    if settings.tiers == 1:
+        return 0
+    chunk_size = settings.planned_chunk_size
+    share = min(4096, max(256, context // 32)) // chunk_size * chunk_size
+    return min(settings.budget or share or chunk_size, context)
+
+
+def largest_context(request: RunRequest) -> int:
+    """The most tokens, up to those of the request, whose plan fits; 0 if not even one does."""
+    return largest_whole(request.context, lambda context: make_plan(replace(request, context=context)).fits)
+
+
+def largest_whole(most: int, works: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that works, if every smaller one does too; 0 for none."""
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        if works(middle):
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _reserve(request: RunRequest) -> int:
+    return int(RESERVE * (request.gpu_total_bytes or request.gpu_bytes or 0))
+
+
+def _mass_rows(settings: Settings) -> int:
+    return min((settings.block_length or VERIFY_DRAFT_TOKENS) + 1, MOST_MASS_ROWS)
+
+
+def _retrieval_bytes(request: RunRequest, budget: int, capacity: int) -> int:
+    """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
+    part = request.part
+    chunks = -(-capacity // request.settings.planned_chunk_size)
+    rows = max(_mass_rows(request.settings), FEW_ROWS) + RECENT_ROWS
+    mass = part.num_layers * part.num_kv_heads * rows * chunks
+    return budget * request.token_bytes + mass * request.dtype.itemsize
+
+
+def _activation_bytes(request: RunRequest) -> int:
+    """Hidden states of the whole prompt, RoPE's tables (float32), and one tile of rows inside a layer."""
+    part, context = request.part, request.context
+    heads = 2 * part.num_heads + part.num_kv_heads
+    width = part.hidden_size + 3 * part.intermediate_size + heads * part.head_dim * 3 // 2
+    rows = min(PREFILL_ROWS, context)
+    return context * (part.hidden_size * request.dtype.itemsize + part.head_dim * 8) + rows * width * 4

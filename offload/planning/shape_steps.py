@@ -1,0 +1,166 @@
+"""What the steps of speculation take for a model that is only a shape: random weights, keys and values that are zeros.
+
+A step's time does not depend on them. How many drafted tokens stand does, so that has to be assumed by who asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ...tp.model.config import ModelConfig
+from ...tp.model.decoder import Decoder
+from ..caches.kept import KeptCache
+from ..caches.retrieval import RetrievalCache
+from ..caches.streaming import StreamingCache
+from ..caches.synthetic import fill_with_zeros
+from ..graphs.passes import Graphs, Passes, capture_for
+from ..settings import MOST_BLOCK_LENGTH, Settings
+from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
+from ..transfer.bandwidth import timed
+from .cost_model import Assumptions
+from .memory import plan_here
+from .request import RunRequest
+
+ROOM = MOST_BLOCK_LENGTH + 8
+"""Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
+
+_UNTIMED = 2
+"""Passes before those that are timed: the first, and the one that is captured."""
+
+
+class RandomWeights:
+    """Stands for `tp.checkpoint.Checkpoint` where there is none: weights of the size that keeps activations finite."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
+        return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
+
+    def check_all_read(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of each kind of step at one length of context, several measurements each."""
+
+    context: int
+    plain: list[float]
+    """One row over the full cache: plain decoding."""
+    verify: list[float]
+    """`block_length` + 1 rows over it."""
+    retrieval: list[float]
+    """`draft_length` + 1 rows over the retrieval cache."""
+    draft: list[float]
+    """A step of the small model; empty without one."""
+    block_length: int
+    draft_length: int
+    """0 without a small model."""
+    budget: int
+    resident_bytes: int
+    read_bytes: int
+    """Keys and values that a pass over the full cache reads."""
+    streamed_bytes: int
+    """Of them, what crosses the link."""
+
+    def tbt_s(self, assumed: Assumptions) -> float:
+        """The time between tokens that the medians of these steps give: modelled, as `assumed` is."""
+        draft_s = median(self.draft) if self.draft else 0.0
+        token_s = seconds_per_token(self.draft_length, draft_s, median(self.retrieval), assumed.draft_acceptance)
+        return seconds_per_token(self.block_length, token_s, median(self.verify), assumed.acceptance)
+
+
+class ShapeSteps:
+    """A pair of shapes on one device, whose steps can be timed."""
+
+    def __init__(
+        self,
+        target: ModelConfig,
+        draft: ModelConfig | None,
+        settings: Settings,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+    ) -> None:
+        """Args: `context` is the longest that will be measured.
+
+        Raises:
+            CapacityError: weights or the longest cache do not fit.
+        """
+        self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
+        plan_here(self._request, device).check()
+        weights = RandomWeights(dtype, device)
+        self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
+        self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
+        self.graphs = Graphs(capture_for(device))
+        """Of the steps that draft, as an engine would replay them."""
+        self._device = device
+        self._kept = KeptCache(self.target, settings.link_gbps)
+
+    @torch.inference_mode()
+    def at(self, context: int, assumed: Assumptions) -> StepTimes:
+        """Every kind of step with so many tokens in the cache. Lengths that the settings leave open are those that
+        `assumed` and the measured steps make fastest.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM), reuse=0)
+        fill_with_zeros(full, context)
+        full.begin(mass_rows=0)
+        verifying = Passes(self.target, full)
+        before, read = full.blocks.traffic(), full.reads.num_bytes
+        plain = self._timed(verifying, 1)
+        count = len(plain) + _UNTIMED
+        streamed = full.blocks.traffic().since(before).bytes_in // count
+        read = (full.reads.num_bytes - read) // count
+
+        full.begin(mass_rows=plan.mass_rows)
+        retrieval = RetrievalCache(full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size)
+        self._step(verifying, 1)  # the attention that chunks are chosen by
+        retrieval.refresh()
+        drafting = Passes(self.target, retrieval, self.graphs)
+        draft: list[float] = []
+        if self.draft is not None:
+            streaming = StreamingCache(self.draft)
+            small = Passes(self.draft, streaming, self.graphs)
+            self._step(small, streaming.sinks + streaming.window, keep=True)
+            draft = self._timed(small, 1)
+        draft_length = self._length(drafting, draft, assumed.draft_acceptance, plan.retrieval_draft)
+        of_retrieval = self._timed(drafting, draft_length + 1)
+        token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
+        block_length = self._length(verifying, [token_s], assumed.acceptance, plan.verify_draft)
+        verify = self._timed(verifying, block_length + 1)
+        return StepTimes(
+            context, plain, verify, of_retrieval, draft, block_length, draft_length, min(plan.budget, context),
+            full.blocks.resident_bytes, read, streamed,
+        )  # fmt: skip
+
+    def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:
+        """The tokens to draft for one of `passes`, one of which takes `drafted` seconds."""
+        if not drafted:
+            return 0
+        if planned.fixed is not None:
+            return planned.fixed
+        one, many = (min(self._timed(passes, rows)) for rows in (1, planned.most + 1))
+        return best_length(PassCost.through(one, many, planned.most + 1), min(drafted), rate, planned.most)[0]
+
+    def _timed(self, passes: Passes, rows: int) -> list[float]:
+        self._step(passes, rows)  # a pass is captured the second time, which `timed` does not count
+        return timed(lambda: self._step(passes, rows), self._device)
+
+    def _step(self, passes: Passes, rows: int, *, keep: bool = False) -> None:
+        cache = passes.cache
+        length = cache.length
+        passes.forward(torch.zeros(rows, dtype=torch.int64, device=self._device), rows)
+        if not keep:
+            cache.rollback(length)

@@ -1,0 +1,74 @@
+"""The JSON of a run: who ran what, the lengths in force, and what was measured. docs/json.md describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .statistics import Statistics, ratio
+
+
+def run_document(
+    identity: Mapping[str, Any], statistics: Statistics, lengths: Mapping[str, int], warnings: Sequence[str]
+) -> dict[str, Any]:
+    """The document of a run that is finished or under way.
+
+    Args:
+        identity: the part that is known before the run: versions, models, device, sampling, `settings`.
+        lengths: those in force, which join `settings`.
+        warnings: a line each.
+    """
+    settings = {**identity["settings"], **lengths}
+    return {**identity, **_measured(statistics), "settings": settings, "warnings": list(warnings)}
+
+
+def _measured(s: Statistics) -> dict[str, Any]:
+    return {
+        "prompt_tokens": s.prompt_tokens,
+        "reused_tokens": s.reused_tokens,
+        "new_tokens": len(s.token_ids),
+        "token_ids": list(s.token_ids),
+        "finish_reason": s.finish_reason,
+        "prefill_s": s.prefill_s,
+        "ttft_s": s.ttft_s,
+        "decode_s": s.decode_s,
+        "tbt_ms": {
+            "mean": s.tbt_s * 1e3,
+            "p50": s.tbt_percentile(50) * 1e3,
+            "p95": s.tbt_percentile(95) * 1e3,
+            "p99": s.tbt_percentile(99) * 1e3,
+        },
+        "tokens_per_s": s.tokens_per_s,
+        "rounds": s.rounds,
+        "acceptance": {
+            "draft": ratio(s.draft_accepted, s.draft_proposed),
+            "retrieval": ratio(s.retrieval_accepted, s.retrieval_proposed),
+            "draft_per_token": s.draft_acceptance,
+            "retrieval_per_token": s.retrieval_acceptance,
+            "tokens_per_round": s.tokens_per_round,
+        },
+        "time_s": {
+            "draft": s.draft_s,
+            "retrieval": s.retrieval_s,
+            "verify": s.verify_s,
+            "refresh": s.refresh_s,
+            "other": s.other_s,
+        },
+        "link": {
+            "bytes_streamed": s.link.bytes_in,
+            "bytes_written_back": s.link.bytes_out,
+            "busy_s": s.link.busy_s,
+            "waited_s": s.link.waited_s,
+            "gb_per_s": s.link.bytes_in / s.link.busy_s / 1e9 if s.link.busy_s else None,
+        },
+        "kv_read": {
+            "bytes": s.kv_read_bytes,
+            "s": s.kv_read_s,
+            "gb_per_s": s.kv_read_bytes / s.kv_read_s / 1e9 if s.kv_read_s else None,
+        },
+        "memory": {
+            "device_peak_bytes": s.device_peak_bytes,
+            "host_peak_bytes": s.host_peak_bytes,
+            "kv_bytes": s.kv_bytes,
+        },
+    }

@@ -1,0 +1,40 @@
+"""Draft models whose vocabulary differs from the target's by padding: same tokenizer, other number of unused rows.
+
+Embeddings are padded to sizes that suit the hardware, which differ between the models of a family (Qwen2.5 has 152,064
+rows at 7B and 151,936 at 0.5B). Distributions are always over the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...tp.errors import ModelError
+from ...tp.model.config import ModelConfig
+
+LARGEST_PADDING = 512
+"""Rows by which two vocabularies may differ and still count as one that is padded differently."""
+
+
+def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
+    """Raises:
+    ModelError: the draft's vocabulary is not the target's, padding aside.
+    """
+    if abs(draft.vocab_size - target.vocab_size) > LARGEST_PADDING:
+        raise ModelError(
+            f"the draft {draft.name} has a vocabulary of {draft.vocab_size}, the target {target.name} of "
+            f"{target.vocab_size}; a draft must share its target's vocabulary, but for up to {LARGEST_PADDING} tokens "
+            "of padding (or use --draft none)"
+        )
+
+
+def readable(token_ids: Tensor, vocab_size: int) -> Tensor:
+    """`token_ids` as a model of `vocab_size` tokens can read them: ids beyond its vocabulary become its last token,
+    which lowers acceptance only, and -1 (see `sampling.draw`) its first, until `sampling.read` reports it."""
+    return token_ids.clamp(0, vocab_size - 1)
+
+
+def cover(logits: Tensor, vocab_size: int) -> Tensor:
+    """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
+    missing = vocab_size - logits.shape[-1]
+    return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))

@@ -1,0 +1,180 @@
+"""Blocks of keys and values that all live on the compute device: a block is a view, and nothing moves.
+
+Layout per layer: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, so that the keys and values of one block are
+adjacent and contiguous, as they are where blocks travel (`streamed_blocks`). This is the CPU's own case, and a GPU's
+whose memory holds the whole cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.chunks import gather_chunks
+from ...tp.model.config import ModelConfig
+from .link import Traffic
+
+
+class Blocks(Protocol):
+    """Where the keys and values of a full cache are. Positions are tokens; layers come in ascending order."""
+
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    all_on_device: bool
+    """Whether chunks can be gathered at any time for nothing, or should be copied while their blocks pass."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes taken on the device."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys and values that live on the device."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """What crossed a link so far."""
+        ...
+
+    def prepare(self, start: int, n: int) -> None:
+        """Says that every layer's tokens `start` to `start + n` come next."""
+        ...
+
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`."""
+        ...
+
+    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The blocks that hold tokens `first` (or some before) to `stop`, in any order: the position of a block's first
+        token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for."""
+        ...
+
+    def at_once(self, layer: int) -> Tensor | None:
+        """All blocks `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie on the device together."""
+        ...
+
+    def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens `start` to `stop`, each `[num_kv_heads, stop - start, head_dim]`, on the device."""
+        ...
+
+    def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `chunks` `[num_kv_heads, count]`, each `[num_kv_heads, count * chunk_size, head_dim]`."""
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Says that tokens from `length` on are forgotten in every layer."""
+        ...
+
+    def move_from(self, other: Blocks, length: int) -> bool:
+        """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
+        held twice; whether that could be done. `other` must not be used afterwards."""
+        ...
+
+
+class DeviceBlocks:
+    """Blocks on the compute device. See `Blocks`."""
+
+    all_on_device = True
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
+    ) -> None:
+        """Reserves room for `capacity` tokens; memory is taken as tokens come."""
+        self.block_size, self.dtype, self.device = block_size, dtype, device
+        shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
+        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
+
+    @property
+    def capacity(self) -> int:
+        return self._layers[0].shape[0] * self.block_size
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(blocks.numel() * blocks.element_size() for blocks in self._layers)
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.device_bytes
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    def prepare(self, start: int, n: int) -> None:
+        pass
+
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        self._clean[layer] = write_tokens(self._layers[layer], start, k, v, self._clean[layer])
+
+    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        for index in range(first // self.block_size, -(-stop // self.block_size)):
+            yield index * self.block_size, self._layers[layer][index]
+
+    def at_once(self, layer: int) -> Tensor | None:
+        return self._layers[layer]
+
+    def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return read_tokens(self._layers[layer], start, stop)
+
+    def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        blocks = self._layers[layer]
+        return gather_chunks(blocks[:, 0], chunks, chunk_size), gather_chunks(blocks[:, 1], chunks, chunk_size)
+
+    def rollback(self, length: int) -> None:
+        pass
+
+    def move_from(self, other: Blocks, length: int) -> bool:
+        if not isinstance(other, DeviceBlocks):
+            return False
+        for layer in range(len(self._layers)):
+            if length:
+                self.append(layer, 0, *other.slice(layer, 0, length))
+            other._layers[layer] = torch.empty(0)
+        return True
+
+
+def write_tokens(blocks: Tensor, start: int, k: Tensor, v: Tensor, clean: int) -> int:
+    """Writes tokens from `start` on into `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+
+    What lies behind them in a block that is entered for the first time (none of the `clean` leading ones) is zeroed:
+    attention hides it, but it must be finite. Returns how many leading blocks are clean then.
+
+    Raises:
+        ValueError: there is no room for them.
+    """
+    block_size = blocks.shape[3]
+    position, stop, taken = start, start + k.shape[1], 0
+    if stop > blocks.shape[0] * block_size:
+        raise ValueError(f"the cache has room for {blocks.shape[0] * block_size} tokens, not for {stop}")
+    while position < stop:
+        index, offset = divmod(position, block_size)
+        block = blocks[index]
+        n = min(stop - position, block_size - offset)
+        block[0, :, offset : offset + n] = k[:, taken : taken + n]
+        block[1, :, offset : offset + n] = v[:, taken : taken + n]
+        if index >= clean:
+            block[:, :, offset + n :].zero_()
+            clean = index + 1
+        position, taken = position + n, taken + n
+    return clean
+
+
+def read_tokens(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of tokens `start` to `stop` of `blocks`, each `[num_kv_heads, stop - start, head_dim]`."""
+    block_size = blocks.shape[3]
+    parts = []
+    for index in range(start // block_size, -(-stop // block_size)):
+        offset = index * block_size
+        parts.append(blocks[index][:, :, max(start - offset, 0) : stop - offset])
+    k, v = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return k, v

@@ -1,0 +1,181 @@
+"""The link between host memory, where the full cache lives, and the compute device: copies that run beside computation.
+
+Two engines with one interface. `ThreadLink` copies in a thread, at a given bandwidth if one is given, and stands for a
+PCIe link where there is none: every rule of the scheduler is tested on it. `CudaLink` (in `cuda_link`) is the real one.
+Neither knows what is copied, nor in which order it will be wanted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...tp.errors import TriforceError
+
+
+class LinkError(TriforceError):
+    """A copy between host and device failed."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crossed a link so far."""
+
+    bytes_in: int = 0
+    """To the device."""
+    bytes_out: int = 0
+    """To the host."""
+    busy_s: float = 0.0
+    """Seconds in which something crossed it towards the device."""
+    waited_s: float = 0.0
+    """Seconds in which computation waited for it."""
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What crossed it after `earlier`."""
+        return Traffic(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))
+
+
+class Arrival(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Makes what is computed from here on come after the copy.
+
+        Raises:
+            LinkError: it failed.
+        """
+        ...
+
+
+class Link(Protocol):
+    """Copies in the order they are asked for, each direction on its own; a fetch comes after all earlier stores."""
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that the link copies from and to at its full speed: `shape[0]` blocks, each of
+        which is copied whole or in part."""
+        ...
+
+    def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
+        """Begins to copy `source`, in host memory, over `buffer`, on the device, after what was computed before."""
+        ...
+
+    def store(self, source: Tensor, target: Tensor) -> Arrival:
+        """Begins to copy `source`, on the device, to `target`, in host memory, both contiguous, after what was computed
+        before. `source` may be dropped at once, but not overwritten before the arrival's `wait` or
+        `wait_for_stores`."""
+        ...
+
+    def wait_for_stores(self) -> None:
+        """Returns when all stores are done.
+
+        Raises:
+            LinkError: one of them failed.
+        """
+        ...
+
+    def traffic(self) -> Traffic:
+        """What crossed the link so far."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside computation; no copy may be asked for afterwards."""
+        ...
+
+
+class ThreadLink:
+    """A link within host memory: a thread that copies, no faster than `bytes_per_s` where that is given."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._traffic = Traffic()
+        self._free_at = 0.0  # when the modelled link has carried all that was asked for so far
+        self._stores: list[_Copy] = []
+        self._thread = threading.Thread(target=self._work, name="link", daemon=True)
+        self._thread.start()
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
+        return self._ask(_Copy(self, source, buffer, inwards=True))
+
+    def store(self, source: Tensor, target: Tensor) -> Arrival:
+        self._stores.append(self._ask(_Copy(self, source, target, inwards=False)))
+        return self._stores[-1]
+
+    def wait_for_stores(self) -> None:
+        stores, self._stores = self._stores, []
+        for copy in stores:
+            copy.wait()
+
+    def traffic(self) -> Traffic:
+        with self._lock:
+            return self._traffic
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _ask(self, copy: _Copy) -> _Copy:
+        self._queue.put(copy)
+        return copy
+
+    @torch.inference_mode()
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        while (copy := self._queue.get()) is not None:
+            try:
+                self._carry(copy)
+            except Exception as error:  # it belongs to whoever waits for the copy
+                copy.error = error
+            copy.done.set()
+            del copy  # or it keeps the memory until there is another
+
+    def _carry(self, copy: _Copy) -> None:
+        began = time.perf_counter()
+        copy.target.copy_(copy.source)
+        num_bytes = copy.source.numel() * copy.source.element_size()
+        if self._bytes_per_s:
+            # Copies asked for while the link was busy follow one another without a gap, however late a sleep ends.
+            self._free_at = max(self._free_at, copy.asked_at) + num_bytes / self._bytes_per_s
+            time.sleep(max(0.0, self._free_at - time.perf_counter()))
+        seconds = time.perf_counter() - began
+        with self._lock:
+            old = self._traffic
+            if copy.inwards:
+                self._traffic = replace(old, bytes_in=old.bytes_in + num_bytes, busy_s=old.busy_s + seconds)
+            else:
+                self._traffic = replace(old, bytes_out=old.bytes_out + num_bytes)
+
+    def note_wait(self, seconds: float) -> None:
+        """Adds to the time that computation waited."""
+        with self._lock:
+            self._traffic = replace(self._traffic, waited_s=self._traffic.waited_s + seconds)
+
+
+class _Copy:
+    """One copy of a `ThreadLink`, asked for or done."""
+
+    def __init__(self, link: ThreadLink, source: Tensor, target: Tensor, *, inwards: bool) -> None:
+        self.source, self.target, self.inwards = source, target, inwards
+        self.asked_at = time.perf_counter()
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._link = link
+
+    def wait(self) -> None:
+        if not self.done.is_set():
+            began = time.perf_counter()
+            self.done.wait()
+            self._link.note_wait(time.perf_counter() - began)
+        if self.error:
+            raise LinkError(f"copying a block of the KV cache failed: {self.error}") from self.error

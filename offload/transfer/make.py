@@ -1,0 +1,50 @@
+"""Makes the blocks of a planned full cache and the link that some of them cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...tp.model.config import ModelConfig
+from ..planning.placement import Placement
+from .device_blocks import Blocks, DeviceBlocks
+from .link import Link, ThreadLink
+from .streamed_blocks import StreamedBlocks
+
+
+def make_link(
+    device: torch.device, gbps: float | None = None, on_lock: Callable[[int, int], None] | None = None
+) -> Link:
+    """The link between host memory and `device`.
+
+    Args:
+        gbps: on a CPU, what it may carry in gigabytes a second; `None` is as much as memory does.
+        on_lock: called with the bytes of host memory that are page-locked so far, and with how many will be: on a GPU
+            that takes seconds for tens of GiB.
+    """
+    if device.type == "cuda":
+        from .cuda_link import CudaLink  # only where it is used: a CPU has no streams
+
+        return CudaLink(device, on_lock=on_lock)
+    return ThreadLink(gbps * 1e9 if gbps else None)
+
+
+def make_blocks(
+    part: ModelConfig,
+    placement: Placement,
+    link: Link | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Blocks:
+    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream.
+
+    Raises:
+        CapacityError: the system does not page-lock so much host memory.
+    """
+    if not placement.streams:
+        capacity, size = placement.capacity, placement.block_size
+        return DeviceBlocks(part, dtype=dtype, device=device, capacity=capacity, block_size=size)
+    assert link is not None
+    return StreamedBlocks(part, link, placement, dtype=dtype, device=device)

@@ -1,0 +1,116 @@
+"""Page-locked host memory in any amount: what a GPU copies from and to at the link's full speed, beside computation.
+
+`torch.empty(pin_memory=True)` rounds up to a power of two, which tens of GiB cannot afford, so plain memory is
+registered, in pieces, as a driver may refuse very large ones. A copy that touches two pieces fails: pieces end where
+blocks end. To lock memory that was never written makes the system find its pages one by one, at about 2 GB/s: they are
+written from several threads first.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...tp.errors import CapacityError
+from ...tp.units import gib
+
+LARGEST_PIECE = 4 * 2**30
+"""Bytes registered in one call, if a block is not larger."""
+
+MOST_THREADS = 16
+"""Threads that write to new pages; more would wait for the system's locks."""
+
+_PAGES_A_THREAD = 4096
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are locked so far, and with how many there will be."""
+
+
+class PageLocking(Protocol):
+    """The part of `cuda_runtime.CudaRuntime` that is needed here."""
+
+    def lock_pages(self, address: int, size: int) -> int: ...
+
+    def unlock_pages(self, address: int) -> None: ...
+
+    def clear_error(self) -> None: ...
+
+
+def locked_memory(
+    shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking, on_progress: Progress | None = None
+) -> Tensor:
+    """Page-locked memory for blocks `shape[1:]`, `shape[0]` of them, all zeros; unlocked when it is freed.
+
+    Raises:
+        CapacityError: the system refuses to lock so much.
+    """
+    block = math.prod(shape[1:]) * dtype.itemsize
+    size = shape[0] * block
+    if not size:
+        return torch.empty(*shape, dtype=dtype)
+    memory = torch.frombuffer(_pages(size), dtype=torch.uint8, count=size)
+    start = memory.data_ptr()
+    locked: list[int] = []
+    weakref.finalize(memory.untyped_storage(), _unlock, runtime, locked)
+    for first, stop in pieces(size, block):
+        _touch(memory[first:stop])
+        status = runtime.lock_pages(start + first, stop - first)
+        if status != 0:
+            runtime.clear_error()
+            raise CapacityError(
+                f"the system locks no more than {gib(first)} of the {gib(size)} of host memory for the KV cache "
+                f"(CUDA error {status}); raise the limit (ulimit -l), free memory, or shorten the prompt"
+            )
+        locked.append(start + first)
+        if on_progress:
+            on_progress(stop, size)
+    return memory.view(dtype).view(*shape)
+
+
+def pieces(size: int, block: int) -> list[tuple[int, int]]:
+    """Where pieces of `size` bytes of memory begin and end: at the borders of blocks that are borders of pages too, so
+    that neither a block nor a page is in two of them."""
+    step = math.lcm(block, mmap.PAGESIZE)
+    step *= max(1, LARGEST_PIECE // step)
+    return [(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def _pages(size: int) -> mmap.mmap:
+    """New memory from the border of a page on, in huge pages where the system has them."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a system built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _touch(memory: Tensor) -> None:
+    """Writes to every page, from several threads: the system makes it then."""
+    pages = memory[:: mmap.PAGESIZE]
+    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // _PAGES_A_THREAD))
+    if threads == 1:
+        pages.zero_()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_write, pages.chunk(4 * threads)))
+
+
+@torch.inference_mode()  # which is a thread's own, and may be what the memory was made in
+def _write(pages: Tensor) -> None:
+    pages.zero_()
+
+
+def _unlock(runtime: PageLocking, addresses: list[int]) -> None:
+    for address in addresses:
+        runtime.unlock_pages(address)

@@ -1,0 +1,259 @@
+"""Blocks of keys and values in host memory, of which as many as fit are resident on the device; the rest flows through.
+
+The newest tokens stay on the device in an *open* stretch per layer, so what a verification adds crosses the link only
+once its block is full. Between two passes nothing crosses. A pass over a few tokens reads every block once, the
+resident ones while the first of the others is on its way. A pass over many (a prefill) collects one layer at a time in
+a *workspace* on the device, attends there, and writes each block to its home while the next layer computes: a
+prompt's keys and values leave the device once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...kernels.chunks import copy_chunks, gather_chunks
+from ...tp.model.config import ModelConfig
+from ..planning.placement import OPEN_SLACK, Placement
+from .device_blocks import Blocks, read_tokens, write_tokens
+from .link import Arrival, Link, Traffic
+from .ring import Ring
+
+
+class StreamedBlocks:
+    """Blocks whose home is host memory, but for the first `num_resident` of each layer. See `device_blocks.Blocks`."""
+
+    all_on_device = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        link: Link,
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Takes the memory for the blocks of `placement`.
+
+        Raises:
+            CapacityError: the system does not page-lock so much host memory.
+        """
+        block_size, num_resident = placement.block_size, placement.num_resident
+        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.num_resident = num_resident
+        self._link = link
+        self._num_blocks = placement.num_blocks
+        self._block = (2, config.num_kv_heads, block_size, config.head_dim)
+
+        def on_device(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        layers = range(config.num_layers)
+        self._host = [link.host_memory((self._num_blocks - num_resident, *self._block), dtype) for _ in layers]
+        self._resident = [on_device(num_resident, *self._block) for _ in layers]
+        self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
+        self._windows = [config.sliding_window(layer) for layer in layers]
+        self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
+        self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)])
+        self._workspace: Tensor | None = None
+        self._worked = -1  # the layer in the workspace
+        self._leaving: list[Arrival] = []  # stores out of the workspace
+        self._start = self._stop = 0  # of the pass under way
+
+    @property
+    def capacity(self) -> int:
+        return self._num_blocks * self.block_size
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self._resident, *self._open, *self._ring.buffers))
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._resident)
+
+    def move_from(self, other: Blocks, length: int) -> bool:
+        if not isinstance(other, StreamedBlocks):
+            return False
+        other.rollback(length)
+        other._ring.stop()  # a pass that was broken off has left copies under way, from memory that is freed here
+        other._link.wait_for_stores()
+        whole = length // self.block_size
+        resident = min(whole, self.num_resident)
+        for layer, stretch in enumerate(self._open):
+            k, v = other._on_host(layer, length)
+            blocks = k.new_zeros(whole + 1, *self._block)
+            write_tokens(blocks, 0, k, v, clean=whole + 1)
+            self._resident[layer][:resident] = blocks[:resident]
+            self._host[layer][: whole - resident] = blocks[resident:whole]
+            stretch[:, :, : self.block_size] = blocks[whole]
+            other._resident[layer] = other._host[layer] = blocks.new_empty(0)
+        self._base = whole * self.block_size
+        return True
+
+    def _on_host(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer's first `length` tokens, which reach into its open stretch, in host memory."""
+        whole = self._base // self.block_size
+        resident = min(whole, self.num_resident)
+        blocks = torch.cat((self._resident[layer][:resident].cpu(), self._host[layer][: whole - resident]))
+        rest = self._open[layer][:, :, : length - self._base].cpu()
+        if not whole:
+            return rest[0], rest[1]
+        k, v = read_tokens(blocks, 0, self._base)
+        return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
+
+    def traffic(self) -> Traffic:
+        return self._link.traffic()
+
+    def prepare(self, start: int, n: int) -> None:
+        self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
+        self._start, self._stop = start, start + n
+        self._workspace = None
+        if n > OPEN_SLACK:
+            shape = (-(-self._stop // self.block_size), *self._block)
+            self._workspace = self._open[0].new_zeros(shape)
+            self._worked = -1
+            self._leaving.clear()
+            return
+        while start - self._base >= self.block_size:
+            self._close_block(start - self._base)
+        self._ring.begin(block for layer, host in enumerate(self._host) for block in self._streamed(layer, host))
+
+    def _streamed(self, layer: int, host: Tensor) -> Iterator[Tensor]:
+        first, stop = self._range(layer)
+        return iter(host[first - self.num_resident : stop - self.num_resident])
+
+    def _range(self, layer: int) -> tuple[int, int]:
+        """The blocks that a pass over few tokens streams: those before its sliding window are seen by none of them."""
+        whole = max(self._base // self.block_size, self.num_resident)
+        window = self._windows[layer]
+        if window is None:
+            return self.num_resident, whole
+        return min(max(self.num_resident, (self._start + 1 - window) // self.block_size), whole), whole
+
+    def _close_block(self, filled: int) -> None:
+        """Moves the first block of every open stretch, which holds `filled` tokens, to its home."""
+        index = self._base // self.block_size
+        for layer, stretch in enumerate(self._open):
+            block = stretch[:, :, : self.block_size]
+            if index < self.num_resident:
+                self._resident[layer][index] = block
+            else:
+                self._ring.send(block, self._host[layer][index - self.num_resident])
+            stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
+        self._base += self.block_size
+
+    def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        stop = start + k.shape[1]
+        if stop > self.capacity:
+            raise ValueError(f"the cache has room for {self.capacity} tokens, not for {stop}")
+        if self._workspace is None:
+            place = slice(start - self._base, stop - self._base)
+            self._open[layer][0, :, place] = k
+            self._open[layer][1, :, place] = v
+            return
+        if layer != self._worked:
+            self._take_up(layer, start)
+        write_tokens(self._workspace, start, k, v, clean=self._workspace.shape[0])
+        if stop == self._stop:
+            self._hand_back(layer)
+
+    def _take_up(self, layer: int, length: int) -> None:
+        """Begins a layer in the workspace with the tokens it has already."""
+        assert self._workspace is not None
+        for departure in self._leaving:
+            departure.wait()  # the blocks of the layer before leave from the same memory
+        self._leaving.clear()
+        self._worked = layer
+        whole = self._base // self.block_size
+        resident = min(whole, self.num_resident)
+        self._workspace[:resident] = self._resident[layer][:resident]
+        arrivals = [
+            self._link.fetch(self._host[layer][index - self.num_resident], self._workspace[index])
+            for index in range(resident, whole)
+        ]
+        for arrival in arrivals:
+            arrival.wait()
+        if length > self._base:
+            rest = self._open[layer][:, :, : length - self._base]
+            write_tokens(self._workspace, self._base, rest[0], rest[1], clean=self._workspace.shape[0])
+
+    def _hand_back(self, layer: int) -> None:
+        """Sends a layer's new blocks home, and its last tokens to the open stretch; they are in the workspace still."""
+        assert self._workspace is not None
+        whole = self._stop // self.block_size
+        for index in range(self._base // self.block_size, whole):
+            if index < self.num_resident:
+                self._resident[layer][index] = self._workspace[index]
+            else:
+                home = self._host[layer][index - self.num_resident]
+                self._leaving.append(self._link.store(self._workspace[index], home))
+        if self._stop > whole * self.block_size:
+            k, v = read_tokens(self._workspace, whole * self.block_size, self._stop)
+            self._open[layer][0, :, : k.shape[1]] = k
+            self._open[layer][1, :, : k.shape[1]] = v
+        if layer == len(self._open) - 1:
+            self._base = whole * self.block_size
+
+    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        size = self.block_size
+        if self._workspace is not None:
+            for index in range(first // size, -(-stop // size)):
+                yield index * size, self._workspace[index]
+            if layer == len(self._open) - 1 and stop == self._stop:
+                self._workspace = None  # what is chosen and drafted from next wants its memory
+            return
+        whole = self._base // size
+        for index in range(first // size, min(whole, self.num_resident)):
+            yield index * size, self._resident[layer][index]
+        yield self._base, self._open[layer]
+        streamed, end = self._range(layer)
+        for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
+            if index >= first // size:
+                yield index * size, block
+
+    def at_once(self, layer: int) -> Tensor | None:
+        return None
+
+    def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if start < self._base:
+            raise ValueError(f"tokens from {start} are not on the device, only those from {self._base}")
+        k, v = self._open[layer][:, :, start - self._base : stop - self._base]
+        return k, v
+
+    def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+        """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
+        self._link.wait_for_stores()  # blocks may be on their way there
+        per_block = self.block_size // chunk_size
+        away = self._host[layer]
+        picks = []
+        for part in (0, 1):
+            if away.shape[0]:
+                there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, away.shape[0] * per_block - 1)
+                picked = gather_chunks(away[:, part], there, chunk_size)
+            else:
+                picked = away.new_zeros(away.shape[2], chunks.shape[1] * chunk_size, away.shape[4])
+            pick = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
+            self._link.fetch(picked, pick).wait()
+            picks.append(pick)
+        for index, block in enumerate(self._resident[layer]):
+            copy_chunks(block, index * per_block, chunks, picks[0], picks[1], chunk_size)
+        copy_chunks(self._open[layer], self._base // chunk_size, chunks, picks[0], picks[1], chunk_size)
+        return picks[0], picks[1]
+
+    def rollback(self, length: int) -> None:
+        if length >= self._base:
+            return
+        self._workspace = None
+        index = length // self.block_size
+        for layer, stretch in enumerate(self._open):
+            if index < self.num_resident:
+                stretch[:, :, : self.block_size] = self._resident[layer][index]
+            else:
+                buffer = stretch.new_empty(self._block)
+                self._link.fetch(self._host[layer][index - self.num_resident], buffer).wait()
+                stretch[:, :, : self.block_size] = buffer
+        self._base = index * self.block_size

@@ -1,0 +1,327 @@
+"""`triforce bench`: what it measures is what runs do, in the order it says, and nothing that was measured is lost."""
+
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import time
+
+import pytest
+import torch
+from command import CONTEXT, TEXT, TRIFORCE, check_refusal, run_here, undocumented
+from rich.console import Console
+from tiny import greedy_oracle, random_tokens
+from transformers import LlamaForCausalLM
+from triforce.cli.bench import run as bench_run
+from triforce.cli.bench.measure import Run, Step, _run, measure, steps
+from triforce.cli.bench.progress import Display, Forecast
+from triforce.offload import Engine, Sampling
+from triforce.offload.planning.cost_model import weights_read
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
+CONTEXTS, NEW_TOKENS = (200, 400), 12
+
+
+@pytest.fixture
+def bench(pair, capfd):
+    """Runs `bench` on the tiny pair; the outcome and the JSON."""
+
+    def run(json_path=None, **changes):
+        options = {
+            "--model": pair[0],
+            "--draft": pair[1],
+            "--prompt": TEXT,
+            "--max-new-tokens": NEW_TOKENS,
+            "--repeat": 2,
+        }
+        options |= {"--contexts": ",".join(map(str, CONTEXTS)), "--dtype": "float32", "--temperature": 0}
+        options |= {"--budget": 64, "--draft-length": 3, "--block-length": 5}
+        options |= {"--json": json_path} if json_path else {}
+        options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        outcome = run_here(capfd, "bench", *(part for option in options.items() for part in option))
+        return outcome, json.loads(json_path.read_text()) if json_path and json_path.exists() else None
+
+    return run
+
+
+def test_every_tier_writes_what_transformers_writes_from_one_prefill(pair):
+    model = LlamaForCausalLM.from_pretrained(pair[0])
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64)
+    tokens, found, prefilled = random_tokens(500, 320, seed=4), [], []
+    forward = engine.target.forward
+
+    def counted(token_ids, cache, **options):
+        if options.get("on_progress"):
+            prefilled.append(len(token_ids))
+        return forward(token_ids, cache, **options)
+
+    engine.target.forward = counted
+    order = steps(CONTEXTS, (1, 2, 3), 2)
+    measure(
+        engine, tokens, order, Sampling(temperature=0.0), NEW_TOKENS,
+        found=found, watch=Unwatched(), advance=lambda generation: next(generation, None),
+    )  # fmt: skip
+    assert [at.context for at in found] == list(CONTEXTS)
+    for at in found:
+        prompt = tokens[: at.context - NEW_TOKENS]
+        want = greedy_oracle(model, prompt, NEW_TOKENS)
+        assert at.prompt_tokens == len(prompt)
+        assert [run.tiers for run in at.runs] == [1, 2, 3, 2, 3, 1]
+        assert [run.token_ids for run in (at.warm_up, *at.runs)] == [want] * 7
+        assert [run.stats["settings"]["tiers"] for run in at.runs] == [1, 2, 3, 2, 3, 1]
+        assert at.warm_up.stats["reused_tokens"] == 0 < at.prefill_s == at.warm_up.stats["prefill_s"]
+    whole = [context - NEW_TOKENS for context in CONTEXTS]
+    assert prefilled == [whole[0], *[8] * 6, whole[1], *[8] * 6], "each prompt is read whole once"
+
+
+class Unwatched:
+    def begin(self, step):
+        pass
+
+    def prefill(self, share):
+        pass
+
+    def round(self, tokens):
+        pass
+
+    def end(self, step, run, prefill_s):
+        pass
+
+
+def test_runs_take_turns_and_each_is_first_in_its_turn():
+    order = [(step.context, step.repeat, step.tiers) for step in steps((8, 16), (1, 3), 2)]
+    assert order == [
+        (8, 0, 3), (8, 1, 1), (8, 1, 3), (8, 2, 3), (8, 2, 1),
+        (16, 0, 3), (16, 1, 1), (16, 1, 3), (16, 2, 3), (16, 2, 1),
+    ]  # fmt: skip
+
+
+def test_passes_are_counted_as_they_happen(pair, monkeypatch):
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64, draft_length=3, block_length=5)
+    calls = {"retrieval": 0, "draft": 0}
+    run = engine.stream(random_tokens(300, 320), Sampling(temperature=0.0), 30, ignore_eos=True)
+    next(run)
+    for tier in run._tiers[1:]:
+        forward = tier.passes.forward
+
+        def counted(*arguments, forward=forward, name=tier.name):
+            calls[name] += 1
+            return forward(*arguments)
+
+        monkeypatch.setattr(tier.passes, "forward", counted)
+    for _ in run:
+        pass
+    assert _run(Step(330, 3, 1), run).passes == {"verify": run.statistics.rounds, **calls}
+
+
+def test_the_json_says_what_was_measured_and_where_the_floor_is_from(bench, pair, tmp_path):
+    outcome, document = bench(tmp_path / "bench.json", tiers="1,3")
+    assert outcome.code == 0, outcome
+    assert not undocumented(document, "bench.md", "json.md")
+    assert document["kind"] == "triforce bench" and not document["interrupted"]
+    assert document["machine"]["device"] == "cpu" and document["machine"]["threads"] >= 1
+    assert document["sampling"] == {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "seed": None}
+    assert [at["context"] for at in document["contexts"]] == list(CONTEXTS)
+    config, carried = ModelConfig.load(pair[0]), document["measured_bandwidth"]
+    assert 0.1 < carried["memory_gb_per_s"] < 1e4 and carried["link_gb_per_s"] is None
+    for at in document["contexts"]:
+        assert at["prompt_tokens"] == at["context"] - NEW_TOKENS and at["prefill_s"] > 0
+        plain, three = at["tiers"]
+        assert [row["tiers"] for row in at["tiers"]] == [1, 3]
+        for row in at["tiers"]:
+            times = [run["tbt_ms"]["mean"] for run in row["runs"]]
+            assert [run["repeat"] for run in row["runs"]] == [1, 2]
+            assert row["tbt_ms"] == pytest.approx({"median": sum(times) / 2, "min": min(times), "max": max(times)})
+            assert row["first_difference"] is None
+            assert row["speedup"] == pytest.approx(plain["tbt_ms"]["median"] / row["tbt_ms"]["median"])
+        assert plain["acceptance"]["tokens_per_round"] == 1 and plain["acceptance"]["draft"] is None
+        assert 0 <= three["acceptance"]["retrieval_per_token"] <= 1
+        # A pass reads the weights once and, on average, the keys and values up to the middle of the answer.
+        weights = weights_read(config, 1) * 4
+        kv = (at["context"] - NEW_TOKENS / 2) * config.kv_bytes_per_token(torch.float32)
+        floor = at["floor"]
+        assert floor["read_bytes"] == pytest.approx(weights + kv, rel=0.01)
+        assert floor["ms"] == pytest.approx(floor["read_bytes"] / carried["memory_gb_per_s"] / 1e6)
+        assert floor["bound_by"] == "memory" and floor["streamed_bytes"] == 0
+    for words in ("speed-up", "floor, ms: derived", "memory", "medians of 2 interleaved runs"):
+        assert words in outcome.out
+    assert outcome.err.count("run 2 of 2: TBT ") == 4, "progress, a line a run where no terminal is"
+
+
+def test_where_the_cache_streams_the_link_is_measured_and_its_bytes_count(bench, tmp_path):
+    outcome, document = bench(tmp_path / "bench.json", resident=0, tiers="1", repeat=1, contexts=900)
+    assert outcome.code == 0, outcome
+    (at,) = document["contexts"]
+    streamed, carried = at["floor"]["streamed_bytes"], document["measured_bandwidth"]
+    assert streamed > 0 == at["resident_bytes"] and carried["link_gb_per_s"] > 0
+    seconds = streamed / carried["link_gb_per_s"] / 1e6, at["floor"]["read_bytes"] / carried["memory_gb_per_s"] / 1e6
+    assert at["floor"]["ms"] == pytest.approx(max(seconds))
+
+
+def test_tokens_that_differ_from_plain_decoding_are_told(bench, tmp_path, monkeypatch):
+    def other(runs, reference):
+        return 7 if runs[0].tiers == 3 else None
+
+    monkeypatch.setattr("triforce.cli.bench.report.first_difference", other)
+    outcome, document = bench(tmp_path / "bench.json", contexts=200)
+    assert document["contexts"][0]["tiers"][1]["first_difference"] == 7
+    assert (
+        "Greedy tokens differ from plain decoding, which must not be, at 200 (from token 7 on, 3 tiers)" in outcome.out
+    )
+
+
+def test_json_on_stdout_is_alone_there(bench):
+    outcome, _ = bench(json="-", contexts=200, repeat=1)
+    assert [at["context"] for at in json.loads(outcome.out)["contexts"]] == [200]
+    assert "speed-up" in outcome.err
+
+
+def test_without_a_draft_two_tiers_take_the_place_of_three(bench, tmp_path):
+    outcome, document = bench(tmp_path / "bench.json", draft="none", contexts=200, repeat=1)
+    assert outcome.code == 0 and "there is no draft" in outcome.err
+    assert [row["tiers"] for row in document["contexts"][0]["tiers"]] == [1, 2] and document["draft"] is None
+
+
+def test_a_short_text_is_repeated_and_that_is_said(bench, pair, tmp_path):
+    outcome, document = bench(tmp_path / "bench.json", prompt="A short text. ", contexts=200, repeat=1)
+    tokens = len(Tokenizer.load(pair[0]).encode("A short text. ", True))
+    assert document["prompt"] == {"name": "--prompt", "text_tokens": tokens, "repeated": True}
+    assert f"has {tokens} tokens and is repeated" in outcome.out
+    _, document = bench(tmp_path / "bench.json", contexts=200, repeat=1)
+    assert not document["prompt"]["repeated"]
+
+
+@pytest.mark.slow
+def test_the_picture_is_one(bench, tmp_path):
+    path = tmp_path / "bench.png"
+    outcome, _ = bench(plot=path, contexts=200, repeat=1)
+    assert outcome.code == 0, outcome
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 20_000
+    width, height = struct.unpack(">II", content[16:24])
+    assert width >= 1600 and 1.5 < width / height < 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["bench.png"]
+
+
+@pytest.mark.slow
+def test_svg_pictures_name_every_line_and_say_what_is_derived(bench, tmp_path, monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    path = tmp_path / "bench.svg"
+    bench(plot=path, tiers="1,2,3", repeat=1)
+    text = path.read_text()
+    for words in ("plain decoding", "two tiers", "three tiers", "(derived)", "float32", "greedy", "retrieval cache"):
+        assert words in text, words
+
+
+def test_without_matplotlib_nothing_is_measured(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr("triforce.cli.bench.command.find_spec", lambda name: None)
+    outcome, _ = bench(plot=tmp_path / "bench.png")
+    check_refusal(outcome, 1, "matplotlib", "pip install 'triforce-cli[plot]'")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"contexts": "200,x"}, 2, ("--contexts", "'200,x'", "separated by commas")),
+        ({"contexts": "12"}, 2, ("--contexts has 12", "--max-new-tokens is 12")),
+        ({"contexts": CONTEXT + 1}, 1, ("1,024 positions",)),
+        ({"contexts": "auto"}, 2, ("1,024 positions", "--contexts")),
+        ({"tiers": "1,4"}, 2, ("--tiers", "'1,4'", "1, 2 or 3")),
+        ({"repeat": 0}, 2, ("--repeat", "'0'")),
+        ({"max_new_tokens": 1}, 2, ("--max-new-tokens", "'1'")),
+        ({"budget": 4}, 2, ("budget is 4",)),
+        ({"temperature": -1}, 2, ("temperature is -1",)),
+        ({"plot": "bench.doc"}, 2, ("--plot", "bench.doc", ".png")),
+        ({"plot": "/nowhere/bench.png"}, 1, ("--plot", "there is no directory /nowhere")),
+        ({"prompt_file": "nowhere.txt"}, 2, ("--prompt-file and --prompt",)),
+    ],
+)
+def test_impossible_requests_are_refused_before_anything_is_measured(bench, changes, code, words, monkeypatch):
+    monkeypatch.setattr(bench_run, "measure", None)
+    check_refusal(bench(**changes)[0], code, *words)
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_as_one_does(pair, tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "200,300"]
+    arguments += ["--max-new-tokens", 6, "--repeat", 1, "--dtype", "float32", "--temperature", 0, "--gpus", 2]
+    done = subprocess.run(
+        [*TRIFORCE, *map(str, arguments), "--device", "cpu", "--json", str(path)], capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    assert document["machine"]["world_size"] == 2 and "2 ranks of 1 thread" in done.stdout
+    for at in document["contexts"]:
+        assert [row["first_difference"] for row in at["tiers"]] == [None, None]
+        read = weights_read(ModelConfig.load(pair[0]), 1) * 4
+        assert at["floor"]["read_bytes"] > read, "both ranks' weights, and the keys and values"
+
+
+@pytest.mark.slow
+def test_interrupting_keeps_what_was_measured(pair, tmp_path):
+    path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    arguments = ["bench", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--contexts", "300,1000"]
+    process = subprocess.Popen(
+        [*TRIFORCE, *map(str, arguments), "--max-new-tokens", "200", "--json", str(path), "--plot", str(picture)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("300 tokens: 3 tiers, run 1 of 3"):
+            break
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    document = json.loads(path.read_text())
+    assert document["interrupted"] and "Interrupted" in out
+    (at,) = document["contexts"]
+    assert [len(row["runs"]) for row in at["tiers"]] in ([1, 1], [1, 2], [2, 2])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in err and err.endswith("interrupted\n")
+
+
+def test_a_terminal_shows_what_runs_and_the_time_left_on_one_line():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100)
+    order = steps((100,), (1, 3), 2)
+    with Display(console, order, 10) as display:
+        for step in order:
+            display.begin(step)
+            display.prefill(0.5)
+            display.round(5)
+            display.end(
+                step, Run(step.tiers, step.repeat, [], {"decode_s": 30.0, "tbt_ms": {"mean": 1.0}}, {}, {}), 20.0
+            )
+    text = screen.getvalue()
+    for words in ("100 tokens: reading", "100 tokens: 1 tier, run 1 of 2", "3 tiers, run 2 of 2", "about 2 min left"):
+        assert words in text
+    assert text.count("\n") == 1, "one line, drawn over and over"
+
+
+def test_a_forecast_knows_nothing_at_first_and_is_exact_about_what_repeats():
+    order = steps((100, 400), (1, 3), 2)
+    forecast = Forecast(order, 10)
+    assert forecast.left_s(0) is None
+    forecast.note(order[0], decode_s=1.0, prefill_s=2.0)
+    forecast.note(Step(100, 1, 1), decode_s=3.0, prefill_s=0.0)
+    rest_here = forecast.left_s(2)
+    assert rest_here is not None
+    # Left at 100 tokens: three tiers twice, one tier once. At 400: a prompt four times as long, and everything else.
+    prefill, three, one = 2.0 * 4**1.5, 4 * 1.0, 4 * 3.0
+    assert rest_here == pytest.approx((2 * 1.0 + 3.0) + prefill + 3 * three + 2 * one)
+    assert forecast.left_s(len(order)) == 0
+
+
+def test_assumptions_are_for_shapes(bench):
+    check_refusal(bench(assume_acceptance=0.5)[0], 2, "--assume-acceptance is for --shape")

@@ -1,0 +1,101 @@
+"""`triforce bench --shape`: steps are measured without weights, and what follows from them is called modelled."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command import check_refusal, run_here, undocumented
+from triforce.offload.planning.cost_model import weights_read
+from triforce.tp.model.config import ModelConfig
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
+
+@pytest.fixture
+def shape(pair, capfd):
+    """Runs `bench --shape` on the shape of the tiny pair; the outcome and the JSON."""
+
+    def run(json_path, *more, **changes):
+        options = {"--shape": pair[0], "--draft": pair[1], "--contexts": "256,512", "--dtype": "float32"}
+        options |= {"--budget": 64, "--json": json_path}
+        options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        outcome = run_here(capfd, "bench", *(part for option in options.items() for part in option), *more)
+        return outcome, json.loads(json_path.read_text()) if json_path.exists() else None
+
+    return run
+
+
+def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shape, pair, tmp_path):
+    picture = tmp_path / "shape.png"
+    outcome, document = shape(
+        tmp_path / "shape.json",
+        tiers="1,3",
+        assume_acceptance="0.8,0.5",
+        block_length=4,
+        draft_length=2,
+        plot=picture,
+    )
+    assert outcome.code == 0, outcome
+    assert document["shape"]["assumed_acceptance"] == {"retrieval": 0.8, "draft": 0.5}
+    assert document["sampling"] is document["prompt"] is None
+    assert not undocumented(document, "bench.md", "json.md")
+    config = ModelConfig.load(pair[0])
+    for at in document["contexts"]:
+        steps = {name: times["median"] for name, times in at["steps_ms"].items()}
+        assert min(steps.values()) > 0 and at["lengths"] == {"budget": 64, "block_length": 4, "draft_length": 2}
+        plain, three = at["tiers"]
+        assert [row["modelled"] for row in at["tiers"]] == [False, True]
+        assert plain["tbt_ms"] == at["steps_ms"]["plain"] and plain["speedup"] == 1
+        token = (2 * steps["draft"] + steps["retrieval"]) / (1 + 0.5 + 0.5**2)
+        round_tokens = 1 + 0.8 + 0.8**2 + 0.8**3 + 0.8**4
+        assert three["tbt_ms"]["median"] == pytest.approx((4 * token + steps["verify"]) / round_tokens)
+        assert three["acceptance"]["tokens_per_round"] == pytest.approx(round_tokens)
+        read = weights_read(config, 1) * 4 + at["context"] * config.kv_bytes_per_token(torch.float32)
+        assert at["floor"]["read_bytes"] == pytest.approx(read, rel=0.01), "one row more than the context"
+    assert outcome.out.count(" modelled ") >= 2 and "assumed, 0.8" in outcome.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shapes_open_lengths_follow_the_assumed_acceptance(shape, tmp_path):
+    _, sure = shape(tmp_path / "sure.json", assume_acceptance="1,1", contexts=512)
+    _, lost = shape(tmp_path / "lost.json", assume_acceptance="0,0", contexts=512)
+    assert sure["contexts"][0]["lengths"]["block_length"] > 4
+    assert lost["contexts"][0]["lengths"] == {"budget": 64, "block_length": 0, "draft_length": 0}
+
+
+def test_two_tiers_of_a_shape_have_no_small_model(shape, tmp_path):
+    _, document = shape(tmp_path / "shape.json", tiers="1,2", assume_acceptance="0.8", block_length=2, contexts=256)
+    (at,) = document["contexts"]
+    assert at["steps_ms"]["draft"] is None and at["lengths"]["draft_length"] == 0 and document["draft"] is None
+    steps = {name: at["steps_ms"][name]["median"] for name in ("retrieval", "verify")}
+    want = (2 * steps["retrieval"] + steps["verify"]) / (1 + 0.8 + 0.8**2)
+    assert at["tiers"][1]["tbt_ms"]["median"] == pytest.approx(want)
+
+
+def test_a_shapes_cache_streams_where_it_is_to(shape, tmp_path):
+    _, document = shape(tmp_path / "shape.json", resident=0, contexts=900, tiers="1", draft="none")
+    (at,) = document["contexts"]
+    assert at["floor"]["streamed_bytes"] > 0 == at["resident_bytes"]
+    assert document["measured_bandwidth"]["link_gb_per_s"] > 0
+
+
+def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypatch):
+    def refused(*more, **changes):
+        return shape(tmp_path / "shape.json", *more, **changes)[0]
+
+    check_refusal(refused("--model", "embedded", prompt="A"), 2, "--prompt and --shape")
+    check_refusal(refused(model="elsewhere"), 2, "--model and --shape")
+    check_refusal(refused(repeat=5), 2, "--repeat and --shape", "only its steps")
+    check_refusal(refused(new_tokens=64), 2, "--max-new-tokens and --shape")
+    check_refusal(refused(tiers="1,2,3"), 2, "--tiers has 2 and 3")
+    check_refusal(refused(gpus=2), 2, "--gpus is 2", "one device")
+    check_refusal(refused(assume_acceptance="0.5,2"), 2, "--assume-acceptance", "'0.5,2'", "from 0 to 1")
+    check_refusal(refused(assume_acceptance="x"), 2, "--assume-acceptance", "'x'")
+    check_refusal(refused(shape="nowhere"), 1, "no model 'nowhere'")
+    check_refusal(refused(contexts=2000), 1, "1,024 positions")
+    monkeypatch.setattr(
+        "triforce.offload.planning.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=2**20)
+    )
+    outcome = refused(contexts=1000)
+    assert outcome.code == 1 and "1.0 MiB is available" in outcome.err, "before any weight is made"

@@ -1,0 +1,61 @@
+"""llama.cpp on the GGUF file that we write: transformers' greedy tokens for every family, and the same sampling."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import LLAMA3, greedy_oracle, random_tokens, save_family
+
+pytest.importorskip("gguf", reason="gguf is not installed: pip install llama-cpp-python gguf")
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip install llama-cpp-python gguf")
+
+from triforce.cli.compare.baselines import llama_cpp_baseline as llama_cpp
+from triforce.cli.compare.baselines.protocol import Job
+from triforce.offload.speculation.sampling import Sampling, distribution
+
+PROMPT = random_tokens(150, seed=4)
+
+
+def job_for(directory, **changes):
+    """Greedy, in float32; the file is in `directory` when this returns."""
+    job = Job(
+        system="llama.cpp", model=str(directory), draft=None, asked_model="", asked_draft=None, device="cpu",
+        dtype="float32", prompt_ids=PROMPT, max_new_tokens=32, temperature=0.0, top_p=1.0, top_k=0, seed=None,
+        threads=1, folder=str(directory),
+    )  # fmt: skip
+    job = replace(job, **changes)
+    llama_cpp.prepare(job)
+    return job
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-bias", "mistral", "qwen2", "qwen3", "llama3-rope"])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
+    changes: dict[str, Any] = {"rope_parameters": LLAMA3} if family == "llama3-rope" else {}
+    model = save_family(tmp_path, "llama" if changes else family, **changes)
+    system = llama_cpp.load(job_for(tmp_path))
+    warm_up, timed = (system.generate(PROMPT, 32) for _ in range(2))
+    want = greedy_oracle(model, PROMPT, 32)
+    assert warm_up.token_ids == want
+    assert timed.token_ids == want
+    assert timed.ttft_s > 0
+    assert timed.decode_s > 0
+
+
+@torch.inference_mode()
+def test_draws_follow_temperature_then_top_k_then_top_p(tmp_path):
+    model = save_family(tmp_path, "llama", initializer_range=0.1)
+    sampling = Sampling(temperature=3.0, top_p=0.7, top_k=12)
+    prompt, draws = PROMPT[:3], 1500
+    job = job_for(tmp_path, prompt_ids=prompt, temperature=3.0, top_p=0.7, top_k=12)
+    system = llama_cpp.load(job)
+    system.generate(prompt, 1)
+    counts = torch.zeros(97)
+    for seed in range(draws):
+        system._job = replace(job, seed=seed)
+        counts[system.generate(prompt, 1).token_ids[0]] += 1
+    exact = distribution(model(torch.tensor([prompt])).logits[0, -1:], sampling)[0]
+    apart = 0.5 * float((counts / draws - exact).abs().sum())
+    assert int((exact > 0).sum()) > 4
+    assert not counts[exact == 0].any(), "a token that the filters leave out"
+    assert apart < 0.06, f"{apart:.3f} in total variation"

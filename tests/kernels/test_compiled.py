@@ -1,0 +1,298 @@
+"""The compiled CPU kernels against float64 attention, the plain path, and themselves with other numbers of rows."""
+
+import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from oracles import error_of, oracle, random_qkv
+from tiny import save_llama
+from triforce.kernels.attention import attend, attend_blocks, takes_blocks
+from triforce.kernels.cpu import attention as cpu_attention
+from triforce.kernels.cpu.attention import attend_compiled, compiled_attention
+from triforce.kernels.cpu.library import cpu_level, load_library, loaded
+from triforce.kernels.selection import use_kernels
+from triforce.offload.caches.full import FullCache
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.rope import Rope
+
+compiled = pytest.mark.skipif(
+    cpu_level() == 0, reason="the compiled kernels were not built, or this processor cannot run them"
+)
+DTYPES = [torch.bfloat16, torch.float32]
+LEVELS = ["AVX2", "AVX-512", "AVX-512 bfloat16 dot products"]
+SHAPES = [(4, 4, 64), (8, 2, 32), (6, 1, 128), (8, 1, 256), (3, 3, 96)]  # num_heads, num_kv_heads, head_dim
+every_level = pytest.mark.parametrize("level", [pytest.param(i, id=name) for i, name in enumerate(LEVELS, 1)])
+
+
+def need(level):
+    if level > cpu_level():
+        pytest.skip(f"this processor has no {LEVELS[level - 1]}")
+
+
+@compiled
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n", [1, 5, 13, 130])
+@pytest.mark.slow(keep=12)
+def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
+    need(level)
+    for m in (1, 63, 64, 200, 2300):
+        check_attention(dtype, shape, n, m, level)
+
+
+def check_attention(dtype, shape, n, m, level):
+    q, k, v = random_qkv(shape, n, m, dtype)
+    scale = shape[2] ** -0.5
+    for diagonal, window in [(None, None), (m - n, None), (-3, None), (m // 2, None), (m + 9, 50), (m // 2, 90)]:
+        got = attend_compiled(q, k, v, scale=scale, diagonal=diagonal, window=window, level=level)
+        error = error_of(got, oracle(q, k, v, scale, diagonal, window))
+        assert error < 1e-5, f"{m} keys, diagonal {diagonal}, window {window}: off by {error}"
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_errs_no_more_than_twice_as_much_as_the_plain_path(dtype):
+    q, k, v = random_qkv((4, 4, 64), 13, 8192, dtype)
+    want = oracle(q, k, v, 0.125, 8192 - 13)
+    error = error_of(attend_compiled(q, k, v, scale=0.125, diagonal=8192 - 13), want)
+    with use_kernels(attention="plain"):
+        plain = error_of(attend(q, k, v, scale=0.125, diagonal=8192 - 13), want)
+    assert error < 2 * plain, f"{error} where the plain path has {plain}"
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_any_size_are_summed_safely(dtype):
+    q, k, v = random_qkv((2, 2, 32), 5, 300, dtype)
+    for scale in (1e-6, 30.0, 1000.0):
+        error = error_of(attend_compiled(q, k, v, scale=scale, diagonal=295), oracle(q, k, v, scale, 295))
+        assert error < 1e-5 * max(1.0, scale), f"scale {scale}: off by {error}"
+
+
+@compiled
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.slow(keep=3)
+def test_a_row_is_the_same_bit_by_bit_however_many_come_with_it(dtype, window, level):
+    """Decoding, verification and prefill agree: with one thread and with several, with more keys behind or not."""
+    need(level)
+    n, m = 150, 3000
+    q, k, v = random_qkv((8, 2, 64), n, m, dtype)
+    mass = torch.empty(8, n, m // 8)
+    out, lse = attend_compiled(q, k, v, scale=0.3, diagonal=m - n, window=window, mass=mass, level=level)
+    threads = torch.get_num_threads()
+    try:
+        for rows, num_threads in [(1, 1), (1, 4), (5, 2), (13, 3), (32, 2), (149, 1)]:
+            torch.set_num_threads(num_threads)
+            for first in {0, 60, n - rows}:
+                part, last = slice(first, first + rows), m - n + min(first + rows, n)
+                for stop in (-(-last // 8) * 8, m):
+                    own = torch.empty(8, len(q[0, part]), stop // 8)
+                    got = attend_compiled(
+                        q[:, part],
+                        k[:, :stop],
+                        v[:, :stop],
+                        scale=0.3,
+                        diagonal=m - n + first,
+                        window=window,
+                        mass=own,
+                        level=level,
+                    )
+                    assert torch.equal(got[0], out[:, part]), f"{rows} rows from {first} on differ from {n} rows"
+                    assert torch.equal(got[1], lse[:, part])
+                    assert torch.equal(own, mass[:, part, : stop // 8])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 13, 100])
+def test_hidden_keys_and_values_may_hold_anything(dtype, n):
+    q, k, v = random_qkv((4, 2, 32), n, 1500, dtype)
+    want = attend_compiled(q, k, v, scale=1.0, diagonal=1100 - n)
+    k[:, 1100:] = v[:, 1100:] = float("nan")
+    got = attend_compiled(q, k, v, scale=1.0, diagonal=1100 - n)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@compiled
+@pytest.mark.parametrize("n", [1, 9, 40, 140])
+@pytest.mark.parametrize("chunk_size", [1, 4, 8, 64, 24])
+@pytest.mark.parametrize(("diagonal", "window"), [(None, None), (500, None), (-3, None), (560, 300)])
+def test_mass_is_what_the_last_rows_give_each_chunk(n, chunk_size, diagonal, window):
+    m = 576
+    q, k, v = random_qkv((4, 2, 32), n, m)
+    of_chunk = torch.eye(m // chunk_size).repeat_interleave(chunk_size, 0).expand(2, -1, -1)
+    want, _ = oracle(q, k, of_chunk, 0.3, diagonal, window)
+    for rows in {n, min(n, 8)}:
+        mass = torch.full((4, rows, m // chunk_size), float("nan"))
+        attend(q, k, v, scale=0.3, diagonal=diagonal, window=window, mass=mass)
+        error = (mass - want[:, n - rows :]).abs().max()
+        assert error < 1e-5, f"shares of {rows} rows differ by {error}"
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_blocks_give_what_their_tokens_give(dtype, strided):
+    num_blocks, num_kv_heads, block_size, head_dim = 5, 2, 192, 64
+    g = torch.Generator().manual_seed(3)
+    blocks = torch.randn(num_blocks, 2, num_kv_heads, block_size, head_dim, generator=g).to(dtype)
+    q = torch.randn(13, 6, head_dim, generator=g).to(dtype).transpose(0, 1)  # token-major, as a projection gives it
+    k, v = (blocks[:, i].transpose(0, 1).flatten(1, 2) for i in range(2))
+    if strided:
+        blocks = torch.stack((blocks, blocks), dim=4)[..., 0, :]
+    assert takes_blocks(q, blocks)
+    for m, chunk_size in ((800, 8), (960, 8), (720, 24)):
+        want_mass, mass = torch.empty(6, 13, m // chunk_size), torch.empty(6, 13, m // chunk_size)
+        want = attend_compiled(q, k[:, :m], v[:, :m], scale=0.2, diagonal=m - 15, mass=None)
+        attend(q, k[:, :m], v[:, :m], scale=0.2, diagonal=m - 15, mass=want_mass)
+        got = attend_blocks(q, blocks, m, scale=0.2, diagonal=m - 15, mass=mass)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert torch.allclose(mass, want_mass, rtol=0, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@compiled
+def test_several_python_threads_can_attend_at_once():
+    cases = [random_qkv((8, 2, 64), n, 2000 + 100 * n, torch.bfloat16, seed=n) for n in (1, 5, 13, 40)]
+    wanted = [attend_compiled(*case, scale=0.1, diagonal=1000) for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            done = pool.map(lambda case: attend_compiled(*case, scale=0.1, diagonal=1000), cases)
+            for want, got in zip(wanted, done, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@compiled
+def test_there_is_one_openmp_library():
+    """With two, each would have threads of its own, which wait for work by spinning."""
+    q, k, v = random_qkv((4, 4, 64), 13, 4000, torch.bfloat16)
+    attend(q, k, v, scale=0.1)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("the loaded libraries of a process are listed in /proc on Linux only")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(loaded) == 1, loaded
+
+
+def test_what_the_kernels_do_not_take_goes_another_way():
+    q, k, v = random_qkv((2, 2, 64), 3, 100)
+    want = oracle(q, k, v, 0.2, 97)
+    odd_rows = torch.stack((k, k), dim=-1)[..., 0]
+    for other in (
+        attend(q, odd_rows, v, scale=0.2, diagonal=97),  # rows that are not contiguous
+        attend(q.double(), k.double(), v.double(), scale=0.2, diagonal=97),
+    ):
+        assert error_of(other, want) < 1e-5
+    q, k, v = random_qkv((2, 2, 24), 3, 100)
+    assert not compiled_attention(q.dtype, 24)
+    assert error_of(attend(q, k, v, scale=0.2, diagonal=97), oracle(q, k, v, 0.2, 97)) < 1e-5
+
+
+@pytest.mark.slow
+def test_without_the_library_plain_pytorch_computes_the_same():
+    """In a process of its own that finds no built kernels."""
+    code = (
+        "import triforce.kernels.cpu.library as compiled; compiled.EXTENSION_SUFFIXES = []\n"
+        "import torch; from oracles import oracle, random_qkv\n"
+        "from triforce.kernels.attention import attend, takes_blocks\n"
+        "from triforce.kernels.cpu.library import instructions\n"
+        "q, k, v = random_qkv((4, 2, 64), 5, 300)\n"
+        "out, lse = attend(q, k, v, scale=0.2, diagonal=295)\n"
+        "want, _ = oracle(q, k, v, 0.2, 295)\n"
+        "print(instructions(), takes_blocks(q, torch.empty(1, 2, 2, 64, 64)))\n"
+        "print((out - want).abs().max().item() < 2e-5)"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split() == ["None", "False", "True"], done.stderr
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_verification_reads_the_full_cache_as_decoding_does(dtype, tmp_path):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=32)
+    config = ModelConfig.load(tmp_path)
+    device = torch.device("cpu")
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(heads, 700, 32, generator=g).to(dtype) for heads in (4, 2, 2))
+    outs, masses = [], []
+    for cuts in ([640, 660, 661, 674], [640, *range(641, 674), 674]):
+        rope = Rope(32, config.rope, device)
+        cache = FullCache.on_device(config, rope, dtype=dtype, device=device, capacity=700, chunk_size=8)
+        edges = [0, *cuts]
+        parts = [cache.attend(0, *(x[:, a:b] for x in (q, k, v))) for a, b in itertools.pairwise(edges)]
+        outs.append(torch.cat(parts, dim=1))
+        masses.append(cache.recent_mass(0))
+    assert torch.equal(*outs)
+    assert torch.equal(*masses)
+
+
+@compiled
+def test_running_out_of_memory_is_an_error(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "_attend", lambda: lambda call: 1)
+    with pytest.raises(MemoryError, match="3 rows to 100 keys"):
+        attend_compiled(*random_qkv((2, 2, 32), 3, 100), scale=1.0)
+
+
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(dtype, level, broken):
+    need(level)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 64, generator=generator).to(dtype) for n in (5, 300, 300))
+    shown = {"scale": 0.125, "diagonal": 295, "window": None, "mass": None, "level": level}
+    fine, _ = attend_compiled(q, k, v, **shown)
+    of_a_query = q.clone()
+    of_a_query[0, 2, 7] = broken
+    out, lse = attend_compiled(of_a_query, k, v, **shown)
+    assert out[0, 2].isnan().all()
+    assert lse[0, 2].isnan()
+    assert torch.equal(out[0, [0, 1, 3, 4]], fine[0, [0, 1, 3, 4]])
+    of_a_key = k.clone()
+    of_a_key[1, 297, 7] = broken  # rows from the third on see it
+    out, _ = attend_compiled(q, of_a_key, v, **shown)
+    met = [2, 3, 4] if broken != broken else (q[1, 2:, 7] > 0).nonzero().flatten().add(2).tolist()  # -inf is no weight
+    assert out[1, met].isnan().all()
+    assert torch.equal(out[1, :2], fine[1, :2])
+
+
+@compiled
+def test_a_library_of_other_sources_is_not_used(tmp_path):
+    kernels = loaded()
+    assert kernels is not None
+    built = Path(kernels._name)
+    assert load_library(built) is not None
+    assert load_library(built, abi=-1) is None
+    assert load_library(built, call_size=8) is None
+    (tmp_path / "no.so").write_bytes(b"no library")
+    assert load_library(tmp_path / "no.so") is None
+
+
+@compiled
+def test_results_are_float32_whatever_pytorch_makes_by_default():
+    q, k, v = (torch.randn(2, n, 64) for n in (3, 90, 90))
+    want, _ = attend(q, k, v, scale=0.125)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got, lse = attend(q, k, v, scale=0.125)
+    finally:
+        torch.set_default_dtype(before)
+    assert (got.dtype, lse.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(got, want)

@@ -1,0 +1,122 @@
+"""A decoder's small products: the compiled kernels against PyTorch in float64, and each row against itself alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triforce.kernels import layers
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.selection import use_kernels
+
+SHAPES = [(96, 32), (13, 77), (256, 160), (1, 8), (1027, 515)]  # outputs, inputs
+FORMATS = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
+ROWS = [1, 2, 3, 5, 13, 32, 33]
+
+compiled = pytest.mark.skipif(
+    cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def norm_of(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double(), eps)
+
+
+def assert_near(got: Tensor, want: Tensor, tolerance: float) -> None:
+    missed = ((got.double() - want).abs().max() / want.abs().max()).item()
+    assert missed <= tolerance, f"off by {missed:.1e} of the largest value, more than {tolerance:.0e}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("n", ROWS)
+def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype, tolerance):
+    x = random(n, 2 * inputs, dtype=dtype, seed=1)[:, inputs:]  # rows that do not follow each other
+    weight, bias = random(outputs, inputs, dtype=dtype, seed=2), random(outputs, dtype=dtype, seed=3)
+    norm = random(inputs, dtype=dtype, seed=4)
+    plain = x.double() @ weight.double().T
+    assert_near(layers.linear(x, weight), plain, tolerance)
+    assert_near(layers.linear(x, weight, bias), plain + bias.double(), tolerance)
+    wanted = norm_of(x, norm, 1e-5) @ weight.double().T + bias.double()
+    assert_near(layers.linear(x, weight, bias, norm=norm, eps=1e-5), wanted, 2 * tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
+@pytest.mark.parametrize(("hidden", "width"), [(32, 96), (77, 13), (256, 688)])
+@pytest.mark.parametrize("n", ROWS)
+def test_gated_mlp_is_the_one_of_llama(n, hidden, width, dtype, tolerance):
+    x, norm = random(n, hidden, dtype=dtype, seed=1), random(hidden, dtype=dtype, seed=2)
+    gate_up = random(2 * width, hidden, dtype=dtype, seed=3)  # gates far beyond where e^x overflows among them
+    down = random(hidden, width, dtype=dtype, seed=4)
+    gate, up = (norm_of(x, norm, 1e-5) @ gate_up.double().T).chunk(2, dim=-1)
+    assert_near(layers.gated_mlp(x, norm, 1e-5, gate_up, down), (F.silu(gate) * up) @ down.double().T, 4 * tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 128])
+@pytest.mark.parametrize("n", ROWS)
+def test_rotate_turns_pairs_and_writes_where_it_is_told(n, head_dim, dtype, tolerance):
+    x = random(n, 7, head_dim, dtype=dtype, seed=1).transpose(0, 1)[2:5]
+    angles = random(n, head_dim // 2, dtype=torch.float32, seed=2)
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    turned = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
+    halves = torch.complex(*x.double().chunk(2, dim=-1)) * turned
+    want = torch.cat((halves.real, halves.imag), dim=-1)
+    assert_near(layers.rotate(x, cos, sin), want, tolerance)
+    cache = random(3, n + 9, head_dim, dtype=dtype, seed=3)
+    untouched = cache.clone()
+    layers.rotate(x, cos, sin, out=cache[:, 4 : 4 + n])
+    assert_near(cache[:, 4 : 4 + n], want, tolerance)
+    assert torch.equal(cache[:, :4], untouched[:, :4])
+    assert torch.equal(cache[:, 4 + n :], untouched[:, 4 + n :])
+    alike = torch.stack([layers.rotate(x[:, i : i + 1], cos[0], sin[0])[:, 0] for i in range(n)], dim=1)
+    assert torch.equal(layers.rotate(x, cos[0], sin[0]), alike)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_is_the_same_to_the_last_bit_however_many_come_with_it(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, norm = random(layers.FEW_ROWS, 256, dtype=dtype, seed=1), random(256, dtype=dtype, seed=2)
+        weight = random(2 * 1100, 256, dtype=dtype, seed=3)
+        down = random(256, 1100, dtype=dtype, seed=4)
+        for n in (2, 5, 13, layers.FEW_ROWS):
+            for function in (
+                lambda rows: layers.linear(rows, weight, norm=norm, eps=1e-6),
+                lambda rows: layers.gated_mlp(rows, norm, 1e-6, weight, down),
+            ):
+                alone = torch.cat([function(x[i : i + 1]) for i in range(n)])
+                assert torch.equal(function(x[:n]), alone), f"{n} rows together differ from each alone"
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled
+def test_compiled_kernels_are_what_few_rows_take(monkeypatch):
+    monkeypatch.setattr(F, "linear", None)  # whoever called it would fail
+    x, weight = random(layers.FEW_ROWS, 64, dtype=torch.bfloat16, seed=1), random(64, 64, dtype=torch.bfloat16, seed=2)
+    layers.linear(x, weight)
+    with pytest.raises(TypeError):
+        layers.linear(random(layers.FEW_ROWS + 1, 64, dtype=torch.bfloat16, seed=1), weight)
+
+
+def test_without_compiled_kernels_plain_pytorch_computes_the_same():
+    x, weight = random(5, 64, dtype=torch.float32, seed=1), random(96, 64, dtype=torch.float32, seed=2)
+    norm, down = random(64, dtype=torch.float32, seed=3), random(64, 48, dtype=torch.float32, seed=4)
+    with use_kernels(layers="plain"):
+        product, mlp = layers.linear(x, weight, norm=norm, eps=1e-5), layers.gated_mlp(x, norm, 1e-5, weight, down)
+    assert_near(product, norm_of(x, norm, 1e-5) @ weight.double().T, 2e-6)
+    gate, up = (norm_of(x, norm, 1e-5) @ weight.double().T).chunk(2, dim=-1)
+    assert_near(mlp, (F.silu(gate) * up) @ down.double().T, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_formats_go_through_pytorch(dtype):
+    x, weight = random(3, 64, dtype=dtype, seed=1), random(8, 64, dtype=dtype, seed=2)
+    assert torch.equal(layers.linear(x, weight), F.linear(x, weight))

@@ -1,0 +1,298 @@
+"""Rollback is exact: after any pattern of appending and forgetting, a cache equals one that only saw what is left."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from profiles import examples
+from tiny import random_tokens, save_llama
+from tiny_caches import append, full_cache, streaming_cache
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
+from triforce.offload.caches.synthetic import fill_with_zeros
+from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+PROBE = torch.tensor([1, 2, 3])
+
+forgotten_tokens = st.one_of(st.integers(0, 12), st.integers(0, 60))
+steps = st.lists(st.tuples(st.integers(1, 30), forgotten_tokens), min_size=1, max_size=14)
+"""Tokens appended, then tokens forgotten, again and again."""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
+    return Decoder.load(directory, dtype=torch.float32, device=CPU)
+
+
+def play(decoder, cache, history, seed=0, floor=0):
+    """Runs `history` on a cache; the tokens that are left. Never forgets below `floor` tokens."""
+    tokens = []
+    source = iter(random_tokens(1000, seed=seed))
+    for appended, forgotten in history:
+        new = [next(source) for _ in range(appended)]
+        append(decoder, cache, new)
+        tokens += new
+        tokens = tokens[: max(floor, len(tokens) - forgotten)]
+        cache.rollback(len(tokens))
+        if cache.length < len(tokens):  # allowed to forget more, as long as it says so
+            append(decoder, cache, tokens[cache.length :])
+    return tokens
+
+
+def probe(decoder, cache):
+    return decoder.forward(PROBE, cache, num_logits=3)
+
+
+@pytest.fixture
+def little_slack(monkeypatch):
+    """Makes the streaming window move every dozen tokens, and rollbacks reach beyond what it kept."""
+    monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)
+
+
+@given(history=steps)
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("make", [full_cache, streaming_cache])
+def test_rollback_equals_replay(decoder, make, little_slack, history):
+    cache, replayed = make(decoder), make(decoder)
+    tokens = play(decoder, cache, history)
+    append(decoder, replayed, tokens)
+    assert cache.length == replayed.length == len(tokens)
+    error = (probe(decoder, cache) - probe(decoder, replayed)).abs().max()
+    assert error < 1e-4, f"logits differ by {error} after {len(tokens)} tokens"
+
+
+@given(history=steps, prompt_length=st.integers(1, 120), added=st.integers(0, 20))
+@examples(60)
+def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, added):
+    def start():
+        full = full_cache(decoder)
+        append(decoder, full, random_tokens(prompt_length, seed=1))
+        cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
+        cache.refresh()
+        append(decoder, full, random_tokens(added, seed=2))
+        return full, cache
+
+    full, cache = start()
+    floor = cache.length
+    tokens = random_tokens(0)
+    source = iter(random_tokens(1000, seed=3))
+    for appended, forgotten in history:
+        new = [next(source) for _ in range(appended)]
+        append(decoder, cache, new)
+        tokens = (tokens + new)[: max(0, len(tokens) + appended - forgotten)]
+        cache.rollback(floor + len(tokens))
+    _, replayed = start()
+    append(decoder, replayed, tokens)
+    assert cache.length == replayed.length
+    assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
+    # After a verification the full cache's own keys and values replace those of the draft tokens.
+    for each in (cache, replayed):
+        each.rollback(floor)
+        each.update_tail()
+    assert cache.length == replayed.length == full.length
+    assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
+
+
+def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder, little_slack):
+    cache = streaming_cache(decoder)
+    append(decoder, cache, random_tokens(200))
+    assert cache._origins[0] > 4
+    cache.rollback(195)
+    assert cache.length == 195
+    cache.rollback(100)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
+@pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7)])
+def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head_dim):
+    model = save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
+    model.set_attn_implementation("eager")
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    full = full_cache(decoder)
+    tokens = random_tokens(sum(parts))
+    taken = 0
+    for n in parts:
+        # Each part is followed by tokens that are rolled back, as a verification's rejected ones are.
+        append(decoder, full, tokens[taken : taken + n] + random_tokens(3, seed=n))
+        taken += n
+        full.rollback(taken)
+    with torch.inference_mode():
+        attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
+    for layer, attention in enumerate(attentions):
+        got = full.recent_mass(layer)
+        by_head = attention[0, :, -got.shape[1] :].unflatten(-1, (-1, 4)).sum(-1)  # [4, rows, 25]
+        error = (got - by_head.unflatten(0, (2, 2)).mean(1)).abs().max()
+        assert error < 1e-5, f"layer {layer}: shares differ by {error}"
+    assert full.recent_mass(0).shape[1] == (5 if parts == (100,) else 8)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
+def test_a_long_verification_keeps_the_mass_of_the_tokens_accepted_last(tmp_path, head_dim):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    context, drafted = random_tokens(150), random_tokens(40, seed=1)
+    verified, decoded = full_cache(decoder), full_cache(decoder)
+    verified.begin(mass_rows=len(drafted))
+    append(decoder, decoded, context)
+    for accepted in range(1, len(drafted) + 1):
+        append(decoder, decoded, drafted[accepted - 1 : accepted])
+        verified.rollback(0)
+        append(decoder, verified, context)
+        append(decoder, verified, drafted)
+        verified.rollback(len(context) + accepted)
+        for layer in range(decoder.config.num_layers):
+            got, want = verified.recent_mass(layer), decoded.recent_mass(layer)
+            assert got.shape == want.shape
+            error = (got - want).abs().max()
+            assert error < 1e-5, f"{accepted} of {len(drafted)} accepted, layer {layer}: shares differ by {error}"
+
+
+def test_rows_that_do_not_precede_a_prefills_last_ones_are_dropped(decoder):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(20))
+    append(decoder, full, random_tokens(100, seed=1))  # its last 8 rows are kept, not those before them
+    full.rollback(117)
+    assert full.recent_mass(0).shape[1] == 5
+
+
+def test_a_run_chooses_chunks_by_the_last_accepted_tokens(tmp_path):
+    save_llama(tmp_path, seed=1)
+    engine = Engine.load(tmp_path, device="cpu", dtype="float32", tiers=2, budget=16, chunk_size=4, block_length=40)
+    run = engine.stream(random_tokens(100), Sampling(temperature=1.0, top_p=1.0, seed=3), 60)
+    tokens, rejected = random_tokens(100), 0
+    for event in run:
+        tokens += event.tokens
+        rejected += event.proposed - event.accepted > 8
+        replayed = full_cache(engine.target)
+        append(engine.target, replayed, tokens[:-1])
+        for layer in range(3):
+            error = (run._full.recent_mass(layer) - replayed.recent_mass(layer)).abs().max()
+            assert error < 1e-5, f"round {event.index}, layer {layer}: shares differ by {error}"
+    assert rejected > 2, "no round rejected so many tokens that rows from before the pass would count"
+
+
+@pytest.mark.parametrize("length", [3, 64, 200])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_cache_filled_with_zeros_holds_zeros_up_to_its_length(decoder, streams, length):
+    link = ThreadLink()
+    full = full_cache(decoder)
+    if streams:
+        place = Placement.streaming(500, 64, num_resident=1, chunk_size=4)
+        blocks = StreamedBlocks(decoder.config, link, place, dtype=torch.float32, device=CPU)
+        full = FullCache(decoder.config, decoder.rope, blocks, chunk_size=4)
+    append(decoder, full, random_tokens(300))
+    full.rollback(0)
+    fill_with_zeros(full, length)
+    assert full.length == length
+    chunks = torch.arange(-(-length // 4)).expand(decoder.config.num_kv_heads, -1)
+    for layer in range(decoder.config.num_layers):
+        for held in full.blocks.gather(layer, chunks, 4):
+            assert held[:, :length].abs().max() == 0
+    link.close()
+
+
+def test_an_updated_tail_holds_the_full_caches_own_keys_and_values(decoder):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(61))
+    cache = RetrievalCache(full, decoder.rope, budget=16, chunk_size=4)
+    cache.refresh()
+    append(decoder, cache, random_tokens(9, seed=1))
+    cache.rollback(61)
+    append(decoder, full, random_tokens(9, seed=1))
+    cache.update_tail()
+    for layer in range(2):
+        keys, values = cache._buffers[layer]
+        want_keys, want_values = full.blocks.slice(layer, 60, 70)
+        assert torch.equal(keys[:, 16:26], want_keys)
+        assert torch.equal(values[:, 16:26], want_values)
+
+
+@pytest.mark.parametrize("budget", [500, 64])
+def test_refreshed_retrieval_with_room_for_all_equals_full(decoder, budget):
+    full = full_cache(decoder)
+    append(decoder, full, random_tokens(150))
+    cache = RetrievalCache(full, decoder.rope, budget=budget, chunk_size=4)
+    cache.refresh()
+    equal = torch.allclose(probe(decoder, cache), probe(decoder, full), atol=1e-4)
+    assert equal == (budget == 500)
+
+
+@pytest.mark.parametrize("n", [5, 30, 300, 900])
+def test_streaming_prefill_of_the_reachable_tokens_equals_all_tokens(decoder, n):
+    tokens = random_tokens(n)
+    short, long = streaming_cache(decoder), streaming_cache(decoder)
+    prefill_streaming(decoder, short, tokens)
+    append(decoder, long, tokens)
+    for forgotten in (0, 3, 40):
+        if forgotten < n:
+            for cache in (short, long):
+                cache.rollback(n - forgotten)
+                if cache.length < n - forgotten:
+                    append(decoder, cache, tokens[cache.length : n - forgotten])
+        assert torch.allclose(probe(decoder, short), probe(decoder, long), atol=1e-4)
+        for cache in (short, long):
+            cache.rollback(min(n, n - forgotten))
+
+
+def test_streaming_attends_to_sinks_and_window_only(decoder):
+    """Against a plain softmax over the kept tokens, each at its distance within the window, for one layer."""
+    cache = streaming_cache(decoder)
+    config, rope = decoder.config, decoder.rope
+    g = torch.Generator().manual_seed(4)
+    n = 70
+    q = torch.randn(config.num_heads, n, config.head_dim, generator=g)
+    k = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
+    v = torch.randn(config.num_kv_heads, n, config.head_dim, generator=g)
+    got = [cache.attend(layer, q, k, v) for layer in range(config.num_layers)][-1]
+    for t in range(n):
+        kept = [j for j in range(t + 1) if j < 4 or j > t - 20]
+        place = {j: i for i, j in enumerate(kept)}  # positions within the cache
+        rotated = torch.cat([rope.rotate(k[:, j : j + 1], place[j]) for j in kept], dim=1)
+        query = rope.rotate(q[:, t : t + 1], place[t])
+        group = config.num_heads // config.num_kv_heads
+        scores = query @ rotated.repeat_interleave(group, 0).transpose(1, 2) * config.head_dim**-0.5
+        want = scores.softmax(-1) @ v[:, kept].repeat_interleave(group, 0)
+        assert torch.allclose(got[:, t : t + 1], want, atol=1e-4), f"row {t}"
+
+
+def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
+    save_llama(tmp_path / "target", seed=1)
+    save_llama(tmp_path / "draft", seed=2, num_hidden_layers=1)
+    engine = Engine.load(
+        tmp_path / "target", tmp_path / "draft", device="cpu", budget=32, draft_length=3, block_length=6, refresh=4
+    )
+    assert engine.draft is not None
+    prompt = random_tokens(100)
+    run = engine.stream(prompt, Sampling(temperature=1.5, top_p=1.0, seed=3), 150)
+    tokens = list(prompt)
+    for event in run:
+        tokens += event.tokens
+        assert run._full.length == len(tokens) - 1
+        if event.index % 7 or run._retrieval is None or run._streaming is None:
+            continue
+        fresh = FullCache.on_device(
+            engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
+        )
+        append(engine.target, fresh, tokens[:-1])
+        for layer in range(3):
+            for got, want in zip(
+                run._full.blocks.slice(layer, 0, fresh.length), fresh.blocks.slice(layer, 0, fresh.length), strict=True
+            ):
+                assert torch.allclose(got, want, atol=1e-4)
+        assert run._retrieval.length == fresh.length
+        assert run._streaming.length <= fresh.length
+        replayed = StreamingCache(engine.draft)
+        append(engine.draft, replayed, tokens[: run._streaming.length])
+        kept = run._streaming.length
+        got, want = probe(engine.draft, run._streaming), probe(engine.draft, replayed)
+        run._streaming.rollback(kept)
+        assert torch.allclose(got, want, atol=1e-4)

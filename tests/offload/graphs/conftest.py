@@ -1,0 +1,36 @@
+"""What the tests of captured passes share: plain PyTorch, which the recorder sees, a decoder, and pairs."""
+
+import pytest
+import torch
+from recorder import FAMILIES, PROMPT
+from tiny import greedy_oracle, save_family, save_llama
+from triforce.kernels.selection import use_kernels
+from triforce.offload.speculation import sampling
+from triforce.tp.model.decoder import Decoder
+
+
+@pytest.fixture(autouse=True)
+def plain_pytorch(monkeypatch):
+    """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
+    sorts, where a CPU first looks at a sum."""
+    monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
+    with use_kernels(attention="plain", layers="plain"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2)
+    return Decoder.load(directory, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """For each family: a model's directory, a draft that is often right, and greedy tokens of transformers."""
+    root = tmp_path_factory.mktemp("pairs")
+    made = {}
+    for name in FAMILIES:
+        model = save_family(root / name, name, seed=1)
+        made[name] = root / name, root / name, greedy_oracle(model, PROMPT, 80)
+    return made

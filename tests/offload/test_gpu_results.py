@@ -1,0 +1,114 @@
+"""The one command for a GPU: its parts survive one another, and whatever it found by then is on disk."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu_results
+import pytest
+from gpu_results import Part, figures, import_path, run_parts
+
+SCRIPT = Path(gpu_results.__file__)
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def python(name, code, limit_s=30.0, **more):
+    return Part(name, [sys.executable, "-c", code, "{json}"], limit_s, **more)
+
+
+def test_a_part_that_fails_hangs_or_dies_costs_no_other(tmp_path):
+    write = "import sys; open(sys.argv[1], 'w').write('{\"answer\": 42}')"
+    wanted = [
+        python("fails", "print('some noise'); raise ValueError('no such kernel')"),
+        python("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        python("hangs", write + "; sys.stdout.flush(); import time; time.sleep(60)", limit_s=2.0),
+        python("breaks off", "import sys; open(sys.argv[1], 'w').write('{')"),
+        python("needs more", "", modules=("json", "a_module_that_is_nowhere")),
+        python("works", write),
+    ]
+    began = time.monotonic()
+    done = run_parts(wanted, tmp_path, environment=ENVIRONMENT)["parts"]
+    assert time.monotonic() - began < 30
+    assert json.loads((tmp_path / "results.json").read_text())["parts"] == done
+    statuses = {name: part["status"] for name, part in done.items()}
+    assert statuses == {
+        "fails": "failed", "dies": "failed", "hangs": "late", "breaks off": "failed", "needs more": "skipped",
+        "works": "ok",
+    }  # fmt: skip
+    assert done["fails"]["reason"] == "ValueError: no such kernel"
+    assert "a_module_that_is_nowhere" in done["needs more"]["reason"]
+    assert done["hangs"]["result"] == done["works"]["result"] == {"answer": 42}
+    assert "some noise" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_part_that_ignores_the_end_of_its_time_is_killed_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_results, "GRACE_S", 0.5)
+    stubborn = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    done = run_parts([python("stubborn", stubborn, limit_s=2.0)], tmp_path, environment=ENVIRONMENT)["parts"]
+    assert done["stubborn"]["status"] == "late"
+    child = Path(f"/proc/{done['stubborn']['result']}/stat")
+    assert not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_the_time_for_all_parts_ends_them(tmp_path):
+    wanted = [python(str(i), "import time; time.sleep(30)") for i in range(3)]
+    done = run_parts(wanted, tmp_path, environment=ENVIRONMENT, total_s=6.0)["parts"]
+    assert [part["status"] for part in done.values()] == ["late", "skipped", "skipped"]
+
+
+def test_triforce_is_found_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_results.importlib.util, "find_spec", lambda name: None)
+    environment = ENVIRONMENT | {"PYTHONPATH": import_path(tmp_path)}
+    code = "import triforce.cli.app, triforce.offload as o; from importlib.metadata import version as v; "
+    code += "print(o.__file__, v('triforce-cli'))"
+    asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    place, version = asked.stdout.split()
+    assert Path(place).is_relative_to(tmp_path)
+    assert version.endswith("+checkout")
+
+
+def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
+    environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    asked = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path / "out"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 1
+    assert asked.stderr.count("\n") == 1 and "no CUDA device" in asked.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_parts_fit_into_the_time(quick):
+    made = gpu_results.parts("cuda", quick)
+    assert gpu_results.TOTAL_S <= 8 * 60 - 2 * gpu_results.GRACE_S
+    assert len({part.name for part in made}) == len(made)
+    assert all(part.limit_s <= gpu_results.TOTAL_S for part in made)
+
+
+def test_its_own_parts_and_a_command_run_on_a_cpu(tmp_path):
+    chosen = ["machine", "link", "prefill", "steps-32k-streamed"]
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--quick", "--out", tmp_path, "--only", *chosen]
+    asked = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stdout + (tmp_path / "log.txt").read_text()
+    done = json.loads((tmp_path / "results.json").read_text())
+    assert set(done["parts"]) == set(chosen)
+    assert done["figures"]["link: in_1_mib_gb_per_s"] > 0
+    assert done["figures"]["prefill: streamed_300_tokens_per_s"] > 0
+    assert done["parts"]["steps-32k-streamed"]["result"]["contexts"][0]["floor"]["streamed_bytes"] > 0
+    assert done["figures"]["steps-32k-streamed: verification / floor"] > 0
+    assert done["figures"]["steps-32k-streamed: retrieval step / floor"] > 0
+
+
+def test_figures_of_nothing_are_none():
+    assert figures({"link": {"status": "failed"}, "tests": {"status": "ok", "result": ["1 passed in 1 s"]}}) == {}

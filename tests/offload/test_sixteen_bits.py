@@ -1,0 +1,67 @@
+"""With the compiled kernels a row's bits depend on nothing but the row: in bfloat16, too, a text is the same however
+many tokens, up to 31, are proposed and verified at a time."""
+
+import pytest
+import torch
+from tiny import random_tokens, save_llama
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.model.decoder import Decoder
+
+pytestmark = pytest.mark.skipif(
+    cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+)
+
+PROMPT = random_tokens(700, seed=3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, head_dim=32)
+    save_llama(root / "target", seed=1, num_key_value_heads=2, head_dim=64)
+    return root / "target", root / "draft"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_verified_together_are_those_decoded_alone(pair, streamed):
+    decoder = Decoder.load(pair[0], dtype=torch.bfloat16, device=torch.device("cpu"))
+    given = {"dtype": torch.bfloat16, "device": decoder.device}
+    tokens = torch.tensor(PROMPT + random_tokens(60, seed=5))
+
+    def make() -> FullCache:
+        if not streamed:
+            return FullCache.on_device(decoder.part, decoder.rope, **given, capacity=900, chunk_size=8)
+        blocks = StreamedBlocks(decoder.part, ThreadLink(), Placement.streaming(900, 64, 1, 8), **given)
+        return FullCache(decoder.part, decoder.rope, blocks, chunk_size=8)
+
+    together, alone = make(), make()
+    for cache in (together, alone):
+        decoder.forward(tokens[:700], cache)
+    position = 700
+    for n in (1, 2, 13, 32):
+        got = decoder.forward(tokens[position : position + n], together, num_logits=n)
+        want = torch.cat([decoder.forward(tokens[i : i + 1], alone) for i in range(position, position + n)])
+        assert torch.equal(got, want), f"{n} rows together differ from each alone"
+        position += n
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+@pytest.mark.parametrize(("draft_length", "block_length"), [(1, 3), (4, 12), (None, None), (8, 31)])
+def test_bfloat16_text_is_the_one_decoded_token_by_token(pair, draft_length, block_length, resident):
+    greedy = Sampling(temperature=0.0)
+    want = Engine.load(*pair, device="cpu", dtype="bfloat16", tiers=1, resident=resident).generate(PROMPT, greedy, 200)
+    engine = Engine.load(
+        *pair,
+        device="cpu",
+        dtype="bfloat16",
+        budget=64,
+        draft_length=draft_length,
+        block_length=block_length,
+        resident=resident,
+    )
+    assert engine.generate(PROMPT, greedy, 200).token_ids == want.token_ids

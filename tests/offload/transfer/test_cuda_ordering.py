@@ -1,0 +1,167 @@
+"""The streaming path in every order that CUDA allows: nothing is read before it is there or overwritten while in use.
+
+The whole campaign, with 10,000 random histories: `python tests/support/simulator/simulated_runs.py`.
+"""
+
+import mutations as m
+import pytest
+import torch
+from cuda_simulator import Race, Simulator
+from simulated_runs import as_on_a_gpu, make_decoders, play
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer import cuda_link, ring, streamed_blocks
+from triforce.offload.transfer.link import LinkError, ThreadLink
+
+RARE = (0, 1, 3, 15, 26, 13)
+"""Histories that need the rarer waits, or nearly all of them."""
+
+HISTORIES = 80
+"""Random ones in the suite, every other with copies at random times."""
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    return make_decoders(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoders, part):
+    for seed in range(part, HISTORIES, 4):
+        play(decoders, seed, deferred=bool(seed // 4 % 2))
+
+
+def wait_statements():
+    found = m.mutations(
+        cuda_link,
+        {"wait_stream", "wait_event", "synchronize", "keep_for", "wait"},
+        {"record_event"},
+        {"CudaLink", "_Arrival"},
+    )
+    found += m.mutations(ring, {"wait", "stop"}, set(), {"Ring"})
+    found += m.mutations(streamed_blocks, {"wait", "wait_for_stores", "stop"}, set(), {"StreamedBlocks"})
+    return [mutation for mutation in found if not mutation.source.startswith("began = ")]  # which only times
+
+
+@pytest.mark.parametrize("mutation", wait_statements(), ids=str)
+def test_a_run_without_one_of_the_waits_is_noticed(decoders, mutation):
+    with mutation.applied():
+        if hides_a_failed_store(decoders[0]):
+            return
+        assert any(is_noticed(decoders, seed) for seed in (*RARE, *range(200))), f"no history needs {mutation}"
+
+
+def is_noticed(decoders, seed):
+    try:
+        play(decoders, seed)
+    except (Race, AssertionError):
+        return True
+    return False
+
+
+def hides_a_failed_store(decoder):
+    link = ThreadLink()
+    place = Placement.streaming(100, 64, 0, 4)
+    blocks = streamed_blocks.StreamedBlocks(decoder.part, link, place, dtype=torch.float32, device=torch.device("cpu"))
+    link.store(torch.zeros(4), torch.zeros(3))
+    try:
+        blocks.prepare(0, 1)
+    except LinkError:
+        return False
+    finally:
+        link.close()
+    return True
+
+
+def test_the_simulator_lets_ordered_accesses_pass_and_no_others():
+    with Simulator() as simulator:
+        runtime = simulator.runtime()
+        other = runtime.new_stream()
+        x, y = torch.ones(8), torch.ones(8)
+        other.wait_stream(runtime.current_stream())
+        with runtime.use(other):
+            y.copy_(x, non_blocking=True)
+            event = runtime.record_event()
+        x.mul(2)  # both only read
+        with pytest.raises(Race, match="writes"):
+            x.mul_(2)
+        with pytest.raises(Race, match="reads"):
+            y.mul(2)
+        runtime.current_stream().wait_event(event)
+        x.mul_(2)
+        y.mul_(2)
+        assert y.tolist() == [2.0] * 8
+
+
+def test_parts_of_memory_that_do_not_overlap_do_not_conflict():
+    with Simulator() as simulator:
+        runtime = simulator.runtime()
+        other, x = runtime.new_stream(), torch.ones(8, 4)
+        simulator.synchronize()
+        with runtime.use(other):
+            x[4:].copy_(torch.ones(4, 4), non_blocking=True)
+        x[:4].mul_(2)
+        with pytest.raises(Race):
+            x[:5].mul_(2)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_freed_while_another_stream_uses_it_is_noticed(recorded):
+    simulator = Simulator()
+    with simulator:
+        runtime = simulator.runtime()
+        other, x, y = runtime.new_stream(), torch.ones(8), torch.ones(8)
+        other.wait_stream(runtime.current_stream())
+        with runtime.use(other):
+            y.copy_(x, non_blocking=True)
+        if recorded:
+            runtime.keep_for(x, other)
+        del x
+        if recorded:
+            torch.ones(1).mul_(2)
+        else:
+            with pytest.raises(Race, match="freed"):
+                torch.ones(1).mul_(2)
+        simulator.synchronize()
+        simulator.races.clear()
+
+
+def test_the_host_sees_a_stores_target_only_once_it_waited():
+    with Simulator() as simulator:
+        link = cuda_link.CudaLink(torch.device("cpu"), runtime=simulator.runtime())
+        host = link.host_memory((2, 8), torch.float32)
+        link.store(torch.ones(8), host[1])
+        host[0].sum()
+        with pytest.raises(Race, match="the host reads"):
+            host.sum()
+        link.wait_for_stores()
+        assert host.sum() == 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    model = save_llama(root / "target", seed=1, num_key_value_heads=2)
+    prompt = random_tokens(300, seed=3)
+    return root, prompt, greedy_oracle(model, prompt, 24)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_whole_runs_give_the_tokens_of_transformers(models, seed):
+    root, prompt, want = models
+    engine = Engine.load(
+        root / "target", root / "draft", device="cpu", dtype="float32", resident=0, budget=64, refresh="round"
+    )
+    simulator = Simulator(seed)
+    with as_on_a_gpu(simulator), simulator:
+        assert engine.generate(prompt, Sampling(temperature=0.0), 24).token_ids == want
+        run = engine.stream([*prompt, *want[:9]], Sampling(temperature=0.0), 60)  # a follow-up, broken off
+        assert next(run).tokens == want[9:10]
+        next(run)
+        run.close()
+        again = engine.generate(prompt, Sampling(temperature=0.0), 24)
+        assert again.token_ids == want
+        assert again.stats["link"]["bytes_streamed"] > 0 or seed is not None
+        simulator.synchronize()

@@ -1,0 +1,96 @@
+"""Blocks flow through the ring in order, no faster than it has room, and a failed copy is the run's error."""
+
+import time
+
+import pytest
+import torch
+from triforce.offload.transfer.link import LinkError, ThreadLink
+from triforce.offload.transfer.ring import Ring
+
+BLOCK = (2, 4, 64, 16)
+
+
+@pytest.fixture
+def link():
+    link = ThreadLink()
+    yield link
+    link.close()
+
+
+def blocks(count):
+    return [torch.full(BLOCK, float(i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 7])
+def test_blocks_come_in_order_however_many_buffers(link, depth):
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(depth)])
+    ring.begin(iter(blocks(20)))
+    seen = [float(block.mean()) for part in (3, 0, 17) for block in ring.next_blocks(part)]
+    assert seen == list(map(float, range(20)))
+
+
+def test_block_is_untouched_while_it_is_in_use(link):
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(2)])
+    ring.begin(iter(blocks(6)))
+    for i, block in enumerate(ring.next_blocks(6)):
+        time.sleep(0.02)  # more than enough for the link to run ahead
+        assert torch.all(block == i), f"block {i} was overwritten"
+
+
+def test_no_more_is_copied_ahead_than_there_are_buffers(link):
+    sources = blocks(8)
+    num_bytes = sources[0].numel() * sources[0].element_size()
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
+    ring.begin(iter(sources))
+    for i, _ in enumerate(ring.next_blocks(8)):
+        time.sleep(0.02)
+        assert link.traffic().bytes_in == min(8, i + 3) * num_bytes
+
+
+def test_beginning_anew_drops_what_was_under_way(link):
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(3)])
+    ring.begin(iter(blocks(9)))
+    next(ring.next_blocks(1))
+    ring.begin(iter([torch.full(BLOCK, 100.0 + i) for i in range(5)]))
+    assert [float(block.mean()) for block in ring.next_blocks(5)] == [100.0, 101.0, 102.0, 103.0, 104.0]
+
+
+def test_failing_copy_is_raised_where_its_block_is_taken(link):
+    ring = Ring(link, [torch.empty(BLOCK) for _ in range(2)])
+    ring.begin(iter([torch.zeros(BLOCK), torch.zeros(3, 5), torch.ones(BLOCK)]))
+    taken = ring.next_blocks(3)
+    next(taken)
+    with pytest.raises(LinkError, match="KV cache"):
+        next(taken)
+
+
+def test_failing_store_is_raised_when_stores_settle(link):
+    link.store(torch.zeros(4), torch.zeros(3))
+    with pytest.raises(LinkError):
+        link.wait_for_stores()
+
+
+def test_fetch_sees_what_was_stored_before(link):
+    host, buffer = torch.zeros(BLOCK), torch.empty(BLOCK)
+    link.store(torch.full(BLOCK, 7.0), host)
+    link.fetch(host, buffer).wait()
+    assert torch.all(buffer == 7)
+    assert link.traffic().bytes_out == host.numel() * 4
+
+
+@pytest.mark.alone
+def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
+    source = torch.zeros(1 << 20)  # 4 MiB
+    link = ThreadLink(bytes_per_s=200e6)
+    ring = Ring(link, [torch.empty_like(source) for _ in range(3)])
+    began = time.perf_counter()
+    ring.begin(source for _ in range(12))
+    for _ in ring.next_blocks(12):
+        time.sleep(0.015)  # computation, shorter than the 21 ms of a copy
+    seconds = time.perf_counter() - began
+    traffic = link.traffic()
+    link.close()
+    floor = 12 * source.numel() * 4 / 200e6
+    assert floor <= seconds <= 1.05 * floor + 0.015, f"{seconds:.3f} s for a floor of {floor:.3f} s"
+    assert traffic.busy_s == pytest.approx(floor, rel=0.05)
+    assert traffic.waited_s == pytest.approx(seconds - 12 * 0.015, abs=0.03)

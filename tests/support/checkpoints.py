@@ -1,0 +1,38 @@
+"""Changes to model directories that transformers wrote: other configurations, formats and numbers of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    """Changes keys of `config.json`; the value `"absent"` removes one."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def to_bin(directory: Path, **options: Any) -> None:
+    """Replaces safetensors, single or sharded, by files of `torch.save`, which gets `options`."""
+    for path in list(directory.glob("model*.safetensors")):
+        name = path.name.replace("model", "pytorch_model", 1).replace("safetensors", "bin")
+        torch.save(load_file(path), directory / name, **options)
+        path.unlink()
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (directory / "pytorch_model.bin.index.json").write_text(text)
+        index.unlink()
+
+
+def in_shards(directory: Path, model: PreTrainedModel, most: str = "180KB") -> None:
+    """Rewrites a model's weights as three shards, by transformers."""
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size=most)
+    assert len(list(directory.glob("model-0000?-of-00003.safetensors"))) == 3

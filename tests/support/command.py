@@ -1,0 +1,110 @@
+"""What tests of the command line share: ways to run it, and a tiny pair of models with a tokenizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny import save_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from triforce.cli.app import run
+from triforce.cli.terminal.stopping import Signals
+
+VOCABULARY = 320
+CONTEXT = 1024
+
+TRIFORCE = (sys.executable, "-P", "-m", "triforce.cli")
+"""The command. `-P`: the folder that tests run in must not be where packages such as `kernels` are found."""
+
+TEXT = "It was the best of times, it was the worst of times; naïve – “quoted”, déjà vu, 北京, and 🙂.\n\n" * 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+def run_command(*arguments: object, stdin: bytes | None = None, **environment: str) -> Outcome:
+    """Runs `triforce` as a user does, in a process of its own."""
+    done = subprocess.run(
+        [*TRIFORCE, *map(str, arguments)],
+        input=stdin,
+        stdin=subprocess.DEVNULL if stdin is None else None,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
+    )
+    return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def run_here(capfd, *arguments: object) -> Outcome:
+    """Runs `triforce` within this process, which has PyTorch already: the same code in a tenth of the time."""
+    capfd.readouterr()
+    with Signals() as signals:
+        code = run([str(argument) for argument in arguments], signals)
+    out, err = capfd.readouterr()
+    return Outcome(code, out, err)
+
+
+def check_refusal(outcome: Outcome, code: int, *words: str) -> None:
+    """One message on stderr with all of `words`, nothing on stdout, the right exit code, no traceback."""
+    assert outcome.code == code, outcome
+    assert outcome.out == "", outcome
+    assert "Traceback" not in outcome.err, outcome
+    messages = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert len(messages) == 1, outcome
+    for word in words:
+        assert word in messages[0], f"{word!r} is not in {messages[0]!r}"
+
+
+def undocumented(document: Any, *pages: str, but: str = "") -> set[str]:
+    """Keys of a JSON document that no table in these pages of docs/ names; what is under `but` is not looked at."""
+    docs = Path(__file__).parents[2] / "docs"
+    rows = [line for page in pages for line in (docs / page).read_text(encoding="utf-8").splitlines() if "|" in line]
+    named = {word for row in rows for word in re.findall(r"\w+", row.split("|")[1])}
+
+    def keys(value: Any) -> Iterator[str]:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            yield name
+            yield from keys(inner) if name != but else ()
+        for inner in value if isinstance(value, list) else ():
+            yield from keys(inner)
+
+    return set(keys(document)) - named
+
+
+def save_tokenizer(directory: Path, corpus: str = TEXT) -> None:
+    """Writes a byte-level tokenizer with `VOCABULARY` tokens, trained on `corpus`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([corpus], trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}', encoding="utf-8"
+    )
+
+
+def save_pair(directory: Path) -> tuple[Path, Path]:
+    """Writes a target and a draft with one vocabulary, and returns where."""
+    target, draft = directory / "target", directory / "draft"
+    shape = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
+    for place, seed, layers in ((target, 0, 2), (draft, 1, 1)):
+        save_tokenizer(place)
+        save_llama(place, seed=seed, num_hidden_layers=layers, **shape)
+    return target, draft

@@ -1,0 +1,198 @@
+"""The distribution of the first tokens that an engine samples: what it should be; what it is, by running the engine
+once for every outcome of its random numbers; and what was counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TypeVar
+from unittest.mock import patch
+
+import pytest
+import scipy.stats
+import torch
+from tiny import random_tokens
+from torch import Tensor
+from triforce.offload import Engine, Sampling
+from triforce.offload.speculation.sampling import distribution
+
+VOCAB = 8
+PROMPT = random_tokens(60, VOCAB, seed=5)
+NUM_TOKENS = 3
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+"""A model so small that every continuation of `NUM_TOKENS` tokens can be enumerated."""
+
+SAMPLING = Sampling(temperature=1.3, top_p=0.92, top_k=6)
+TWO_TOKENS = Sampling(temperature=1.3, top_p=1.0, top_k=2)
+"""Two outcomes of a draw, so that all outcomes of a run can be had."""
+
+
+@torch.inference_mode()
+def enumerate_joint(model, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The exact probability of every continuation of `NUM_TOKENS` tokens, by transformers' logits."""
+    prefixes = list(itertools.product(range(VOCAB), repeat=NUM_TOKENS))
+    logits = model(torch.tensor([PROMPT + list(p) for p in prefixes])).logits[:, len(PROMPT) - 1 : -1]
+    joint = {}
+    for prefix, rows in zip(prefixes, logits, strict=True):
+        steps = distribution(rows, sampling)
+        joint[prefix] = math.prod(float(steps[i, token]) for i, token in enumerate(prefix))
+    assert sum(joint.values()) == pytest.approx(1.0, abs=1e-4)
+    return joint
+
+
+def first_tokens(engine: Engine, sampling: Sampling) -> tuple[tuple[int, ...], dict[str, int]]:
+    """The first three tokens of a run, and how many draft tokens were rejected on the way."""
+    tokens: list[int] = []
+    run = engine.stream(PROMPT, sampling, NUM_TOKENS + 4)  # room to draft for the third
+    while len(tokens) < NUM_TOKENS:
+        tokens += next(run).tokens
+    done = run.statistics
+    return tuple(tokens[:NUM_TOKENS]), {
+        "draft": done.draft_proposed - done.draft_accepted,
+        "retrieval": done.retrieval_proposed - done.retrieval_accepted,
+    }
+
+
+def exact_probabilities(
+    engine: Engine, sampling: Sampling, least: float
+) -> tuple[dict[tuple[int, ...], float], dict[str, float], float]:
+    """Of three tokens: the probability of each continuation and the expected rejections, by running every outcome of a
+    probability above `least`; and the probability that was left out."""
+    joint: dict[tuple[int, ...], float] = defaultdict(float)
+    rejections: dict[str, float] = defaultdict(float)
+    outcomes = Outcomes(least)
+    for (tokens, rejected), probability in outcomes.of(lambda: first_tokens(engine, sampling)):
+        joint[tokens] += probability
+        for name, count in rejected.items():
+            rejections[name] += probability * count
+    return joint, rejections, outcomes.left_out
+
+
+def sample_counts(engine: Engine, runs: int) -> tuple[dict[tuple[int, ...], int], dict[str, int]]:
+    """How often each beginning of three tokens came up, and how many draft tokens were rejected on the way."""
+    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    rejections: dict[str, int] = defaultdict(int)
+    for seed in range(runs):
+        tokens, rejected = first_tokens(engine, replace(SAMPLING, seed=seed))
+        counts[tokens] += 1
+        for name, count in rejected.items():
+            rejections[name] += count
+    return counts, rejections
+
+
+def p_value(counts: dict[tuple[int, ...], int], joint: dict[tuple[int, ...], float]) -> float:
+    """Chi-square over all continuations; those expected fewer than five times share a bin."""
+    assert all(joint[tokens] > 0 for tokens in counts), "a continuation came up that has probability 0"
+    runs = sum(counts.values())
+    common = [t for t, p in joint.items() if p * runs >= 5]
+    observed = [counts.get(t, 0) for t in common]
+    expected = [joint[t] * runs for t in common]
+    rest = runs - sum(expected)
+    if rest > 1e-6 * runs:
+        observed.append(runs - sum(observed))
+        expected.append(rest)
+    expected = [e * sum(observed) / sum(expected) for e in expected]
+    return float(scipy.stats.chisquare(observed, expected).pvalue)
+
+
+DRAWS = ("triforce.offload.speculation.sampling.draw", "triforce.offload.speculation.acceptance.draw")
+"""Every name by which the engine draws a token from a distribution."""
+
+Result = TypeVar("Result")
+
+
+class Outcomes:
+    """Takes the place of the engine's random numbers, and goes through all that may come of them, depth first.
+
+    A draw from weights gives each token in turn, with its share of them. A uniform number `u` (what `torch.rand` gives)
+    is known by what the acceptance rule asks of it, `u * offered < wanted`: true with the probability
+    min(1, wanted / offered).
+    """
+
+    def __init__(self, least: float = 0.0) -> None:
+        """Args:
+        least: where a possibility makes the outcome less probable than this, only the likeliest of its choice is run.
+        """
+        self.least = least
+        self.left_out = 0.0
+        """The probability of all that was not run."""
+        self._path: list[_Choice] = []
+        self._at = 0
+        self._probability = 1.0
+
+    def of(self, run: Callable[[], Result]) -> Iterator[tuple[Result, float]]:
+        """What `run` returns for each outcome of its choices, and the probability of that outcome."""
+        while True:
+            self._at, self._probability = 0, 1.0
+            with ExitStack() as patches:
+                for name in DRAWS:
+                    patches.enter_context(patch(name, self._draw))
+                patches.enter_context(patch("torch.rand", lambda count, **_: _Uniform(count, self)))
+                result = run()
+            yield result, self._probability
+            while self._path and not self._advance(self._path[-1]):
+                self._path.pop()
+            if not self._path:
+                return
+
+    def choose(self, probabilities: list[float]) -> int:
+        """One of so many possibilities: the one that this run takes."""
+        if self._at == len(self._path):
+            self._path.append(_Choice(probabilities, self._probability))
+        choice = self._path[self._at]
+        self._at += 1
+        taken = choice.order[choice.current]
+        self._probability = choice.before * choice.probabilities[taken]
+        return taken
+
+    def _advance(self, choice: _Choice) -> bool:
+        """Goes on to the next possibility, if one is left that is probable enough."""
+        choice.current += 1
+        left = [choice.before * choice.probabilities[i] for i in choice.order[choice.current :]]
+        if left and left[0] > self.least:
+            return True
+        self.left_out += sum(left)
+        return False
+
+    def _draw(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+        rows = weights.double() / weights.double().sum(-1, keepdim=True)
+        return torch.tensor([self.choose(row) for row in rows.tolist()])
+
+
+class _Choice:
+    def __init__(self, probabilities: list[float], before: float) -> None:
+        """Args: `before`: the probability of all choices before this one."""
+        self.probabilities, self.before = probabilities, before
+        self.order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
+        self.current = 0
+        """The place in `order` of the possibility that is taken."""
+
+
+class _Uniform:
+    """`count` uniform numbers."""
+
+    def __init__(self, count: int, outcomes: Outcomes) -> None:
+        self.count, self.outcomes = count, outcomes
+
+    def __mul__(self, offered: Tensor) -> _Scaled:
+        assert offered.shape == (self.count,)
+        return _Scaled(offered, self.outcomes)
+
+
+class _Scaled:
+    """Uniform numbers times `offered`."""
+
+    def __init__(self, offered: Tensor, outcomes: Outcomes) -> None:
+        self.offered, self.outcomes = offered, outcomes
+
+    def __lt__(self, wanted: Tensor) -> Tensor:
+        """Where they are less; after the first that is not, nobody looks, and nothing is chosen."""
+        below: list[bool] = []
+        for chance in (wanted.double() / self.offered.double()).clamp(max=1.0).tolist():
+            below.append(all(below) and self.outcomes.choose([chance, 1.0 - chance]) == 0)
+        return torch.tensor(below)

@@ -1,0 +1,14 @@
+"""How many examples Hypothesis tries, by which tests run."""
+
+from typing import Any
+
+from hypothesis import settings
+
+SHARES = {"fast": 0.2, "full": 1.0, "campaign": 50.0}
+"""Of the examples of a full run, by the profile that tests/conftest.py loads."""
+
+
+def examples(full: int, **options: Any) -> settings:
+    """Hypothesis' settings for a test that a full run shows `full` examples; at least 5."""
+    share = SHARES.get(settings.get_current_profile_name(), 1.0)
+    return settings(max_examples=max(5, round(full * share)), **options)

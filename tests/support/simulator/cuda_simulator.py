@@ -1,0 +1,322 @@
+"""CUDA's rules of ordering on a CPU: what runs on streams is ordered by streams, events and waits, and by nothing else.
+
+Every tensor is a CPU tensor. Within a `Simulator`, memory that was page-locked through its runtime is the host's; so is
+what is computed from it and what is brought from the device; all else is on the device. An operation on the device
+belongs to the stream that is current, and the host runs ahead of it.
+
+*Detection.* Each stream and the host has a vector clock (Lamport's happens-before, as in race detectors). Each piece
+of memory knows who read and wrote it last. An access that no chain of stream order, events, waits and synchronisation
+puts behind an earlier conflicting one raises `Race`: in some order that CUDA allows it goes wrong, whether or not it
+did this time. So does memory that is freed while another stream may still use it, unless `record_stream` was called.
+
+*Execution.* Without a seed copies run at once. With one, those on streams of their own run at a random time between
+the earliest and the latest that CUDA allows; their targets hold NaN meanwhile. Computation runs in step.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOST = -1
+"""The host's own place in a clock; streams have numbers from 0, which is the default stream."""
+
+Clock = dict[int, int]
+
+
+class Race(Exception):
+    """Two accesses to the same memory, one of them a write, that CUDA does not order."""
+
+
+@dataclass
+class Access:
+    """The last access of one kind by one stream to a range of bytes."""
+
+    start: int
+    stop: int
+    stream: int
+    time: int
+    writes: bool
+    what: str
+
+
+@dataclass
+class Memory:
+    """One tensor's storage."""
+
+    allocated_on: int
+    address: int
+    size: int
+    host: bool | None = False
+    """`None` of what was made of nothing: it is where the first operation wants it that takes something else too."""
+    pinned: bool = False
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+    """Streams that the allocator waits for before it gives the memory to others."""
+
+
+class SimulatedStream:
+    """`torch.cuda.Stream`, as far as a link uses it."""
+
+    def __init__(self, simulator: Simulator, number: int) -> None:
+        self.simulator, self.number = simulator, number
+        self.clock: Clock = {}
+        self.queue: list[Callable[[], None]] = []
+        self.done = 0
+        """How much of the queue has run."""
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self._wait(other, len(other.queue), other.clock)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self._wait(event.stream, event.place, event.clock)
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
+        _join(self.simulator.host, self.clock)
+
+    def _wait(self, other: SimulatedStream, place: int, clock: Clock) -> None:
+        _join(self.clock, clock)
+        _join(self.clock, self.simulator.host)
+        self.ask(lambda: other.run(place))
+
+    def ask(self, job: Callable[[], None]) -> None:
+        """Puts a job behind all that the stream was given; the default stream's run at once, and so do all without a
+        seed."""
+        self.queue.append(job)
+        if self.number == 0 or self.simulator.random is None:
+            self.run(len(self.queue))
+
+    def run(self, place: int) -> None:
+        """Runs the first `place` jobs of the queue, as far as that is not done."""
+        while self.done < place:
+            job = self.queue[self.done]
+            self.done += 1
+            job()
+            self.queue[self.done - 1] = _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+class SimulatedEvent:
+    """`torch.cuda.Event`, recorded."""
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream, self.place = stream, len(stream.queue)
+        self.clock: Clock = _join(dict(stream.clock), stream.simulator.host)
+
+    def query(self) -> bool:
+        """Whether the device has come here: it may have, and is said to by chance."""
+        chance = self.stream.simulator.random
+        if chance is not None and chance.random() < 0.5:
+            return self.stream.done >= self.place
+        return self.stream.done >= self.place and chance is None
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        return 1.0
+
+
+class SimulatedRuntime:
+    """`cuda_runtime.CudaRuntime` of a simulator."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.device = torch.device("cpu")
+
+    def new_stream(self) -> SimulatedStream:
+        return self.simulator.new_stream()
+
+    def current_stream(self) -> SimulatedStream:
+        return self.simulator.current
+
+    @contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self.simulator.current = self.simulator.current, stream
+        try:
+            yield
+        finally:
+            self.simulator.current = before
+
+    def record_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.simulator.current)
+
+    def keep_for(self, tensor: Tensor, stream: SimulatedStream) -> None:
+        self.simulator.memory(tensor).recorded.add(stream.number)
+
+    def synchronize(self) -> None:
+        self.simulator.synchronize()
+
+    def lock_pages(self, address: int, size: int) -> int:
+        self.simulator.locked[address] = size
+        self.simulator.forget(address)
+        return 0
+
+    def unlock_pages(self, address: int) -> None:
+        self.simulator.locked.pop(address, None)
+
+    def clear_error(self) -> None:
+        pass
+
+
+class Simulator:
+    """A device and its host. A context manager: within, operations are simulated.
+
+    Attributes:
+        operations: accesses that were checked so far.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        """Args: `seed` of the times at which copies run; `None` is at once."""
+        self.random = None if seed is None else random.Random(seed)
+        self.host: Clock = {HOST: 0}
+        self.streams: list[SimulatedStream] = []
+        self.current = self.new_stream()
+        self.locked: dict[int, int] = {}
+        self.operations = 0
+        self.races: list[str] = []
+        """Of memory that was freed too early: said at the next operation, as an exception where it is freed is lost."""
+        self._memories: dict[int, Memory] = {}
+        self._modes: list[Any] = []
+        self._open = False
+
+    def runtime(self) -> Any:
+        return SimulatedRuntime(self)
+
+    def new_stream(self) -> SimulatedStream:
+        self.streams.append(SimulatedStream(self, len(self.streams)))
+        return self.streams[-1]
+
+    def synchronize(self, *_: object) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+    def __enter__(self) -> Simulator:
+        from simulated_operations import Calls, Operations  # which know this module
+
+        self._open = True
+        self._modes = [Calls(self), Operations(self)]
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+        self._open = False
+        if error[0] is None:
+            self.check_freed()
+
+    def check_freed(self) -> None:
+        if self.races:
+            raise Race(self.races[0])
+
+    def memory(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._memories.get(key)
+        if found is None:
+            pinned = self._is_locked(storage.data_ptr())
+            found = Memory(self.current.number, storage.data_ptr(), storage.nbytes(), host=pinned, pinned=pinned)
+            self._memories[key] = found
+            weakref.finalize(storage, self._freed, key)
+        return found
+
+    def forget(self, address: int) -> None:
+        """Forgets who used memory that turns out to be the host's."""
+        for memory in self._memories.values():
+            if memory.address <= address < memory.address + memory.size:
+                memory.host = memory.pinned = True
+                memory.accesses.clear()
+
+    def place(self, tensors: list[Tensor]) -> list[bool | None]:
+        """Which of them are the host's; those that may be anywhere are where the others are."""
+        memories = [self.memory(x) for x in tensors]
+        placed = {memory.host for memory in memories if memory.host is not None}
+        if len(placed) == 1:
+            for memory in memories:
+                if memory.host is None:
+                    self.put(memory, placed == {True})
+        return [memory.host for memory in memories]
+
+    def put(self, memory: Memory, host: bool) -> None:
+        memory.host = host
+        if host:
+            memory.accesses.clear()
+
+    def _is_locked(self, address: int) -> bool:
+        return any(start <= address < start + size for start, size in self.locked.items())
+
+    def _freed(self, key: int) -> None:
+        memory = self._memories.pop(key, None)
+        if memory is None or not self._open or (memory.host and not memory.pinned):
+            return
+        owner = self.host if memory.pinned else _join(dict(self.streams[memory.allocated_on].clock), self.host)
+        for access in memory.accesses:
+            if access.stream in (HOST, memory.allocated_on) and not memory.pinned:
+                continue
+            if owner.get(access.stream, 0) < access.time and access.stream not in memory.recorded:
+                self.races.append(f"memory is freed while stream {access.stream} may still run {access.what}")
+
+    def access(self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str) -> None:
+        """Notes an access at `clock[stream]` and checks it against those before."""
+        if not tensor.numel():
+            return
+        self.operations += 1
+        memory = self.memory(tensor)
+        size = tensor.element_size()
+        start, extent = int(tensor.storage_offset()) * size, 1
+        for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+            extent += (n - 1) * step
+        stop = start + int(extent) * size
+        time = clock[stream]
+        kept = []
+        for old in memory.accesses:
+            overlaps = old.start < stop and start < old.stop
+            if overlaps and (writes or old.writes) and clock.get(old.stream, 0) < old.time:
+                raise Race(
+                    f"{_name(stream)} {'writes' if writes else 'reads'} ({what}) what {_name(old.stream)} "
+                    f"{'writes' if old.writes else 'reads'} ({old.what}), and nothing puts one behind the other"
+                )
+            covered = old.stream == stream and start <= old.start and old.stop <= stop and (writes or not old.writes)
+            if not covered:
+                kept.append(old)
+        kept.append(Access(start, stop, stream, time, writes, what))
+        memory.accesses = kept
+
+    def tick(self, stream: SimulatedStream) -> Clock:
+        """The clock of the next operation that the host gives to `stream`."""
+        _join(stream.clock, self.host)
+        stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        return stream.clock
+
+    def tick_host(self) -> Clock:
+        self.host[HOST] += 1
+        return self.host
+
+    def wander(self) -> None:
+        """Lets some stream run one more job, by chance."""
+        if self.random is not None and self.random.random() < 0.1:
+            stream = self.random.choice(self.streams)
+            if stream.done < len(stream.queue):
+                stream.run(stream.done + 1)
+
+
+def _join(clock: Clock, other: Clock) -> Clock:
+    """Makes `clock` as late as both are."""
+    for stream, time in other.items():
+        if clock.get(stream, 0) < time:
+            clock[stream] = time
+    return clock
+
+
+def _name(stream: int) -> str:
+    return "the host" if stream == HOST else f"stream {stream}"

@@ -1,0 +1,268 @@
+"""Runs of the streaming path in a simulator of CUDA's ordering: random histories of a cache, and whole engines.
+
+    python tests/support/simulator/simulated_runs.py --histories 10000
+
+plays so many random histories and prints how many gave the tokens they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from cuda_simulator import Simulator
+from simulated_operations import simulator_off
+from triforce.kernels.selection import use_kernels
+from triforce.offload import generation
+from triforce.offload.caches import kept
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.refreshing import RefreshingCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.planning import placement
+from triforce.offload.planning.placement import Placement
+from triforce.offload.speculation import sampling
+from triforce.offload.transfer import streamed_blocks
+from triforce.offload.transfer.cuda_link import CudaLink
+from triforce.offload.transfer.device_blocks import DeviceBlocks
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.model.decoder import Decoder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from tiny import random_tokens, save_llama
+
+CPU = torch.device("cpu")
+SIZE, CHUNK, SLACK, CAPACITY = 16, 4, 24, 260
+
+
+class Broken(Exception):
+    """Stands for an interrupt."""
+
+
+@contextmanager
+def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
+    """Within, what a GPU would run: no compiled kernels for CPUs, and, in a simulator, its link and its waits."""
+    with ExitStack() as patches:
+        patches.enter_context(use_kernels(attention="plain", layers="plain"))
+        likeliest = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
+        patches.enter_context(patch.object(sampling, "_likeliest", likeliest))
+        if simulator:
+            link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
+            patches.enter_context(patch.object(kept, "make_link", link))
+            for module in (kept, generation):
+                patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
+        yield
+
+
+def make_decoders(directory: Path) -> list[Decoder]:
+    """Tiny ones: three with more layers than the ring has buffers, which is what lets buffers be used again too early,
+    and one with a single layer, where what follows a pass is closest to it."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2}
+    made = []
+    for num_layers in (4, 1):
+        save_llama(directory / str(num_layers), num_hidden_layers=num_layers, num_key_value_heads=1, **shape)
+        made.append(Decoder.load(directory / str(num_layers), dtype=torch.float32, device=CPU))
+    return [made[0]] * 3 + [made[1]]
+
+
+def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: int = 8) -> Simulator:
+    """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts and
+    moves to a larger cache, over a ring of 1 to 3 buffers.
+
+    Args:
+        deferred: run copies at random times instead of at once; memory freed too early is then not found.
+
+    Raises:
+        Race: two accesses are not ordered.
+        AssertionError: logits are not those of a cache that is all on the device.
+    """
+    chance = random.Random(seed)
+    simulator = Simulator(seed if deferred else None)
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_gpu())
+        stack.enter_context(patch.object(placement, "RING_BUFFERS", chance.randint(1, 3)))
+        stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
+        stack.enter_context(patch.object(streamed_blocks, "OPEN_SLACK", SLACK))
+        stack.enter_context(torch.inference_mode())
+        history = _History(decoders[seed % len(decoders)], simulator, chance)
+        simulator.__enter__()
+        try:
+            for _ in range(steps):
+                history.step()
+            history.end()
+        except BaseException as error:
+            simulator.__exit__(type(error), error, None)
+            raise
+        simulator.__exit__(None, None, None)
+    return simulator
+
+
+class _Breaking:
+    """A full cache whose pass is broken off after so many blocks."""
+
+    def __init__(self, full: FullCache, blocks: int) -> None:
+        self._full, self._left = full, blocks
+        self.prepare, self.rollback = full.prepare, full.rollback
+
+    @property
+    def length(self) -> int:
+        return self._full.length
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._full.attend(layer, q, k, v, collector=self._count)
+
+    def _count(self, *_: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Broken
+
+
+class _History:
+    def __init__(self, decoder: Decoder, simulator: Simulator, chance: random.Random) -> None:
+        self.decoder, self.simulator, self.chance = decoder, simulator, chance
+        self.link = CudaLink(CPU, runtime=simulator.runtime())
+        self.tokens = torch.tensor(random_tokens(CAPACITY, seed=chance.randint(0, 9)))
+        self.capacity, self.resident = CAPACITY // 2, chance.choice([0, 0, 1, 3])
+        self.cache: Any = None
+        blocks = DeviceBlocks(decoder.part, dtype=torch.float32, device=CPU, capacity=CAPACITY, block_size=SIZE)
+        self.plain = FullCache(decoder.part, decoder.rope, blocks, chunk_size=CHUNK)
+        self.retrieval: RetrievalCache | None = None
+        self.attended = False
+        """Whether the last tokens' attention is known, by which chunks are chosen."""
+
+    def new_cache(self) -> FullCache:
+        place = Placement.streaming(self.capacity, SIZE, self.resident, CHUNK)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=torch.float32, device=CPU)
+        return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK)
+
+    def step(self) -> None:
+        if self.cache is None:
+            self.cache = self.new_cache()
+        if not self.cache.length:
+            self.forward(self.chance.randint(1, 90))
+            return
+        kind = self.chance.choice(
+            ["verify", "verify", "verify", "long", "rollback", "refresh", "refresh", "grow", "break"]
+        )
+        if kind == "verify":
+            self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
+        elif kind == "long":  # a follow-up question: its run has a retrieval cache of its own
+            self.retrieval = None
+            self.forward(self.chance.randint(SLACK + 1, 60))
+            if self.chance.random() < 0.5:
+                self.refresh()
+        elif kind == "rollback":
+            self.rollback(max(1, self.cache.length - self.chance.choice([1, 3, 9, 30, 70])))
+        elif kind == "refresh":
+            self.refresh()
+        elif kind == "grow" and self.capacity < CAPACITY:
+            self.grow()
+        elif kind == "break":
+            self.break_off()
+
+    def forward(self, n: int, draws: bool = False) -> None:
+        start = self.cache.length
+        n = min(n, self.capacity - start)
+        if n < 1:
+            self.rollback(start // 2)
+            return
+        rows = self.tokens[start : start + n]
+        cache = RefreshingCache(self.cache, self.retrieval) if self.retrieval else self.cache
+        got = self.decoder.forward(rows, cache, num_logits=min(n, 4))
+        self.attended = True
+        with self.outside():
+            want = self.decoder.forward(rows, self.plain, num_logits=min(n, 4))
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        if self.retrieval:
+            self.retrieval.update_tail()
+            if draws:
+                self.draft()
+
+    def refresh(self) -> None:
+        if self.retrieval is None:
+            if not self.attended:
+                self.forward(self.chance.randint(1, 4))
+            if not self.attended or self.cache.length < CHUNK:
+                return
+            self.retrieval = RetrievalCache(self.cache, self.decoder.rope, budget=24, chunk_size=CHUNK)
+        self.retrieval.refresh()
+        self.draft()
+
+    def draft(self) -> None:
+        assert self.retrieval is not None
+        length = self.retrieval.length
+        logits = self.decoder.forward(self.tokens[:2], self.retrieval)
+        with self.outside():
+            assert logits.isfinite().all()
+        self.retrieval.rollback(length)
+
+    def rollback(self, length: int) -> None:
+        self.retrieval, self.attended = None, False
+        self.cache.rollback(length)
+        self.plain.rollback(length)
+
+    def grow(self) -> None:
+        """What a follow-up question does that needs more room."""
+        self.retrieval, self.attended = None, False
+        self.capacity, old = CAPACITY, self.cache
+        self.cache = self.new_cache()
+        self.cache.move_from(old, self.plain.length)
+
+    def break_off(self) -> None:
+        """An interrupt within a pass; then what the engine does with the cache: go on from before, or drop it."""
+        length = self.cache.length
+        n = min(self.chance.choice([3, 3, 40]), self.capacity - length)
+        if n < 1:
+            return
+        prefills = n > SLACK
+        self.retrieval, self.attended = None, False
+        with suppress(Broken):
+            self.decoder.forward(self.tokens[length : length + n], _Breaking(self.cache, self.chance.randint(0, 12)))
+        if prefills or self.chance.random() < 0.5:
+            self.link.wait_for_stores()
+            self.simulator.synchronize()  # as `KeptCache` does before it drops one
+            self.cache = None
+            self.plain.rollback(0)
+        else:
+            self.cache.rollback(length)
+
+    def end(self) -> None:
+        """Ends a run wherever it is: its memory is freed then."""
+        self.link.traffic()
+        self.link.close()
+        self.retrieval = self.cache = None
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        with simulator_off(self.simulator), torch.inference_mode():
+            yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--histories", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began, checked = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as directory:
+        decoders = make_decoders(Path(directory))
+        for seed in range(options.first, options.first + options.histories):
+            checked += play(decoders, seed, deferred=bool(seed // 4 % 2)).operations
+            if seed % 500 == 499:
+                print(
+                    f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"
+                )
+    print(f"{options.histories} histories gave the logits they should; {checked:,} accesses, none of them a race")
+
+
+if __name__ == "__main__":
+    main()

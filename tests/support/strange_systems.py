@@ -1,0 +1,80 @@
+"""Systems that misbehave, for `compare` to measure: a worker loads this as a baseline's module."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+FLIPPED_AT = 5
+"""The token that `flips` gets wrong."""
+
+
+def load(job):
+    return {
+        "raises": Raises,
+        "exits": Exits,
+        "is killed": Killed,
+        "needs too much": NeedsTooMuch,
+        "hangs": Hangs,
+        "stops early": StopsEarly,
+        "flips": Flips,
+    }[job.system](job)
+
+
+class Raises:
+    ran = ""
+
+    def __init__(self, job):
+        self.job = job
+
+    def generate(self, prompt_ids, max_new_tokens) -> Any:
+        raise ZeroDivisionError("the other one's bug\nof two lines")
+
+
+class Exits(Raises):
+    def generate(self, prompt_ids, max_new_tokens):
+        print("a library's last words", flush=True)
+        os._exit(3)
+
+
+class Killed(Raises):
+    def generate(self, prompt_ids, max_new_tokens):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NeedsTooMuch(Raises):
+    def generate(self, prompt_ids, max_new_tokens):
+        resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28))
+        return bytearray(2**30)
+
+
+class Hangs(Raises):
+    def generate(self, prompt_ids, max_new_tokens):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(f"child {child.pid}", flush=True)
+        time.sleep(600)
+
+
+class Flips(Raises):
+    """Transformers, with one token changed."""
+
+    def __init__(self, job):
+        from triforce.cli.compare.baselines.transformers_baseline import Transformers
+
+        self.system = Transformers(job)
+        self.ran = self.system.ran
+
+    def generate(self, prompt_ids, max_new_tokens):
+        timed = self.system.generate(prompt_ids, max_new_tokens)
+        tokens = list(timed.token_ids)
+        tokens[FLIPPED_AT] = (tokens[FLIPPED_AT] + 1) % 320
+        return replace(timed, token_ids=tokens)
+
+
+class StopsEarly(Flips):
+    def generate(self, prompt_ids, max_new_tokens):
+        return self.system.generate(prompt_ids, max_new_tokens - 1)

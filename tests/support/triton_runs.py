@@ -1,0 +1,33 @@
+"""How Triton's kernels are tested: interpreted where there is no GPU, compiled where there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; pip install triton adds it on Linux")
+
+_version = tuple(map(int, triton.__version__.split(".")[:2]))
+OLD_INTERPRETER = _version < (3, 7) and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or OLD_INTERPRETER,
+    reason="Triton's interpreter before 3.7 fails with numpy 2.4"
+    if OLD_INTERPRETER
+    else "with a GPU, Triton's kernels are compiled",
+)
+both = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", id="interpreted", marks=interpreted),
+        pytest.param("cuda", id="compiled", marks=pytest.mark.gpu),
+    ],
+)
+"""Runs a test with the argument `device`, interpreted and compiled."""
+
+DTYPES = {
+    "float32": (torch.float32, 0.0),
+    "bfloat16": (torch.bfloat16, 2**-8),
+    "float16": (torch.float16, 2**-11),
+}
+"""Each with the relative error of rounding to it, which is what kernels do to 16-bit probabilities."""

@@ -1,0 +1,228 @@
+"""Pages keep their word: blocks run or say why not, links and names lead somewhere, quoted errors are in the code.
+
+A block is run as it stands, in a new folder that has `book.txt`. A ` ```text ` block right after it is part of what it
+prints, where a line `…` stands for what is left out. A block that is not run has a comment above it:
+`<!-- not run: the reason -->`.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from command import undocumented
+from triforce.cli.doctor import examine
+from triforce.cli.models import describe
+from triforce.tp.weights.registry import EMBEDDED, PRESETS
+
+ROOT = Path(__file__).parents[1]
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+PACKAGES = ("kernels", "tp", "offload", "triforce_cli")
+
+NOT_RUN = re.compile(r"<!-- not run: (\S.+) -->")
+
+TEXT = (
+    "Mr. Weston was a native of the village, and had been well to do for many years. He rose early and went out before "
+    "the others; nobody asked where. “You will find it in the drawer,” she said, “if it is anywhere.” It rained. "
+)
+
+BOOK = f"{TEXT * 12}\n\nThe pass key is 48217.\n\n{TEXT * 12}"
+"""About 2,000 tokens of the embedded pair."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    why_not: str | None
+    """The reason why it is not run, if there is one."""
+    printed: str | None
+    """The text block that follows, if any."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    fences = [number for number, line in enumerate(lines) if line.startswith("```")]
+    assert len(fences) % 2 == 0, f"{page.name} has a block without an end"
+    pairs = list(zip(fences[::2], fences[1::2], strict=True))
+    for index, (first, last) in enumerate(pairs):
+        above = first
+        while above > 0 and lines[above - 1].startswith("<!--"):
+            above -= 1
+        reasons = [found[1] for line in lines[above:first] if (found := NOT_RUN.fullmatch(line))]
+        printed = None
+        if index + 1 < len(pairs):
+            start, stop = pairs[index + 1]
+            if lines[start] == "```text" and not "".join(lines[last + 1 : start]).strip():
+                printed = "\n".join(lines[start + 1 : stop])
+        yield Block(
+            str(page.relative_to(ROOT)),
+            first + 1,
+            lines[first].removeprefix("```"),
+            "\n".join(lines[first + 1 : last]),
+            reasons[0] if reasons else None,
+            printed,
+        )
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RUN = [block for block in BLOCKS if block.language in ("bash", "python") and block.why_not is None]
+
+
+def test_every_block_says_what_it_is():
+    for block in BLOCKS:
+        assert block.language in ("bash", "python", "text"), f"{block}: is it something to run?"
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    """A folder with `triforce` and `python` as they are in this environment."""
+    folder = tmp_path_factory.mktemp("commands")
+    for name, arguments in {"python": "", "triforce": "-P -m triforce.cli"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_a_block_runs_as_it_stands(block, commands, tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
+    program = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-P", "-c"]
+    done = subprocess.run(
+        [*program, block.text],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,  # of a machine with much else to do
+    )
+    assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    for line in (block.printed or "").splitlines():
+        assert line == "…" or " ".join(line.split()) in printed, f"{block} does not print {line!r} but\n{done.stdout}"
+
+
+def test_the_readme_is_short_and_opens_with_what_it_is_and_where_it_ran():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100, f"README.md has {len(lines)} lines"
+    first, second = "\n".join(lines[1:]).strip().split("\n\n")[:2]
+    for word in ("GPU", "host memory", "PCIe"):
+        assert word in first
+    assert second.startswith("**What has run on what.**") and "GPU" in second
+
+
+def test_ci_finds_its_command_in_the_readme():
+    after = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- test command -->\n")[1]
+    assert re.match(r"```bash\n[^`]*pytest[^`]*\n```\n", after)
+
+
+def links_of(page: Path) -> Iterator[tuple[str, str]]:
+    """Text and target of the links to files of this repository, outside blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", text):
+        if not re.match(r"\w+:", target):
+            yield name, target
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Those of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for name, target in links_of(page):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"[{name}]({target})"
+        assert not anchor or anchor in anchors_of(file), f"[{name}]({target})"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_link_to_code_names_is_there(page):
+    for text, target in links_of(page):
+        if not target.endswith((".py", ".c", ".h")) or "`" not in text:
+            continue
+        source = (page.parent / target).read_text(encoding="utf-8")
+        for name in re.findall(r"`([^`]+)`", text):
+            if re.fullmatch(r"[\w.]+", name) and "(" not in name and not name.startswith("app."):
+                pattern = rf"^\s*(?:class |def |async def |)\b{re.escape(name.split('.')[-1])}\b *(?:[(:=\[]|$)"
+                assert re.search(pattern, source, re.MULTILINE), f"{target} does not define {name}"
+            else:
+                assert name in source, f"{target} does not have {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    code = [*re.findall(r"`([^`\n]+)`", text), *(block.text for block in blocks_of(page))]
+    for path in re.findall(
+        r"(?<![\w./-])(?:kernels|tp|offload|triforce_cli|tests|examples|docs)/[\w./-]*", "\n".join(code)
+    ):
+        assert (ROOT / path).exists(), path
+
+
+def messages() -> Iterator[str]:
+    """Every text in the code, as one line, with `…` for what is put in."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                    yield "".join(map(str, parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                    yield node.value
+
+
+def test_errors_that_are_explained_are_in_the_code():
+    rows = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    quoted = [found[1] for row in rows if (found := re.match(r"\| `(.+?)` \|", row))]
+    assert len(quoted) > 30
+    written = list(messages())
+    for message in quoted:
+        pieces = [piece.strip(" ;,()") for piece in message.split("…")]
+        pattern = re.compile(".*".join(re.escape(piece) for piece in pieces if piece), re.DOTALL)
+        assert any(pattern.search(text) for text in written), f"no error says {message!r}"
+
+
+def test_every_key_that_models_and_doctor_write_is_documented():
+    row, findings = describe(PRESETS[EMBEDDED]), examine()
+    assert not undocumented([asdict(row)], "json.md")
+    assert not undocumented(asdict(findings), "json.md", but="versions")
+
+
+def test_a_commit_is_checked_with_the_tested_ruff():
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    tested = re.search(r"^ruff==(.+)$", constraints, re.MULTILINE)
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert tested and f"ruff-pre-commit\n    rev: v{tested[1]}\n" in hooks
+
+
+def test_the_changelog_knows_this_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"\n## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

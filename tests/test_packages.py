@@ -1,0 +1,187 @@
+"""The house rules: imports point downwards and never in a circle, files and folders stay small, a wheel is complete."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {
+    "triforce_cli": "triforce.cli",
+    "offload": "triforce.offload",
+    "tp": "triforce.tp",
+    "kernels": "triforce.kernels",
+}
+"""The package of each folder; a folder may import itself and those after it."""
+
+MOST_LINES, MOST_FILES = 400, 12
+CODE = (".py", ".c", ".h")
+
+
+def files(folder: Path) -> list[Path]:
+    """What a folder holds, without what was built there."""
+    built = ("__pycache__", "build")
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".so" and not any(part in built for part in path.parts)
+    )
+
+
+def modules() -> dict[str, Path]:
+    """The path of each module by its name, as it is when installed; that of a package is its `__init__.py`."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in files(ROOT / folder):
+            if path.suffix == ".py":
+                parts = path.relative_to(ROOT / folder).with_suffix("").parts
+                name = ".".join((package, *parts))
+                found[name.removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def statements(tree: ast.AST, in_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports of a module; without `in_functions` only those that run when it is imported or types are checked."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from statements(node, in_functions)
+
+
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(name: str, in_functions: bool) -> set[str]:
+    """The modules of ours that the module `name` imports, by their own statements, relative and absolute."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in statements(parsed(path), in_functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            continue
+        parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        source = ".".join([*parents, *([node.module] if node.module else [])])
+        # `from package import name` imports a module of that name, or else what the package itself defines.
+        found |= {f"{source}.{n.name}" if f"{source}.{n.name}" in MODULES else source for n in node.names}
+    return {module for module in found if module.split(".")[0] == "triforce"}
+
+
+def folder_of(module: str) -> str:
+    return next(folder for folder, package in FOLDERS.items() if f"{module}.".startswith(f"{package}."))
+
+
+def test_imports_are_found_however_they_are_written():
+    """That the tests below see what they are about."""
+    assert "triforce.tp.errors" in imported("triforce.tp.weights.hub", False)
+    assert "triforce.tp.model.config" in imported("triforce.tp.weights.registry", False)  # for types only
+    assert "triforce.tp.model.config" not in imported("triforce.tp.weights.hub", False)  # in a function
+    assert "triforce.tp.model.config" in imported("triforce.tp.weights.hub", True)
+    assert "triforce.kernels.attention" in imported("triforce.offload.caches.full", False)
+
+
+def test_every_import_names_a_module_that_exists():
+    wrong = {name: missing for name in MODULES if (missing := imported(name, True) - MODULES.keys() - {"triforce"})}
+    assert not wrong, wrong
+
+
+def test_imports_point_downwards():
+    order = list(FOLDERS)
+    wrong = [
+        f"{name} imports {module}"
+        for name in MODULES
+        for module in imported(name, True)
+        if order.index(folder_of(module)) < order.index(folder_of(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_imports_go_in_a_circle(folder):
+    """Statements outside functions, those for type checking included."""
+    graph = {name: imported(name, False) - {name} for name in MODULES if folder_of(name) == folder}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_no_file_is_long():
+    places = [*FOLDERS, "tests", "examples"]
+    counted = {
+        path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines())
+        for place in places
+        for path in files(ROOT / place)
+        if path.suffix in CODE
+    }
+    long = {str(path): lines for path, lines in counted.items() if lines > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def test_no_folder_holds_many_files():
+    folders = {path.parent for place in [*FOLDERS, "tests", "examples"] for path in files(ROOT / place)}
+    counted = {folder: sum(path.parent == folder for path in files(folder)) for folder in folders}
+    full = {str(folder.relative_to(ROOT)): count for folder, count in counted.items() if count > MOST_FILES}
+    assert not full, f"more than {MOST_FILES} files: {full}"
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module_the_data_and_the_library(tmp_path):
+    """Built in a copy of the tree, so that nothing of an earlier build gets in; the library is compiled without
+    optimisation, which would take most of the time."""
+    pytest.importorskip("setuptools", "77", reason="the wheel is built by setuptools 77 or later")
+    source, out = tmp_path / "source", tmp_path / "wheel"
+    for path in (ROOT / name for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE")):
+        source.mkdir(exist_ok=True)
+        shutil.copy(path, source)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    environment, compiler = dict(os.environ), shutil.which("cc") or shutil.which("gcc")
+    if compiler:
+        quick = tmp_path / "quick-cc"
+        quick.write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        quick.chmod(0o755)
+        environment["CC"] = str(quick)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(out)],
+        cwd=source,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
+        held = set(wheel.namelist())
+    kinds = (".py", ".json", ".safetensors", ".md")
+    wanted = {
+        f"{FOLDERS[folder].replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder in FOLDERS
+        for path in files(ROOT / folder)
+        if path.suffix in kinds
+    }
+    assert {name for name in wanted if "/embedded/" in name and name.endswith(".safetensors")}
+    assert not wanted - held, f"missing: {wanted - held}"
+    alien = {name for name in held if not name.startswith(("triforce/", "triforce_cli-"))}
+    assert not alien, f"installed outside of the package: {alien}"
+    if compiler:
+        libraries = {f"triforce/kernels/cpu/_compiled{suffix}" for suffix in EXTENSION_SUFFIXES}
+        assert libraries & held, "the compiled kernels are missing"

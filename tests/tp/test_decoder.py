@@ -1,0 +1,75 @@
+"""The decoder computes what transformers computes, fed in any parts, from one weight file or shards."""
+
+import pytest
+import torch
+from tiny import SHAPES, random_tokens, save_llama
+from triforce.offload.caches.full import FullCache
+from triforce.tp.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+
+
+def load(directory):
+    decoder = Decoder.load(directory, dtype=torch.float32, device=CPU)
+    cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=600)
+    return decoder, cache
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers(tmp_path, shape):
+    model = save_llama(tmp_path, **SHAPES[shape])
+    decoder, cache = load(tmp_path)
+    tokens = random_tokens(500)
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens])).logits[0]
+    got = decoder.forward(torch.tensor(tokens), cache, num_logits=500)
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("parts", [[500], [1] * 20 + [480], [100, 3, 297, 100], [70, 13, 417]])
+def test_the_parts_a_text_comes_in_do_not_matter(tmp_path, parts):
+    model = save_llama(tmp_path, num_key_value_heads=2)
+    decoder, cache = load(tmp_path)
+    tokens = random_tokens(500)
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens])).logits[0]
+    start = 0
+    for n in parts:
+        got = decoder.forward(torch.tensor(tokens[start : start + n]), cache, num_logits=n)
+        assert (got - want[start : start + n]).abs().max() < 1e-4
+        start += n
+    assert cache.length == 500
+
+
+def test_layer_major_prefill_splits_rows_without_a_trace(tmp_path, monkeypatch):
+    save_llama(tmp_path)
+    tokens = torch.tensor(random_tokens(500))
+    decoder, whole = load(tmp_path)
+    want = decoder.forward(tokens, whole, num_logits=5)
+    monkeypatch.setattr("triforce.tp.model.decoder.PREFILL_ROWS", 33)
+    _, split = load(tmp_path)
+    assert torch.allclose(decoder.forward(tokens, split, num_logits=5), want, atol=1e-4)
+
+
+def test_progress_of_a_prefill_rises_to_one(tmp_path, monkeypatch):
+    save_llama(tmp_path)
+    monkeypatch.setattr("triforce.tp.model.decoder.PREFILL_ROWS", 100)
+    decoder, cache = load(tmp_path)
+    shares = []
+    decoder.forward(torch.tensor(random_tokens(500)), cache, on_progress=shares.append)
+    assert len(shares) == 3 * 5
+    assert shares == sorted(shares)
+    assert shares[0] > 0
+    assert shares[-1] == pytest.approx(1.0)
+
+
+def test_weights_in_shards_equal_weights_in_one_file(tmp_path):
+    model = save_llama(tmp_path / "one")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="150KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    tokens = torch.tensor(random_tokens(50))
+    logits = []
+    for name in ("one", "shards"):
+        decoder, cache = load(tmp_path / name)
+        logits.append(decoder.forward(tokens, cache))
+    assert torch.equal(*logits)

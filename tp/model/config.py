@@ -1,0 +1,198 @@
+"""The shape of a model, read from the `config.json` of its Hugging Face directory. No remote code, no weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ModelError
+from .families import FAMILIES, Family, sliding_windows
+from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model; names are those of Hugging Face's `config.json`.
+
+    `max_position_embeddings` includes what a RoPE scaling adds; `eos_token_ids` may be empty; `dtype` is that of the
+    checkpoint; `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    name: str
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied output head is not counted again."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.hidden_size * self.o_bias + 2 * self.head_dim * self.qk_norm
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        heads = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values over all layers in `dtype`."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Tokens that a token attends to in this layer, itself included; `None` for all before it."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    @classmethod
+    def load(cls, directory: Path) -> ModelConfig:
+        """Reads `directory/config.json` (and the end-of-sequence ids of `generation_config.json`, if any).
+
+        Raises:
+            ModelError: no such file, not JSON, an unsupported architecture, or a value missing or impossible.
+        """
+        raw = _read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+        return cls.from_json(raw if eos is None else raw | {"eos_token_id": eos}, directory)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
+        """As `load`, for a `config.json` with the content `raw`. `directory` names the model and need not exist.
+
+        Raises:
+            ModelError: as `load`.
+        """
+        family = _family(raw, directory)
+        raw = {**family.defaults, **raw}
+        _refuse_unsupported(raw, directory)
+        return cls._from_raw(raw, family, raw.get("eos_token_id"), directory)
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any], family: Family, eos: Any, directory: Path) -> ModelConfig:
+        try:
+            num_heads = int(raw["num_attention_heads"])
+            hidden_size = int(raw["hidden_size"])
+            num_layers = int(raw["num_hidden_layers"])
+            max_positions = int(raw["max_position_embeddings"])
+            rope = RopeConfig.from_raw(raw, max_positions)
+            bias = family.attention_bias and bool(raw.get("attention_bias"))
+            config = cls(
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=hidden_size,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_layers=num_layers,
+                num_heads=num_heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+                head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+                max_position_embeddings=rope.positions(max_positions),
+                rope=rope,
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                dtype=_dtype(raw),
+                eos_token_ids=_token_ids(eos),
+                name=directory.name,
+                qkv_bias=family.qkv_bias or bias,
+                o_bias=bias,
+                qk_norm=family.qk_norm,
+                sliding_windows=sliding_windows(family, raw, num_layers),
+            )
+        except KeyError as error:
+            raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from error
+        sizes = (
+            config.vocab_size,
+            config.hidden_size,
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        if min(sizes) < 1 or config.num_heads % config.num_kv_heads or config.head_dim % 2:
+            raise ModelError(
+                f"{directory / 'config.json'} describes no possible model: {config.num_layers} layers, "
+                f"width {config.hidden_size}, {config.num_heads} heads of {config.head_dim}, "
+                f"{config.num_kv_heads} key/value heads (heads must be a multiple of those, head size even)"
+            )
+        return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} does not exist; a model is a directory with config.json and its weights") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def _family(raw: dict[str, Any], directory: Path) -> Family:
+    names = raw.get("architectures") or []
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
+    known = [name for name in names if name in FAMILIES]
+    if not known:
+        raise ModelError(
+            f"{directory / 'config.json'} names the architecture {', '.join(names) or '(none)'}, which is not "
+            f"supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[known[0]]
+
+
+def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
+    rope = rope_parameters(raw)
+    if not isinstance(rope, dict):
+        raise ModelError(f"{directory / 'config.json'} gives RoPE parameters that are not an object")
+    scaling, activation, rotated = rope_type(raw), raw.get("hidden_act", "silu"), _rotated_share(raw)
+    unsupported = {
+        f"RoPE scaling {scaling!r}": (scaling not in ROPE_TYPES, ", ".join(ROPE_TYPES)),
+        "RoPE parameters that differ by layer": (any(isinstance(v, dict) for v in rope.values()), "one set for all"),
+        f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
+        f"activation {activation!r}": (activation != "silu", "silu"),
+        "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
+        "quantised weights (quantization_config)": (
+            bool(raw.get("quantization_config")),
+            "weights in float32, bfloat16 and float16",
+        ),
+    }
+    for feature, (present, supported) in unsupported.items():
+        if present:
+            raise ModelError(
+                f"{directory / 'config.json'} asks for {feature}, which is not supported; supported: {supported}"
+            )
+
+
+def _rotated_share(raw: dict[str, Any]) -> Any:
+    return rope_parameters(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids that are given as one number, as a list, or as null."""
+    return tuple(int(token) for token in (value if isinstance(value, list) else [value]) if token is not None)
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype:
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtype = getattr(torch, str(name), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {name!r} (known: float32, bfloat16, float16)")
+    return dtype

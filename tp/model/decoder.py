@@ -1,0 +1,245 @@
+"""The decoder, for Llama and similar architectures: token ids in, logits out; attention is computed by the cache.
+
+Decoding, prefill, verification and both draft tiers are the same `forward` with another cache and another number of
+tokens. On several ranks each computes its part of every layer; two sums per layer and one gather of the logits join the
+parts. The decoder does not know where keys are stored, at which positions, or how tokens are sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.layers import gated_mlp, linear
+from ..parallel.ranks import ALONE, Ranks
+from ..parallel.split import Split
+from ..weights.checkpoint import Checkpoint
+from .config import ModelConfig
+from .rope import Rope
+
+PREFILL_ROWS = 4096
+"""Tokens that are computed together in a layer, which bounds the activations of a long prefill."""
+
+
+class Cache(Protocol):
+    """Keeps the keys and values of the tokens so far, and computes attention of new queries to them."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, which is the position of the next token."""
+        ...
+
+    def prepare(self, n: int) -> None:
+        """Announces a pass of `n` tokens; called before the first layer's `attend`."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Appends `n` tokens to a layer and computes causal attention to these and all earlier ones.
+
+        Args:
+            layer: layers are called in ascending order, each with the same tokens in one or several parts.
+            q: `[num_heads, n, head_dim]`, not yet rotated.
+            k, v: `[num_kv_heads, n, head_dim]`, keys not yet rotated.
+
+        Returns:
+            `[num_heads, n, head_dim]` in `q`'s dtype.
+        """
+        ...
+
+    def rollback(self, length: int) -> None:
+        """Removes every token from position `length` on, exactly as if they had never been added."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """This rank's weights of one layer; projections of the same input are joined to one matrix."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    o: Tensor  # [hidden, num_heads * head_dim]
+    o_bias: Tensor | None  # [hidden]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Decoder:
+    """A Llama-shaped decoder, or one rank's part of it, with its weights on one device."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Ranks = ALONE) -> None:
+        """Reads the weights, or this rank's part of them.
+
+        Args:
+            ranks: those that share the model.
+
+        Raises:
+            ModelError: see `Checkpoint`.
+            UsageError: the model's heads cannot be split over so many ranks.
+        """
+        split = Split.of(config, ranks)
+        self.config = config
+        self.part = split.config(config)
+        """The heads and the MLP width that this rank holds."""
+        self._kv_heads = split.kv_heads
+        self.ranks = ranks
+        self.device = device
+        self.rope = Rope(config.head_dim, config.rope, device)
+        shape = config.vocab_size, config.hidden_size
+        self._embedding = checkpoint.read("model.embed_tokens.weight", *shape)
+        self._layers = [_read_layer(config, split, checkpoint, i) for i in range(config.num_layers)]
+        self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
+        self._head = (  # [at most vocabulary_room, hidden]
+            self._embedding[split.vocabulary]
+            if config.tie_word_embeddings
+            else checkpoint.read("lm_head.weight", *shape, rows=split.vocabulary)
+        )
+        self._missing_logits = split.vocabulary_room - self._head.shape[0]
+        self.dtype = self._embedding.dtype
+        checkpoint.check_all_read()
+
+    @classmethod
+    def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> Decoder:
+        """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
+
+        Raises:
+            ModelError: see `ModelConfig.load` and `Checkpoint`.
+            UsageError: the model's heads cannot be split over so many ranks.
+        """
+        config = ModelConfig.load(directory)
+        return cls(config, Checkpoint(directory, dtype, device), device, ranks)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: Cache,
+        *,
+        num_logits: int = 1,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> Tensor:
+        """Runs `n` tokens that follow those in `cache` through the model, layer by layer, and adds them to the cache.
+
+        All tokens pass one layer before the next begins, so that a long prompt needs the keys of one layer at a time.
+
+        Args:
+            token_ids: `[n]` int64.
+            num_logits: number of last tokens whose logits are computed.
+            on_progress: called after each part of a layer with the share of the work that is done, 0 to 1.
+
+        Returns:
+            Logits `[num_logits, vocab_size]`, float32, the same on every rank.
+        """
+        start = cache.length
+        cache.prepare(token_ids.shape[0])
+        hidden = self._embedding[token_ids]  # [n, hidden]
+        work = _Progress(self.config, start, hidden.shape[0], on_progress)
+        for index, layer in enumerate(self._layers):
+            for rows in hidden.split(PREFILL_ROWS):
+                rows += self._attention(index, layer, rows, cache)
+                rows += self._mlp(layer, rows)
+                work.add(rows.shape[0])
+        return self._logits(hidden[-num_logits:])
+
+    def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
+        """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
+        whole = self.config.num_kv_heads
+        if self.ranks.size <= whole:
+            return values
+        joined = values[0].new_zeros(len(values), whole, values[0].shape[1])
+        joined[:, self._kv_heads] = torch.stack(values)
+        self.ranks.sum(joined, "all_reduce_chunks").mul_(whole / self.ranks.size)
+        return list(joined[:, self._kv_heads])
+
+    def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+        config = self.part
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        qkv = linear(rows, layer.qkv, layer.qkv_bias, norm=layer.input_norm, eps=config.rms_norm_eps)
+        qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
+        out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
+        out = linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
+        out = self.ranks.sum(out)
+        return out if layer.o_bias is None else out + layer.o_bias
+
+    def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
+        return self.ranks.sum(gated_mlp(rows, layer.post_norm, self.config.rms_norm_eps, layer.gate_up, layer.down))
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        part = linear(rows, self._head, norm=self._norm, eps=self.config.rms_norm_eps)
+        if self._missing_logits:
+            part = F.pad(part, (0, self._missing_logits))
+        return self.ranks.gather_columns(part)[:, : self.config.vocab_size].float()
+
+    def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
+
+
+class _Progress:
+    """Reports the progress of a forward as a share of its multiplications, attention included."""
+
+    def __init__(self, config: ModelConfig, start: int, n: int, callback: Callable[[float], None] | None) -> None:
+        self._callback = callback
+        self._linear = config.num_parameters / config.num_layers
+        self._attention = 2 * config.num_heads * config.head_dim
+        self._start, self._n, self._row = start, n, 0
+        self._done = 0.0
+        self._total = config.num_layers * self._cost(0, n)
+
+    def _cost(self, row: int, n: int) -> float:
+        return n * (self._linear + self._attention * (self._start + row + n / 2))
+
+    def add(self, n: int) -> None:
+        if self._callback is None:
+            return
+        self._done += self._cost(self._row, n)
+        self._row = (self._row + n) % self._n
+        self._callback(min(1.0, self._done / self._total))
+
+
+def _read_layer(config: ModelConfig, split: Split, checkpoint: Checkpoint, index: int) -> _Layer:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    prefix = f"model.layers.{index}."
+    queries, keys = _rows_of(split.heads, config), _rows_of(split.kv_heads, config)
+    num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def read(name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        return checkpoint.read(f"{prefix}{name}", *shape, rows=rows, columns=columns)
+
+    def read_qkv(suffix: str, *width: int) -> Tensor:
+        parts = (("q_proj", num_queries, queries), ("k_proj", num_keys, keys), ("v_proj", num_keys, keys))
+        return torch.cat([read(f"self_attn.{name}.{suffix}", n, *width, rows=rows) for name, n, rows in parts])
+
+    return _Layer(
+        input_norm=read("input_layernorm.weight", hidden),
+        qkv=read_qkv("weight", hidden),
+        qkv_bias=read_qkv("bias") if config.qkv_bias else None,
+        q_norm=read("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        o=read("self_attn.o_proj.weight", hidden, num_queries, columns=queries),
+        o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        post_norm=read("post_attention_layernorm.weight", hidden),
+        gate_up=torch.cat(
+            (
+                read("mlp.gate_proj.weight", intermediate, hidden, rows=split.mlp),
+                read("mlp.up_proj.weight", intermediate, hidden, rows=split.mlp),
+            )
+        ),
+        down=read("mlp.down_proj.weight", hidden, intermediate, columns=split.mlp),
+    )
+
+
+def _rows_of(heads: slice, config: ModelConfig) -> slice:
+    """The rows of a projection's weight that compute `heads`."""
+    return slice(heads.start * config.head_dim, heads.stop * config.head_dim)

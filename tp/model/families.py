@@ -1,0 +1,73 @@
+"""Supported architectures: how each differs from Llama, and the defaults of keys that its `config.json` may omit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture differs from Llama."""
+
+    qkv_bias: bool = False
+    """The projections of queries, keys and values always have a bias; the output projection has none."""
+    attention_bias: bool = False
+    """The key `attention_bias` is used: if true, all four projections of attention have a bias."""
+    qk_norm: bool = False
+    """Queries and keys have an RMS norm over `head_dim` before the rotation."""
+    windows: Literal["none", "all", "some"] = "none"
+    """Which layers have a sliding window; `some`: those given by `layer_types` or `max_window_layers`."""
+    defaults: dict[str, int] = field(default_factory=dict)
+    """Values of keys that are absent from `config.json`, as in `transformers`."""
+
+
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(attention_bias=True, defaults={"max_position_embeddings": 2048, "eos_token_id": 2}),
+    "MistralForCausalLM": Family(
+        windows="all",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "eos_token_id": 2,
+        },
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Family(
+        attention_bias=True, qk_norm=True, windows="some", defaults=_QWEN_DEFAULTS | {"head_dim": 128}
+    ),
+}
+"""The architectures that the decoder supports, by their names in `config.json`."""
+
+
+def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """For each layer the tokens that a token attends to, itself included, `None` for all; empty without any window.
+
+    Raises:
+        TypeError, ValueError: an impossible window, or unknown layer types, or not one for each layer.
+    """
+    if family.windows == "none":
+        return ()
+    types = ["sliding_attention"] * num_layers
+    window = raw["sliding_window"]
+    if family.windows == "some":
+        window = window if raw.get("use_sliding_window") else None
+        first = num_layers if window is None else int(raw["max_window_layers"])
+        types = raw.get("layer_types") or [
+            "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+        ]
+    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer_types {types} (known: sliding_attention, full_attention; one a layer)")
+    if "sliding_attention" not in types or (window is None and family.windows == "all"):
+        return ()
+    if window is None or int(window) < 1:
+        raise ValueError(f"sliding_window {window} (in use: 1 or more)")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in types)

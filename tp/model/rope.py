@@ -1,0 +1,74 @@
+"""Rotary position embedding in the half-split layout of Hugging Face's Llama (RoFormer, arXiv 2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.layers import rotate
+from .rope_scaling import RopeConfig
+
+Rows = tuple[Tensor, Tensor]
+"""Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
+
+
+class Rope:
+    """Rotates queries and keys by position, with a table of cosines and sines that grows with the positions in use.
+
+    Angles and the rotation itself are float32 whatever the model's dtype; the result has the input's dtype.
+
+    With dynamic scaling a token's rotation depends on the length of the sequence when the token is added: all tokens of
+    a prompt are added together, later ones one by one. `begin` sets the prompt's length, from which the rotation at
+    every position follows, however many tokens are drafted and however many a pass has.
+    """
+
+    def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
+        self._head_dim, self._config, self._device = head_dim, config, device
+        self._prompt_length = 0
+        self._cos = self._sin = torch.empty(0, head_dim, device=device)
+
+    def begin(self, prompt_length: int) -> bool:
+        """Sets the number of tokens of the prompt; returns whether that changes rotations, so that keys rotated before
+        must not be used again, which only dynamic scaling can cause."""
+        original = self._config.original_positions
+        changed = max(prompt_length, original) != max(self._prompt_length, original)
+        self._prompt_length = prompt_length
+        if self._config.type != "dynamic" or not changed:
+            return False
+        rows = self._cos.shape[0]
+        self._cos = self._sin = self._cos[:0]
+        self.reserve(rows)
+        return True
+
+    def reserve(self, positions: int) -> None:
+        """Extends the table to all positions below `positions`; after a call for the whole context it grows no more."""
+        if positions <= self._cos.shape[0]:
+            return
+        lengths = torch.arange(1, positions + 1)
+        lengths[: self._prompt_length] = self._prompt_length
+        frequencies = self._config.inverse_frequencies(self._head_dim, lengths).to(self._device)
+        angles = torch.arange(positions, device=self._device).float().unsqueeze(1) * frequencies  # [positions, dim / 2]
+        cos, sin = (turned * self._config.attention_factor for turned in (angles.cos(), angles.sin()))
+        self._cos = torch.cat((cos, cos), dim=-1)
+        # The table includes the sign of rotate_half, so that a rotation is a roll and two products.
+        self._sin = torch.cat((-sin, sin), dim=-1)
+
+    def rows(self, start: int, n: int) -> Rows:
+        """The table's rows for positions `start`, `start + 1`, ..."""
+        if start + n > self._cos.shape[0]:
+            self.reserve(max(start + n, 2 * self._cos.shape[0]))
+        return self._cos[start : start + n], self._sin[start : start + n]
+
+    def rotate(self, x: Tensor, start: int | Rows, out: Tensor | None = None) -> Tensor:
+        """Rotates `x` `[heads, n, head_dim]`, whose rows have the positions `start`, `start + 1`, ..., into `out` if
+        given.
+
+        `start` may also be the table's rows for these positions, where the host does not know the positions.
+        """
+        cos, sin = self.rows(start, x.shape[-2]) if isinstance(start, int) else start
+        return rotate(x, cos, sin, out)
+
+    def rotate_to(self, x: Tensor, position: int) -> Tensor:
+        """Rotates every row of `x` `[heads, n, head_dim]` to the one `position`."""
+        self.reserve(position + 1)
+        return rotate(x, self._cos[position], self._sin[position])

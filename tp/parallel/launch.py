@@ -1,0 +1,187 @@
+"""Starts ranks on this machine, and makes sure that they end together.
+
+PyTorch's elastic launcher starts them, finds a free port on loopback, watches them and stops all when one fails. In
+addition `Guard`, in each rank, ends the rank when its launcher is gone, or when it does not end on a signal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PeerError, TriforceError, UsageError
+
+RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
+"""Seconds from a signal to ending by force: rank 0 still writes statistics, for which it needs the others."""
+
+_CHECK_S = 0.5
+"""Seconds between a rank's checks whether its launcher is alive."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed: its exit code (negative: the signal that killed it), and its error message or an empty one."""
+
+    rank: int
+    exit_code: int
+    message: str
+
+
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
+    """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them.
+
+    Args:
+        ready: called when the launcher is imported, before any process is started.
+
+    Returns:
+        0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
+        the run.
+
+    Raises:
+        TriforceError: another rank failed; with the message of the first failure, and a `UsageError` if that was one.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    ready()
+    os.environ.update(_environment(os.environ, ranks))
+    logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
+    # Releases without this field handle all signals, also SIGHUP under nohup.
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    handled: dict[str, Any] = (
+        {"signals_to_handle": ",".join(_handled_signals())} if "signals_to_handle" in fields else {}
+    )
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="triforce",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        **handled,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        return _outcome(
+            [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
+        )
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _handled_signals() -> list[str]:
+    """The signals that end a run, but for those that this process ignores, as under `nohup`."""
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return [number.name for number in ends if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Environment variables for ranks on one machine, but for those that the user has set."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # otherwise every rank would use all cores
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback:
+        wanted["GLOO_SOCKET_IFNAME"] = loopback  # the host's name may not resolve
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def _cores() -> int:
+    """Cores that this process may use; on systems that do not tell (macOS), all cores."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _recorded(failure: object) -> str:
+    """The error message that a rank recorded, without the name of the class that `record` wraps errors in."""
+    data = getattr(failure, "error_file_data", {})
+    message = data.get("message", "") if isinstance(data, dict) else ""
+    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    return text.removeprefix(f"{_Plain.__name__}: ")
+
+
+def _outcome(failures: list[Failure]) -> int:
+    """The exit code of a run with these failures; raises the first failure's error where rank 0 has not printed it."""
+    follow_ups = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)  # ended because another rank did
+    own = sorted((f for f in failures if f.exit_code not in follow_ups), key=lambda f: f.rank)
+    first = own[0] if own else failures[0]
+    if own and first.rank == 0 and first.exit_code > 0:
+        return first.exit_code
+    if first.exit_code > 0:
+        kind = UsageError if first.exit_code == UsageError.exit_code else TriforceError
+        raise kind(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
+    name = signal.Signals(-first.exit_code).name
+    out_of_memory = "; the system does so when memory runs out" if name == "SIGKILL" else ""
+    raise TriforceError(f"rank {first.rank} was killed by {name}{out_of_memory}; all other ranks were ended")
+
+
+def record(error: BaseException) -> bool:
+    """Writes `error` to the file that the launcher reads; returns whether there is a launcher."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    if isinstance(error, TriforceError):
+        error = _Plain(error)
+    ErrorHandler().record_exception(error)
+    return True
+
+
+def still_joined() -> bool:
+    """Whether this process is a member of a group of ranks. Does not import PyTorch."""
+    distributed = sys.modules.get("torch.distributed")
+    is_initialized = getattr(distributed, "is_initialized", None)  # missing while the module is being imported
+    return is_initialized is not None and is_initialized()
+
+
+class _Plain(Exception):
+    """An error that a user can act on, without the name of its class."""
+
+
+class Guard:
+    """Ends this process by force when it would outlive its run: Python's signal handlers do not run during a blocked
+    collective.
+
+    It ends the process `grace` seconds after SIGTERM, SIGINT or SIGHUP (whose handlers, if any, still run), and at once
+    when the parent process is gone. It watches from a thread until the process ends.
+    """
+
+    def __init__(self, grace: float) -> None:
+        """Must be called in the main thread, after signal handlers are installed: other signals are not noticed."""
+        self._grace = grace
+        self._parent = os.getppid()
+        self._signals, self._sender = socket.socketpair()  # the interpreter sends the number of each signal
+        self._sender.setblocking(False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+
+    def _watch(self) -> None:
+        ends_at = float("inf")
+        code = 1
+        while time.monotonic() < ends_at:
+            received, _, _ = select.select([self._signals], [], [], _CHECK_S)
+            for number in self._signals.recv(64) if received else b"":
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and ends_at == float("inf"):
+                    ends_at, code = time.monotonic() + self._grace, 128 + number
+            if os.getppid() != self._parent:
+                break
+        sys.stderr.flush()
+        os._exit(code)

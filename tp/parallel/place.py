@@ -1,0 +1,62 @@
+"""The rank of this process among those that were started together. Does not import PyTorch, so that asking is quick."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rank of a process among those that were started together, from torchrun's environment variables."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """The rank among the processes of this machine."""
+    local_size: int
+    """Processes on this machine."""
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """The place of this process; `None` if it was started alone.
+
+        Raises:
+            UsageError: the variables are set, but to impossible values.
+        """
+        names = ("RANK", "WORLD_SIZE")
+        if not all(name in os.environ for name in names):
+            return None
+        try:
+            rank, size = (int(os.environ[name]) for name in names)
+            place = cls(
+                rank, size, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            )
+        except ValueError as error:
+            raise UsageError(f"the environment's rank is no number ({error}); start the ranks with torchrun") from error
+        if not 0 <= place.rank < place.size:
+            raise UsageError(f"RANK is {place.rank} and WORLD_SIZE {place.size}; ranks are numbered from 0 to below it")
+        return place
+
+    @classmethod
+    def among(cls, gpus: int) -> Place | None:
+        """The place of this process among `gpus` ranks; `None` if it is alone.
+
+        Raises:
+            UsageError: the environment says otherwise; see also `from_environment`.
+        """
+        place = cls.from_environment()
+        if gpus < 1:
+            raise UsageError(f"gpus is {gpus}; it must be 1 or more")
+        if place is None and gpus > 1:
+            raise UsageError(
+                f"gpus is {gpus}, but this process was started alone; start the script with "
+                f"torchrun --nproc-per-node {gpus} (triforce generate --gpus does so by itself)"
+            )
+        if place and gpus not in (1, place.size):
+            raise UsageError(
+                f"gpus is {gpus}, but torchrun started {place.size} ranks; leave it out or make them agree"
+            )
+        return place

@@ -1,0 +1,161 @@
+"""Reads weights in safetensors or PyTorch's format, one file or shards: tensor by tensor, of each the part that a rank
+holds."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import ModelError
+from .weight_files import weight_files
+
+_FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
+"""Number formats that can be read, by their names in safetensors and in PyTorch."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file: shape and dtype from the header, and a function that reads a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    part: Callable[[tuple[slice, ...]], Tensor]
+
+
+class Checkpoint:
+    """The tensors of a model directory by name; every read checks name, shape and number format.
+
+    Tensors are copied, and a file is mapped into memory only while one of its tensors is read, because the pages of a
+    mapping count as resident memory once they were read. So memory holds the parts that were read, and during a read at
+    most one tensor more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in memory as a whole
+    until another is read.) Replacing a file later has no effect on what was read.
+    """
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Reads the headers; `read` will return tensors in `dtype` on `device`.
+
+        Raises:
+            ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
+        """
+        self._directory, self._dtype, self._device = directory, dtype, device
+        self._unmapped: tuple[Path, dict[str, Tensor]] | None = None
+        self._paths: dict[str, Path] = {}
+        for path in weight_files(directory):
+            with self._opened(path) as stored:
+                self._paths.update(dict.fromkeys(stored, path))
+        self._unread = set(self._paths)
+
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """The tensor `name`, which must have the shape `shape` in the file; or only `rows` of its first dimension and
+        `columns` of its second, in which case nothing else of the file is read. The result is contiguous.
+
+        Raises:
+            ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
+        """
+        if name not in self._paths:
+            raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
+        path = self._paths[name]
+        with self._opened(path) as file:
+            stored = file[name]
+            if stored.shape != shape:
+                raise ModelError(f"{name} in {path} has shape {stored.shape}; its config says {shape}")
+            if stored.dtype not in _FORMATS:
+                raise ModelError(f"{name} in {path} is {stored.dtype}; quantised weights are not supported")
+            wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
+            tensor = stored.part(wanted).to(self._device, self._dtype, copy=True, memory_format=torch.contiguous_format)
+        self._unread.discard(name)
+        return tensor
+
+    def unread(self) -> list[str]:
+        """Tensors that have not been read, but for those that a model need not read: RoPE's tables, and the output head
+        of a model that uses its embedding instead."""
+        return sorted(n for n in self._unread if ".rotary_emb." not in n and n != "lm_head.weight")
+
+    def check_all_read(self) -> None:
+        """Called by a model that has read all its weights.
+
+        Raises:
+            ModelError: tensors are left that it does not have, so they are another model's.
+        """
+        unread = self.unread()
+        if unread:
+            more = f" and {len(unread) - 3:,} more" if len(unread) > 3 else ""
+            raise ModelError(
+                f"{self._paths[unread[0]]} holds tensors that the model described by {self._directory / 'config.json'} "
+                f"does not have: {', '.join(unread[:3])}{more}; config and weights are not of the same model"
+            )
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
+        """The tensors in a file, which is open and mapped only within the context."""
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(str(path), framework="pt") as file:
+                    yield _SafetensorsFile(file)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{path} is damaged or is not a safetensors file ({error}); download it again"
+                ) from error
+        else:
+            yield {
+                name: _Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.__getitem__)
+                for name, tensor in self._bin_tensors(path).items()
+            }
+
+    def _bin_tensors(self, path: Path) -> dict[str, Tensor]:
+        if self._unmapped and self._unmapped[0] == path:
+            return self._unmapped[1]
+        self._unmapped = None
+        try:
+            mapped = _is_zip(path)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+            if not asked:
+                raise ModelError(f"{path} is damaged or is not a PyTorch file; download it again") from error
+            raise ModelError(
+                f"{path} holds more than tensors (it asks for {asked[1]}): loading it could run code that came with "
+                "it, so it is not loaded; use the same weights as safetensors"
+            ) from error
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"{path} is damaged or is not a PyTorch file ({_first_line(error)}); download it again"
+            ) from error
+        if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+            raise ModelError(f"{path} holds something else than tensors by name; it is not the weights of a model")
+        if not mapped:
+            self._unmapped = path, loaded
+        return loaded
+
+
+class _SafetensorsFile(Mapping[str, _Stored]):
+    def __init__(self, file: safe_open) -> None:
+        self._file, self._names = file, list(file.keys())
+
+    def __getitem__(self, name: str) -> _Stored:
+        part = self._file.get_slice(name)
+        return _Stored(tuple(part.get_shape()), part.get_dtype(), part.__getitem__)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether this is PyTorch's format since 1.6; only files in that can be mapped."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,168 @@
+"""Models of the Hugging Face hub: finds them in its cache, or downloads the files that are needed to it.
+
+A model that is completely in the cache is used without asking the network; `hf download NAME` fetches a newer version.
+Slow imports are made only where they are needed, so that an unknown name is refused quickly.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ModelError
+from ..units import gib
+from .weight_files import LAYOUTS, shard_names, weight_files
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+_CONFIG = "config.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_SMALL = (_CONFIG, "generation_config.json", *_TOKENIZER, "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_SMALL_PATTERN = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` has the form of a hub model's name, `owner/name`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
+    """The directory with the files of a hub model, which are downloaded if they are not all in the cache.
+
+    The hub's client shows its progress on stderr and reads its own environment variables (`HF_HOME`, `HF_TOKEN`,
+    `HF_HUB_OFFLINE`, `HF_ENDPOINT`).
+
+    Args:
+        name: `owner/name`.
+        note: called with one line of text before a download begins.
+
+    Raises:
+        ModelError: the model is not in the cache and cannot be downloaded, or its architecture is not supported (which
+            is found before its weights are downloaded).
+    """
+    cached = find_cached(name)
+    if cached:
+        return cached
+    try:
+        return _download(name, note)
+    except Exception as error:
+        explained = _explained(name, error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def find_cached(name: str) -> Path | None:
+    """The directory of a hub model in the cache, if its configuration, tokenizer and all weights are there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, _CONFIG)
+    if not isinstance(config, str):
+        return None
+    directory = Path(config).parent
+    with suppress(ModelError):
+        if weight_files(directory) and any((directory / file).is_file() for file in _TOKENIZER):
+            return directory
+    return None
+
+
+def _download(name: str, note: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    # Asked first: without a network this fails at once, whereas a download is tried again for half a minute.
+    info = HfApi().model_info(name, files_metadata=True)
+    directory = Path(hf_hub_download(name, _CONFIG)).parent
+    commit = directory.name
+    there = [file.rfilename for file in info.siblings or []]
+    layout = next((files for files in LAYOUTS if set(files) & set(there)), None)
+    if layout is None:
+        raise ModelError(
+            f"{name} on the hub has no weights in safetensors or as pytorch_model.bin; choose another model"
+        )
+    single, index = layout
+    small = [file for file in there if file in _SMALL or _SMALL_PATTERN.fullmatch(file)]
+    for file in small if single in there else [*small, index]:
+        hf_hub_download(name, file, revision=commit)
+
+    from ..model.config import ModelConfig  # checked before gigabytes are downloaded
+
+    ModelConfig.load(directory)
+    weights = [single] if single in there else shard_names(directory / index)
+    missing = [file for file in weights if not (directory / file).is_file()]
+    needed = _check_room(name, info, missing, directory)
+    if note and missing:
+        note(f"downloading {name}, {gib(needed)}, to {directory.parents[2]}")
+    for file in missing:
+        hf_hub_download(name, file, revision=commit)
+    return directory
+
+
+def _check_room(name: str, info: ModelInfo, files: list[str], directory: Path) -> int:
+    """Bytes of `files`; raises `ModelError` if the disk has no room for them."""
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    needed = sum(sizes.get(file, 0) for file in files)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise ModelError(f"{name} needs {gib(needed)} more, but {_full_disk(directory.parents[2], free)}")
+    return needed
+
+
+def _full_disk(cache: Path, free: int) -> str:
+    return f"{gib(free)} is free in {cache}; free some, or set HF_HOME to a directory on a larger disk"
+
+
+def _explained(name: str, error: Exception) -> ModelError | None:
+    """The client's error in words that a user can act on; `None` for an error that is a bug."""
+    from huggingface_hub import constants, errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    page = f"{constants.ENDPOINT}/{name}"
+    elsewhere = f"or, where there is a network, hf download {name} --local-dir DIR, and give DIR"
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(
+            f"{name} is gated: accept its licence on {page}, log in with hf auth login (or set HF_TOKEN), and run again"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return ModelError(
+            f"no model {name!r}: not a directory here, and not on the hub, or private; check the spelling, "
+            "or log in with hf auth login if it is private (triforce models lists what has a short name)"
+        )
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return ModelError(
+            f"{name} on the hub lacks a file ({_first_line(error)}); a model has config.json and its weights"
+        )
+    if status == 401:
+        return ModelError(f"the hub does not accept the token it was sent for {name}; log in again with hf auth login")
+    if constants.HF_HUB_OFFLINE and isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
+        return ModelError(
+            f"no model {name!r}: not a directory here, not whole in the hub's cache ({constants.HF_HUB_CACHE}), and "
+            f"HF_HUB_OFFLINE keeps from downloading it; unset that, {elsewhere}"
+        )
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+        cache = Path(constants.HF_HUB_CACHE)
+        return ModelError(f"the disk is full: {_full_disk(cache, shutil.disk_usage(cache).free)}; then run again")
+    # The client passes on errors of its HTTP library, whose module name depends on the client's version.
+    transport = type(error).__module__.partition(".")[0].startswith("httpx")
+    if isinstance(error, errors.LocalEntryNotFoundError) or (transport and type(error).__name__.startswith("Connect")):
+        return ModelError(
+            f"no model {name!r}: not a directory here, not in the hub's cache, and {constants.ENDPOINT} cannot be "
+            f"reached ({_first_line(error.__cause__ or error)}); run again with a network, {elsewhere}"
+        )
+    if status is not None:
+        return ModelError(f"{constants.ENDPOINT} fails to give {name} (HTTP status {status}); try again later")
+    if transport or isinstance(error, OSError):
+        return ModelError(
+            f"the download of {name} broke off ({_first_line(error)}); run again: files that have come whole are kept"
+        )
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,169 @@
+"""Text to token ids and back, with the tokenizer of a model's directory; text that grows without broken characters."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_PLAIN_KEYS = {
+    "backend",
+    "bos_token",
+    "clean_up_tokenization_spaces",
+    "eos_token",
+    "is_local",
+    "model_max_length",
+    "tokenizer_class",
+}
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A model's tokenizer.
+
+    `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`; `decode(ids)` leaves special
+    tokens out; `chat(content)` renders one message of the user with the model's chat template, and is `None` without.
+    """
+
+    encode: Callable[[str, bool], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    chat: Callable[[str], str] | None = None
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Raises:
+        ModelError: there is no tokenizer, or one that cannot be read.
+        """
+        if not any((directory / name).is_file() for name in _FILES):
+            raise ModelError(f"{directory} has no tokenizer; one of {', '.join(_FILES)} must be there")
+        try:
+            return _load_plain(directory) or _load_with_transformers(directory)
+        except Exception as error:  # tokenizers raises Exception itself, transformers nearly anything
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelError(f"the tokenizer in {directory} cannot be loaded: {reason[0]}") from error
+
+
+def _load_plain(directory: Path) -> Tokenizer | None:
+    """The tokenizer where `tokenizer.json` is sufficient: importing transformers takes seconds."""
+    path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    if not path.is_file() or not settings.is_file() or any(directory.glob("*chat_template*")):
+        return None
+    config: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") not in _PLAIN_CLASSES or not config.keys() <= _PLAIN_KEYS:
+        return None
+
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(path))
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    if not {config.get("bos_token"), config.get("eos_token")} - {None} <= known:
+        return None
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(
+        encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+        decode=lambda ids: backend.decode(list(ids), skip_special_tokens=True),
+    )
+
+
+def _load_with_transformers(directory: Path) -> Tokenizer:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+
+    def decode(ids: Sequence[int]) -> str:
+        # Cleaning up spaces would change characters that were shown already.
+        return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def chat(content: str) -> str:
+        message = {"role": "user", "content": content}
+        try:
+            return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise ModelError(f"the chat template in {directory} fails: {error}") from error
+
+    return Tokenizer(
+        encode=lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"]),
+        decode=decode,
+        chat=chat if tokenizer.chat_template else None,
+    )
+
+
+def check_same_vocabulary(target: Path, draft: Path) -> None:
+    """Compares the two `tokenizer.json`, if both are there.
+
+    Raises:
+        ModelError: they give different ids to some token.
+    """
+    paths = (target / "tokenizer.json", draft / "tokenizer.json")
+    if not all(path.is_file() for path in paths) or filecmp.cmp(*paths, shallow=False):
+        return
+    ours, theirs = (_vocabulary(path) for path in paths)
+    differing = sorted({token for token, _ in ours.items() ^ theirs.items()})
+    if differing:
+        raise ModelError(
+            f"the tokenizers of {target} and {draft} differ in {len(differing):,} tokens, such as {differing[0]!r}; "
+            "a draft must share its target's vocabulary (or use --draft none)"
+        )
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path)).get_vocab()
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+class TextStream:
+    """Turns growing token ids into growing text; the pieces together are `decode` of all ids.
+
+    A token may end inside a character, and its text may depend on the token before it. So a piece is the difference
+    between two decodings that begin at the piece before, and is held back while it ends in an unfinished character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = self._shown = 0
+        self._before = ""
+        self._pieces: list[str] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far."""
+        return len(self._ids)
+
+    @property
+    def text(self) -> str:
+        """All text returned so far."""
+        return "".join(self._pieces)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete."""
+        self._ids += ids
+        window = self._decode(self._ids[self._start :])
+        return "" if window.endswith("�") else self._advance(window)
+
+    def flush(self) -> str:
+        """The text that was held back, once nothing follows."""
+        return self._advance(self._decode(self._ids[self._start :]))
+
+    def _advance(self, window: str) -> str:
+        piece = window[len(self._before) :]
+        if piece:
+            self._start, self._shown = self._shown, len(self._ids)
+            self._before = self._decode(self._ids[self._start : self._shown])
+            self._pieces.append(piece)
+        return piece

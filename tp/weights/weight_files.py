@@ -1,0 +1,54 @@
+"""Finds the files with a model directory's weights. Does not import PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..errors import ModelError
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
+"""Names of the single file or the index of shards, in the order in which they are looked for."""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with a model directory's weights: safetensors, or PyTorch's format if there are none.
+
+    Raises:
+        ModelError: there are none, or the index cannot be read or names a file that does not exist.
+    """
+    for single, index in LAYOUTS:
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return [directory / name for name in _present(directory, index)]
+    others = sorted(p.name for p in directory.glob("*") if p.suffix in (".gguf", ".bin", ".safetensors", ".pt", ".pth"))
+    hint = f" ({others[0]} is there, but that is not a name under which weights are looked for)" if others else ""
+    raise ModelError(
+        f"{directory} has no weights: none of {', '.join(name for layout in LAYOUTS for name in layout)}{hint}"
+    )
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that are listed in an index of shards.
+
+    Raises:
+        ModelError: it cannot be read as an index.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"it names {names or 'no file'}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read as a weight index: {error}") from error
+    return names
+
+
+def _present(directory: Path, index: str) -> list[str]:
+    names = shard_names(directory / index)
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {index}; download it again")
+    return names

@@ -1,0 +1,182 @@
+"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+from ..measurement import on, sampling_words
+from .report import conditions, modelled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = {1: "#D55E00", 2: "#009E73", 3: "#0072B2"}
+"""By tiers; of Okabe and Ito's palette, which colour-blind people tell apart."""
+
+NAMES = {1: "plain decoding", 2: "two tiers", 3: "three tiers"}
+MARKERS = {1: "o", 2: "s", 3: "D"}
+GREY = "#666666"
+
+LOG_FROM = 20.0
+"""The axis is logarithmic where the slowest takes at least so many times as long as the fastest."""
+
+_CAPTION_WIDTH = 190
+"""Characters of small print that fit the picture."""
+
+_GAP = 0.055
+"""Least distance of two labels, as a share of the panel's height."""
+
+
+def draw(document: dict[str, Any], kind: str) -> bytes:
+    """The picture as a file of `kind`: png, svg or pdf."""
+    style: dict[Any, Any] = {
+        "font.family": "DejaVu Sans",
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "triforce",
+        "text.parse_math": False,  # a command may hold dollar signs
+    }
+    with matplotlib.rc_context(style):
+        layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1, wspace=0.02)
+        figure = Figure(figsize=(12, 5.6), dpi=150, layout=layout)
+        left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
+        _draw_times(left, document)
+        _draw_acceptance(right, document)
+        figure.suptitle(_title(document), x=0.012, ha="left", fontsize=14, fontweight="bold")
+        figure.supxlabel(_caption(document), x=0.012, ha="left", fontsize=8.5, color=GREY)
+        stream = io.BytesIO()
+        figure.savefig(stream, format=kind, metadata={} if kind == "png" else {"Date": None} if kind == "svg" else None)
+    return stream.getvalue()
+
+
+def _title(document: dict[str, Any]) -> str:
+    million = document["parameters"] / 1e6
+    size = f"{million / 1e3:.1f} B" if million >= 1e3 else f"{million:.1f} M"
+    how = "random weights" if document["shape"] else sampling_words(document["sampling"])
+    return f"{document['model']} ({size} parameters), {document['dtype']}, {how}, on {on(document['machine'])}"
+
+
+def _caption(document: dict[str, Any]) -> str:
+    carried = document["measured_bandwidth"]
+    measured = f"memory {carried['memory_gb_per_s']:.0f} GB/s"
+    measured += f", link {carried['link_gb_per_s']:.0f} GB/s" if carried["link_gb_per_s"] else ""
+    lines = (
+        f"{conditions(document)}. Floor: derived, the bytes that one pass over the full cache "
+        f"reads ÷ measured bandwidth ({measured}).",
+        f"triforce {document['version']}, PyTorch {document['machine']['torch']}, {document['date']}: "
+        f"{shorten(document['command'], 170)}",
+    )
+    return "\n".join(textwrap.fill(line, _CAPTION_WIDTH) for line in lines)
+
+
+def _contexts(axes: Axes, document: dict[str, Any], room: float) -> None:
+    """The axis of contexts, with room at its right for labels, as a share of its length."""
+    contexts = [at["context"] for at in document["contexts"]]
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(contexts))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
+    span = max(2.0, contexts[-1] / contexts[0])
+    axes.set_xlim(contexts[0] / span**0.06, contexts[-1] * span**room)
+    axes.set_xlabel("context, tokens")
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+
+
+def thousands(tokens: float) -> str:
+    """A short form: 4K is 4,096 tokens."""
+    return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
+
+
+def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
+    contexts = document["contexts"]
+    labels: list[tuple[float, str, str]] = []
+    values: list[float] = []
+    for tiers in sorted({row["tiers"] for at in contexts for row in at["tiers"]}):
+        there = [(at["context"], row) for at in contexts for row in at["tiers"] if row["tiers"] == tiers]
+        x = [context for context, _ in there]
+        times = [row["tbt_ms"] for _, row in there]
+        y = [time["median"] for time in times]
+        error = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
+        open_marks = any(modelled(row) for _, row in there)
+        last = there[-1][1]
+        speedup = f", {last['speedup']:.2g}× as fast" if last["speedup"] and tiers > 1 else ""
+        axes.errorbar(
+            x, y, error if any(map(any, error)) else None, color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7,
+            linewidth=2.4, capsize=4, elinewidth=1.3, markeredgewidth=1.8,
+            markerfacecolor="white" if open_marks else COLOURS[tiers],
+        )  # fmt: skip
+        name = NAMES[tiers] + (" (modelled)" if open_marks else "")
+        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{speedup}", COLOURS[tiers]))
+        values += [time[part] for time in times for part in ("min", "max")]
+    floors = [(at["context"], at["floor"]["ms"]) for at in contexts if at["floor"]]
+    if floors:
+        axes.plot(*zip(*floors, strict=True), color=GREY, linestyle=(0, (5, 3)), linewidth=1.6)
+        bound = contexts[-1]["floor"]["bound_by"] if contexts[-1]["floor"] else "memory"
+        labels.append((floors[-1][1], f"{bound} floor of a pass\n{floors[-1][1]:.3g} ms (derived)", GREY))
+    _contexts(axes, document, room=0.46)
+    if max(values) > LOG_FROM * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    else:
+        axes.set_ylim(0, 1.05 * max(values))
+    axes.set_title("time between tokens, ms", loc="left", fontsize=12, pad=10)
+    _label(axes, contexts[-1]["context"], labels)
+
+
+def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
+    contexts = document["contexts"]
+    most = max(row["tiers"] for at in contexts for row in at["tiers"])
+    labels: list[tuple[float, str, str]] = []
+    rows = [(at["context"], row) for at in contexts for row in at["tiers"] if row["tiers"] == most]
+    for name, words, colour, marker in (
+        ("retrieval_per_token", "retrieval cache,\nby the full cache", "#0072B2", "D"),
+        ("draft_per_token", "small model,\nby the retrieval cache", "#CC79A7", "v"),
+    ):
+        there = [(context, row["acceptance"][name]) for context, row in rows if row["acceptance"][name] is not None]
+        if not there:
+            continue
+        axes.plot(
+            *zip(*there, strict=True), color=colour, marker=marker, markersize=7, linewidth=2.4, markeredgewidth=1.8,
+            markerfacecolor="white" if document["shape"] else colour,
+        )  # fmt: skip
+        labels.append((there[-1][1], f"{words}: {there[-1][1]:.2f}", colour))
+    _contexts(axes, document, room=0.9)
+    axes.set_ylim(0, 1.02)
+    what = "assumed acceptance" if document["shape"] else "acceptance"
+    axes.set_title(f"{what}, per tested token", loc="left", fontsize=12, pad=10)
+    if labels:
+        _label(axes, contexts[-1]["context"], labels)
+    else:
+        axes.text(0.5, 0.5, "nothing was drafted", transform=axes.transAxes, ha="center", color=GREY)
+
+
+def _label(axes: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
+    """Labels lines at their ends; labels that would overlap are moved apart."""
+    to_share = axes.transData + axes.transAxes.inverted()
+    placed: list[float] = []
+    shares = sorted(((to_share.transform((x, y))[1], y, words, colour) for y, words, colour in labels), reverse=True)
+    previous = float("inf")
+    for share, _, _, _ in shares:
+        previous = min(share, previous - 2 * _GAP)
+        placed.append(previous)
+    lift = max(0.0, 0.03 - placed[-1])
+    start = to_share.transform((x, 1))[0] + 0.03
+    for (share, _, words, colour), at in zip(shares, placed, strict=True):
+        axes.annotate(
+            words, xy=(start - 0.015, share), xytext=(start, at + lift), xycoords="axes fraction", color=colour,
+            textcoords="axes fraction", va="center", fontsize=10, linespacing=1.15, annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""The systems that can be compared: what each is, which module runs it, and what it needs installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+_PACKAGE = "triforce.cli.compare.baselines"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system by name."""
+
+    name: str
+    summary: str
+    module: str
+    """Gives `load(job)`; see `protocol.System`."""
+    imports: tuple[str, ...] = ()
+    """Modules of other packages that must be there."""
+    install: str = ""
+    """The command that brings them."""
+    needs_draft: bool = False
+    prepares: bool = False
+    """Whether its module has `prepare(job)`, to be run once before all measurements."""
+
+    def missing(self) -> str | None:
+        """What is not installed and the command that installs it, or `None`."""
+        absent = [name for name in self.imports if find_spec(name) is None]
+        return f"not installed ({', '.join(absent)}): {self.install}" if absent else None
+
+
+TRIFORCE = Entry("triforce", "this engine, speculating", f"{_PACKAGE}.ours")
+
+BASELINES = {
+    entry.name: entry
+    for entry in (
+        Entry("autoregressive", "this engine, token by token (--tiers 1)", f"{_PACKAGE}.ours"),
+        Entry("transformers", "Hugging Face transformers, generate()", f"{_PACKAGE}.transformers_baseline"),
+        Entry(
+            "transformers-assisted",
+            "the same, assisted generation with the draft",
+            f"{_PACKAGE}.transformers_baseline",
+            needs_draft=True,
+        ),
+        Entry(
+            "deepspeed",
+            "DeepSpeed, ZeRO-3 inference with offloaded parameters",
+            f"{_PACKAGE}.deepspeed_baseline",
+            imports=("deepspeed", "accelerate"),
+            install="pip install deepspeed accelerate",
+        ),
+        Entry(
+            "llama.cpp",
+            "llama.cpp through llama-cpp-python",
+            f"{_PACKAGE}.llama_cpp_baseline",
+            imports=("llama_cpp", "gguf"),
+            install="pip install llama-cpp-python gguf",
+            prepares=True,
+        ),
+    )
+}
+"""By name, in the order in which help lists them."""

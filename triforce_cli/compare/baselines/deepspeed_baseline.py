@@ -1,0 +1,90 @@
+"""DeepSpeed's ZeRO-3 inference with parameters offloaded to host memory, through transformers' `generate()`.
+
+On a GPU the KV cache is offloaded too, by transformers' own offloaded cache: that is what KV offload of ZeRO-Inference
+amounts to with current transformers. `ran` says which of this was done.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from .protocol import Job, Timed
+
+
+def load(job: Job) -> DeepSpeed:
+    return DeepSpeed(job)
+
+
+class DeepSpeed:
+    """A model of transformers whose parameters DeepSpeed fetches layer by layer, on one rank."""
+
+    def __init__(self, job: Job) -> None:
+        _stand_alone(job)
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        import torch
+        import transformers
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        from .transformers_baseline import without_defaults
+
+        transformers.logging.set_verbosity_error()
+        cuda = job.device == "cuda"
+        backend = "nccl" if cuda else "gloo"
+        store = Path(job.folder, "deepspeed-store")
+        store.unlink(missing_ok=True)
+        deepspeed.init_distributed(
+            backend, auto_mpi_discovery=False, verbose=False, init_method=f"file://{store}", rank=0, world_size=1
+        )
+        config = _config(job)
+        self._zero = HfDeepSpeedConfig(config)  # transformers loads into ZeRO-3's partitions while this is alive
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            job.model,
+            dtype=getattr(torch, job.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+        without_defaults(model)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        self._job, self._model = job, cast(Any, engine.module)
+        self._model.eval()
+        cache = "offloaded KV cache" if cuda else "DynamicCache"
+        self.ran = (
+            f"DeepSpeed {deepspeed.__version__}, ZeRO stage 3 inference, parameters offloaded to host memory, "
+            f"{backend}, one rank; transformers {transformers.__version__}, generate(), SDPA attention, {cache}, "
+            f"{job.place}"
+        )
+
+    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+        import torch
+
+        from .transformers_baseline import generation_config, timed_generate
+
+        job = self._job
+        if job.seed is not None:
+            torch.manual_seed(job.seed)
+        config = generation_config(job, max_new_tokens)
+        if job.device == "cuda":
+            config.cache_implementation = "offloaded"
+        return timed_generate(self._model, torch.tensor([prompt_ids], device=job.device), config, {})
+
+
+def _stand_alone(job: Job) -> None:
+    """What DeepSpeed reads from the environment, as its launcher would set it for one rank; before it is imported."""
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})  # read, but the store is a file
+    if job.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _config(job: Job) -> dict[str, Any]:
+    return {
+        "bf16": {"enabled": job.dtype == "bfloat16"},
+        "fp16": {"enabled": job.dtype == "float16"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": job.device == "cuda"}},
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": 1,
+        "steps_per_print": 10**9,
+    }

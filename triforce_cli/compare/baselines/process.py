@@ -1,0 +1,105 @@
+"""Starts a worker and waits for its answer, or for a reason, in one line, why there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .protocol import Job
+
+
+class WorkerError(Exception):
+    """A worker gave no result; the message is the reason, `log` the end of what it printed."""
+
+    def __init__(self, reason: str, log: str) -> None:
+        super().__init__(reason)
+        self.log = log
+
+
+def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
+    """What `action` of `module` returns for `job`, computed in a process of its own.
+
+    Raises:
+        WorkerError: it failed, was killed, or took longer than `limit_s` seconds, and is gone now.
+    """
+    folder = Path(job.folder)
+    job_path, result_path, log_path = folder / "job.json", folder / "result.json", folder / "worker.log"
+    job.save(job_path)
+    result_path.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "triforce.cli.compare.baselines.worker",
+        module,
+        action,
+        job_path,
+        result_path,
+    ]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | _environment(job),
+            start_new_session=True,  # Ctrl-C reaches the parent only, which then ends the worker
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise WorkerError(f"stopped after {limit_s:,.0f} s (--time-limit)", _tail(log_path)) from None
+        except BaseException:
+            _end(process)
+            raise
+        _end(process)  # children that it left
+    try:
+        answer = json.loads(result_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise WorkerError(_ending(code, _tail(log_path)), _tail(log_path)) from None
+    if "error" in answer:
+        raise WorkerError(answer["error"], _tail(log_path))
+    return answer["result"]
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """The environment of every worker: the same threads, and no use of a network."""
+    threads = str(job.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the worker and all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _ending(code: int, log: str) -> str:
+    if code == -signal.SIGKILL:
+        return "killed by the system, as it does when memory runs out"
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    said = f"; its last words: {last[:200]}" if last else ""
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}{said}"
+    return f"ended with code {code} and no result{said}"
+
+
+def _tail(path: Path, size: int = 4000) -> str:
+    with suppress(OSError):
+        return path.read_bytes()[-size:].decode("utf-8", "replace")
+    return ""

@@ -1,0 +1,108 @@
+"""The messages between `compare` and its workers, as JSON files: a job, and a measurement or an error.
+
+It imports nothing heavy, so that a worker's memory is its baseline's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every system is asked to do: the same weights, the same token ids, the same sampling."""
+
+    system: str
+    """Its name in the catalogue."""
+    model: str
+    draft: str | None
+    """Directories."""
+    asked_model: str
+    asked_draft: str | None
+    """What the user called them: a preset's name brings its settings."""
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    prompt_ids: list[int]
+    max_new_tokens: int
+    """Written in full: nobody stops at an end-of-sequence token."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    top_k: int
+    """0 is off."""
+    seed: int | None
+    threads: int
+    folder: str
+    """For files that one worker of a system leaves for the next."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What only this system's module understands."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def place(self) -> str:
+        """Number format, device and threads, in words."""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        return f"{self.dtype} on {self.device}, {threads}"
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One generation: its tokens and, by the system's own process, when they came."""
+
+    token_ids: list[int]
+    ttft_s: float
+    """From the call to the first token: prefill, and whatever comes before it."""
+    decode_s: float
+    """From the first token to the last."""
+    first_tokens: int = 1
+    """Tokens that came at once with the first."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class System(Protocol):
+    """A loaded system. A baseline's module gives one with `load(job)`."""
+
+    ran: str
+    """What exactly runs, in words: the library with its version, the calls and the settings that matter."""
+
+    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+        """Exactly `max_new_tokens` tokens after `prompt_ids`, nothing kept of what ran before."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One timed run of one system. Seconds, bytes, tokens."""
+
+    ran: str
+    token_ids: list[int]
+    ttft_s: float
+    decode_s: float
+    first_tokens: int
+    load_s: float
+    host_peak_bytes: int
+    """The most that the worker's process ever held in host memory, libraries and loading included."""
+    device_peak_bytes: int
+    """The most that PyTorch's tensors took on the GPU; 0 on a CPU."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tbt_s(self) -> float:
+        """Time between tokens: decoding ÷ the tokens that came after the first one(s); 0 where none did."""
+        after = len(self.token_ids) - self.first_tokens
+        return self.decode_s / after if after > 0 else 0.0

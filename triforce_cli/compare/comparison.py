@@ -1,0 +1,173 @@
+"""Measures systems one after another, in rotating order, each run in a new process, and finds where texts differ.
+
+One system is in memory at a time: none takes memory or processor from another, and each has all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from ..measurement import first_difference
+from ..terminal.stopping import Stop
+from .baselines.catalogue import TRIFORCE, Entry
+from .baselines.process import WorkerError, run_worker
+from .baselines.protocol import Job, Measurement
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token where a system's answer differs from triforce's. The logits are the target's with its full cache,
+    after what both had written by then; `None` where they could not be computed."""
+
+    index: int
+    """Within the answer, from 0."""
+    token: int
+    triforce_token: int
+    logit: float | None = None
+    triforce_logit: float | None = None
+
+
+@dataclass
+class Row:
+    """What is known of one system."""
+
+    entry: Entry
+    runs: list[Measurement] = field(default_factory=list)
+    failure: str | None = None
+    """Why there is no run, or no further one."""
+    log: str = ""
+    """The end of what the failed worker printed."""
+    difference: Difference | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Median over the runs, as are the other times."""
+        return median(run.ttft_s for run in self.runs)
+
+    @property
+    def tbt_s(self) -> float:
+        return median(run.tbt_s for run in self.runs)
+
+    @property
+    def total_s(self) -> float:
+        return median(run.ttft_s + run.decode_s for run in self.runs)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The largest of the runs, as on the device."""
+        return max(run.host_peak_bytes for run in self.runs)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        return max(run.device_peak_bytes for run in self.runs)
+
+    @property
+    def answers_agree(self) -> bool:
+        """Whether all runs gave the same tokens, as greedy ones in float32 must."""
+        return all(run.token_ids == self.runs[0].token_ids for run in self.runs)
+
+
+@dataclass
+class Comparison:
+    """All rows, triforce's first."""
+
+    job: Job
+    repeats: int
+    rows: list[Row]
+    interrupted: Stop | None = None
+
+    @property
+    def triforce(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is something to compare: triforce and at least one baseline ran."""
+        return bool(self.triforce.runs) and any(row.runs for row in self.rows[1:])
+
+
+def compare(
+    job: Job,
+    baselines: Sequence[Entry],
+    *,
+    repeats: int,
+    limit_s: float,
+    settings: dict[str, Any],
+    on_start: Callable[[int, int, str], None],
+    on_end: Callable[[Row], None],
+) -> Comparison:
+    """Runs everything. A system that fails is a row that says why; an interrupt keeps what was measured.
+
+    Args:
+        job: what every system is asked for; `system` and `options` are filled in here.
+        limit_s: seconds that one worker may take, loading and warm-up included.
+        settings: of triforce, as `Engine.load` names them.
+        on_start: called before each worker with its number, the count of all, and the system's name.
+        on_end: called with the row after each.
+    """
+    rows = [Row(entry) for entry in (TRIFORCE, *baselines)]
+    comparison = Comparison(job, repeats, rows)
+    try:
+        for row in rows:
+            row.failure = row.entry.missing()
+            if row.failure is None and row.entry.needs_draft and job.draft is None:
+                row.failure = "needs a draft: give --draft D"
+            if row.failure is None and row.entry.prepares:
+                _run(row, "prepare", job, limit_s)
+            if row.failure:
+                on_end(row)
+        for index in range(repeats):
+            first = index % len(rows)
+            for place, row in enumerate(rows[first:] + rows[:first]):
+                if row.failure is None:
+                    on_start(index * len(rows) + place + 1, repeats * len(rows), row.entry.name)
+                    _measure(row, job, settings, limit_s)
+                    on_end(row)
+        if job.greedy:
+            find_differences(comparison, limit_s)
+    except Stop as stop:
+        comparison.interrupted = stop
+    return comparison
+
+
+def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> None:
+    ours = row.entry.module == TRIFORCE.module
+    measured = _run(row, "measure", replace(job, options=settings if ours else {}), limit_s)
+    if measured is not None:
+        row.runs.append(Measurement(**measured))
+
+
+def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
+    """What a worker returns; `None` where it fails, which the row then says."""
+    try:
+        return run_worker(row.entry.module, action, replace(job, system=row.entry.name), limit_s)
+    except WorkerError as error:
+        row.failure, row.log = str(error), error.log
+        return None
+
+
+def find_differences(comparison: Comparison, limit_s: float) -> None:
+    """Notes where the answer of each system's first run differs from triforce's, with the target's logits there."""
+    if not comparison.triforce.runs:
+        return
+    reference = comparison.triforce.runs[0]
+    answer = reference.token_ids
+    different: list[tuple[Row, Difference]] = []
+    for row in comparison.rows[1:]:
+        index = first_difference(row.runs[:1], reference)
+        if index is not None:
+            row.difference = Difference(index, row.runs[0].token_ids[index], answer[index])
+            different.append((row, row.difference))
+    if not different:
+        return
+    candidates = [[found.index, found.triforce_token, found.token] for _, found in different]
+    job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})
+    try:
+        logits = run_worker(TRIFORCE.module, "logits", job, limit_s)
+    except WorkerError:
+        return  # they are missing then
+    for (row, found), (ours, theirs) in zip(different, logits, strict=True):
+        row.difference = replace(found, triforce_logit=ours, logit=theirs)

@@ -1,0 +1,139 @@
+"""A comparison for scripts (JSON) and for people (a table, and what exactly ran), which is made from the JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ...tp.units import gib
+from ..measurement import machine, provenance, sampling_words
+from ..terminal.tables import make_table, print_lines
+from .comparison import Comparison, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KIND = "triforce compare"
+"""The document's `kind`."""
+
+
+def as_document(comparison: Comparison, device_name: str, command: str) -> dict[str, Any]:
+    """The JSON: every run as measured, and what the table makes of it. Seconds but for `tbt_ms`, bytes, tokens."""
+    job = comparison.job
+    return {
+        **provenance(KIND, command),
+        "machine": machine(job.device, device_name, 1, job.threads),
+        "model": job.asked_model,
+        "draft": job.draft,
+        "device": job.device,
+        "device_name": device_name,
+        "dtype": job.dtype,
+        "threads": job.threads,
+        "prompt_tokens": len(job.prompt_ids),
+        "new_tokens": job.max_new_tokens,
+        "sampling": {"temperature": job.temperature, "top_p": job.top_p, "top_k": job.top_k},
+        "seed": job.seed,
+        "repeats": comparison.repeats,
+        "interrupted": comparison.interrupted is not None,
+        "systems": [_system(row, comparison.triforce) for row in comparison.rows],
+    }
+
+
+def _system(row: Row, triforce: Row) -> dict[str, Any]:
+    document: dict[str, Any] = {"name": row.entry.name, "failure": row.failure}
+    if not row.runs:
+        return document
+
+    def speedup(of: str) -> float | None:
+        ours = getattr(triforce, of) if triforce.runs else 0.0
+        return getattr(row, of) / ours if ours else None
+
+    return document | {
+        "ran": row.runs[0].ran,
+        "ttft_s": row.ttft_s,
+        "tbt_ms": row.tbt_s * 1e3,
+        "tokens_per_s": 1 / row.tbt_s if row.tbt_s else None,
+        "total_s": row.total_s,
+        "memory": {"host_peak_bytes": row.host_peak_bytes, "device_peak_bytes": row.device_peak_bytes},
+        "speedup_of_triforce": {"tbt": speedup("tbt_s"), "total": speedup("total_s")},
+        "answers_agree": row.answers_agree,
+        "first_difference": asdict(row.difference) if row.difference else None,
+        "runs": [asdict(run) | {"tbt_ms": run.tbt_s * 1e3} for run in row.runs],
+    }
+
+
+def report(console: Console, document: dict[str, Any]) -> None:
+    """The table of a document, and the lines around it."""
+    repeats, cuda = document["repeats"], document["device"] == "cuda"
+    runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
+    head = (
+        f"{document['model']}, {document['dtype']} on {document['device_name']}; {document['prompt_tokens']:,} tokens "
+        f"of prompt, {document['new_tokens']:,} new ones, {sampling_words(document['sampling'])}; {runs}"
+    )
+    print_lines(console, [head])
+    titles = ["system", "TTFT", "TBT", "tokens/s", "memory", *(["on the GPU"] if cuda else []), "speed-up", "text"]
+    rows = [[one["name"], *_figures(one, cuda), _text(one, document)] for one in document["systems"]]
+    console.print(make_table(titles, rows, left=("system", "text")))
+    lines = [
+        "",
+        "speed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first. "
+        "memory: the most that the process held, libraries and loading included"
+        + ("; on the GPU, PyTorch's tensors." if cuda else "."),
+        *(f"{one['name']}: {one['ran']}" for one in document["systems"] if "ran" in one),
+    ]
+    print_lines(console, lines + _notes(document))
+
+
+def _figures(one: dict[str, Any], cuda: bool) -> list[str]:
+    if "runs" not in one:
+        return ["-"] * (6 if cuda else 5)
+    tbt, speedup, memory = one["tbt_ms"], one["speedup_of_triforce"]["tbt"], one["memory"]
+    return [
+        f"{one['ttft_s']:.2f} s",
+        f"{tbt:.1f} ms" if tbt else "-",
+        f"{one['tokens_per_s']:.1f}" if tbt else "-",
+        gib(memory["host_peak_bytes"]),
+        *([gib(memory["device_peak_bytes"]) if memory["device_peak_bytes"] else "-"] if cuda else []),
+        f"{speedup:.2f}" if speedup and one["name"] != "triforce" else "-",
+    ]
+
+
+def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
+    """How a system's text compares with triforce's, or why there is none."""
+    if "runs" not in one:
+        return one["failure"] or "not measured: interrupted"
+    words: list[str] = []
+    greedy, triforce = document["sampling"]["temperature"] == 0, document["systems"][0]
+    if one is not triforce and greedy and "runs" in triforce:
+        words.append(_difference(one, triforce))
+    if not one["answers_agree"] and greedy:
+        words.append("its own runs differ")
+    if one["failure"]:
+        words.append(f"run {len(one['runs']) + 1} failed: {one['failure']}")
+    return "; ".join(words)
+
+
+def _difference(one: dict[str, Any], triforce: dict[str, Any]) -> str:
+    found = one["first_difference"]
+    if found is None:
+        # After an interrupt nobody has looked yet.
+        same = one["runs"][0]["token_ids"] == triforce["runs"][0]["token_ids"]
+        return "the same tokens" if same else "other tokens"
+    theirs, ours = (
+        "" if found[name] is None else f" (logit {found[name]:.4f})" for name in ("logit", "triforce_logit")
+    )
+    return f"differs from token {found['index']} on: {found['token']}{theirs}, triforce {found['triforce_token']}{ours}"
+
+
+def _notes(document: dict[str, Any]) -> list[str]:
+    """How to read the differences between texts, if there are any."""
+    different = [one["name"] for one in document["systems"] if one.get("first_difference")]
+    if not different:
+        return []
+    if document["dtype"] == "float32":
+        return [f"In float32 greedy texts are the same; {', '.join(different)} computed something else."]
+    return [
+        f"Logits are the target's, with its full cache, in one pass in {document['dtype']}: 16-bit formats round "
+        "differently from one way of computing to another, and where two tokens all but tie, either may come out. "
+        "--dtype float32 shows whether it is that."
+    ]

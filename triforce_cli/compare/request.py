@@ -1,0 +1,56 @@
+"""The options of `triforce compare`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ..bench.request import REPEAT
+from ..generate.request import ASK, TRUNCATE
+from ..options import MEASURING, OUTPUT, PROMPT, SAMPLING, Request, flag, new_tokens, option
+from ..parameters import MINUTES, real, whole, words
+from .baselines.catalogue import BASELINES
+
+DEFAULT = ("autoregressive", "transformers")
+"""The baselines that are always installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Request):
+    """What `triforce compare` is asked for."""
+
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"System to compare with; may be repeated: {', '.join(BASELINES)}. "
+            f"Default: {' and '.join(DEFAULT)}, which are always there.",
+            autocompletion=words(*BASELINES),
+            show_default=False,
+            rich_help_panel=MEASURING,
+        ),
+    ] = None
+    repeat: Annotated[int, REPEAT] = 3
+    time_limit: Annotated[
+        float,
+        option(
+            MEASURING,
+            MINUTES,
+            "Minutes that one system may take to load, warm up and run once; after that it is stopped, and its row "
+            "says so.",
+        ),
+    ] = 60
+    ask: Annotated[str | None, ASK] = None
+    truncate: Annotated[str, TRUNCATE] = "error"
+    prompt_tokens: Annotated[
+        int | None, option(PROMPT, whole(1), "Use only the first N tokens of the prompt.")
+    ] = None  # fmt: skip
+    max_new_tokens: Annotated[int, new_tokens(1, "Tokens of each answer, which is written to the full length.")] = 128
+    temperature: Annotated[
+        float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy: only greedy texts can be compared.")
+    ] = 0.0
+    debug: Annotated[
+        bool, flag("--debug", OUTPUT, "Show tracebacks of errors, and what failing systems printed.")
+    ] = False  # fmt: skip

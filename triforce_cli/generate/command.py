@@ -1,0 +1,55 @@
+"""`triforce generate`: everything that can be checked before PyTorch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...tp.weights.registry import find_pair
+from ..call import Call
+from .request import GenerateRequest
+
+EPILOG = """[bold]Examples[/]
+
+  The embedded model continues a built-in text:
+  [cyan]triforce generate[/]
+
+  A book, and what might follow it:
+  [cyan]triforce generate --prompt-file book.txt --truncate head > more.txt[/]
+
+  A question about a book, to a larger model, downloaded where it is not there yet:
+  [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
+
+  From a pipe:
+  [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
+
+  For a script, one JSON document, with the same tokens every time:
+  [cyan]triforce generate --prompt-file book.txt --seed 1 --json - | jq .token_ids[/]
+
+  With lengths fixed by hand, against plain decoding:
+  [cyan]triforce generate --draft-length 4 --block-length 12 --budget 1024[/]
+  [cyan]triforce generate --tiers 1[/]
+"""
+
+
+def generate(request: GenerateRequest, call: Call) -> None:
+    """Continues a text, or answers a question about it.
+
+    The text goes to stdout as it is accepted, everything else to stderr.
+    [bold]Ctrl-C[/] stops; what was written by then is kept.
+    """
+    from ..ranks import leads
+    from ..terminal.output import JsonFile
+    from ..terminal.streams import tell
+    from .prompt import read_ask, read_source
+
+    request = replace(request, ask=read_ask(request.ask, tell))
+    if not leads(request, call):
+        return
+    with JsonFile.prepare(request.json) as json_file:
+        source = read_source(request.prompt_file, request.prompt, tell)
+        # What may be a download of gigabytes comes after all that can be checked without it.
+        directories = find_pair(request.model, request.wanted_draft, tell)
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+            from .run import run
+
+            run(request, source, directories, json_file, call.signals)

@@ -1,0 +1,241 @@
+"""The prompt: reading its text, adding a question, and dropping a part where it does not fit."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...tp.errors import CapacityError, TriforceError, UsageError
+
+if TYPE_CHECKING:
+    from ...tp.model.config import ModelConfig
+    from ...tp.weights.tokenizer import Tokenizer
+
+BUILT_IN_TOKENS = 13_000
+"""Length of the built-in prompt: long enough to show the effect, read in seconds on two cores."""
+
+_BUILT_IN_TOPICS = ("objects", "types", "customization", "execmodel", "import")
+
+_SENTENCE_END = re.compile(r"[a-z]\.(?=[ \n]+[A-Z])(?!\n\n)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text, and its origin in words. The built-in text is cut to length once its tokens are known."""
+
+    text: str
+    name: str
+    built_in: bool = False
+
+
+def read_source(prompt_file: Path | None, prompt: str | None, tell: Callable[[str], None]) -> Source:
+    """The context that the options ask for; `tell` takes notes for stderr.
+
+    Raises:
+        UsageError: both options.
+        TriforceError: nothing readable there, or no text.
+    """
+    if prompt_file is not None and prompt is not None:
+        raise UsageError("--prompt-file and --prompt are both given; give one of them")
+    if prompt is not None:
+        return Source(_checked(read_option("--prompt", prompt, tell), "--prompt"), "")
+    if prompt_file is None:
+        return Source(_built_in_text(), "the built-in prompt (the Python language reference)", built_in=True)
+    if str(prompt_file) == "-":
+        if sys.stdin is None or sys.stdin.closed:
+            raise TriforceError("--prompt-file is -, but there is no standard input")
+        if sys.stdin.isatty():
+            tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
+        return Source(_checked(_decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
+    return Source(_checked(_decoded(_read(prompt_file), str(prompt_file), tell), str(prompt_file)), prompt_file.name)
+
+
+def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
+    """The text given with `option`.
+
+    Raises:
+        TriforceError: its bytes are not UTF-8 (Python hands them over as lone surrogates).
+    """
+    return _decoded(value.encode("utf-8", "surrogateescape"), option, tell)
+
+
+def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
+    """The question given with `--ask`, if any.
+
+    Raises:
+        UsageError: it is empty.
+        TriforceError: as for `read_option`.
+    """
+    if ask is None:
+        return None
+    if not ask.strip():
+        raise UsageError("--ask is empty; give a question or an instruction")
+    return read_option("--ask", ask, tell)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except FileNotFoundError as error:
+        raise TriforceError(f"--prompt-file {path} does not exist; give a text file, or - for stdin") from error
+    except IsADirectoryError as error:
+        raise TriforceError(f"--prompt-file {path} is a directory; give a text file in it") from error
+    except OSError as error:
+        raise TriforceError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
+
+
+def _decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
+    """`raw` as text, without a byte-order mark and with line ends as `\\n`, as text files are read everywhere."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
+        raise TriforceError(
+            f"{name} is not UTF-8: byte {raw[at]:#04x} at offset {at:,}; convert it (iconv -f latin1 -t utf-8) "
+            "or give another file"
+        ) from error
+    if "\r\n" in text:
+        tell(f"{name}: line ends CR LF are read as LF")
+        text = text.replace("\r\n", "\n")
+    return text
+
+
+def _checked(text: str, name: str) -> str:
+    if "\0" in text:
+        raise TriforceError(
+            f"{name} is not text: it has a NUL byte at offset {len(text[: text.index(chr(0))].encode()):,}; "
+            "give a plain text file"
+        )
+    if not text.strip():
+        raise TriforceError(f"{name} is empty{' but for white space' if text else ''}; give a text to go on from")
+    return text
+
+
+def _built_in_text() -> str:
+    """The topics that the built-in prompt begins with, followed by all others, for longer contexts."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise TriforceError(
+            "this Python lacks pydoc_data, where the built-in prompt is from; give --prompt-file FILE or --prompt TEXT"
+        ) from error
+    names = [name for name in _BUILT_IN_TOPICS if name in topics]
+    names += sorted(set(topics) - set(names))
+    return "\n\n".join(topics[name].strip() for name in names) + "\n\n"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids ready for the engine; `dropped` counts the context's tokens that were left out."""
+
+    token_ids: list[int]
+    dropped: int = 0
+
+
+def build_prompt(
+    source: Source, ask: str | None, tokenizer: Tokenizer, config: ModelConfig, max_new_tokens: int, truncate: str
+) -> Prompt:
+    """The ids of the context and the instruction after it, cut to the model's positions as `truncate` says.
+
+    Only the context is ever cut: `truncate` is `head`, `tail` or `middle` (the part that goes), or `error`.
+
+    Raises:
+        CapacityError: too long, with `error`, or an instruction that leaves no room.
+    """
+    from ...offload.checks import check_context
+
+    before, after, special = _surroundings(source.text, ask, tokenizer)
+    limit = config.max_position_embeddings - max_new_tokens
+    if source.built_in:
+        source = _cut_built_in(source, tokenizer, limit - len(tokenizer.encode(before + after, special)))
+    token_ids = tokenizer.encode(before + source.text + after, special)
+    if not token_ids:
+        raise UsageError("the prompt gives no token; give a longer text")
+    if len(token_ids) <= limit or truncate == "error":
+        check_context(config, len(token_ids), max_new_tokens)
+        return Prompt(token_ids)
+
+    if truncate == "tail":  # the text before the question may now end inside a line
+        before, after, special = _surroundings("", ask, tokenizer)
+    # Encoded in three parts, so that the cut falls inside the context whatever the tokens at its borders are.
+    context = tokenizer.encode(source.text, False)
+    first = tokenizer.encode(before, special)
+    last = tokenizer.encode(after, False) if after else []
+    room = limit - len(first) - len(last)
+    if room < 1:
+        taken = f"--max-new-tokens takes {max_new_tokens:,}"
+        if ask is not None:
+            taken = f"--ask takes {len(first) + len(last):,} tokens and {taken}"
+        raise CapacityError(
+            f"{taken}, which leaves no room for the text in the {config.max_position_embeddings:,} positions of "
+            f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
+        )
+    kept = cut(context, room, truncate)
+    return Prompt([*first, *kept, *last], dropped=len(context) - len(kept))
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """Tokens to read contexts of several lengths from."""
+
+    token_ids: list[int]
+    name: str
+    """Where they are from."""
+    text_tokens: int
+    """How many the text has; where there are more, it is repeated."""
+
+
+def long_prompt(source: Source, tokenizer: Tokenizer, tokens: int) -> LongPrompt:
+    """The first `tokens` tokens of a text, which is repeated where it is too short; a built-in one is taken whole.
+
+    Raises:
+        UsageError: the text gives no token.
+    """
+    token_ids = tokenizer.encode(source.text, True)
+    again = tokenizer.encode(source.text, False)
+    if not again:
+        raise UsageError("the prompt gives no token; give a longer text")
+    found = len(token_ids)
+    while len(token_ids) < tokens:
+        token_ids += again
+    return LongPrompt(token_ids[:tokens], source.name or "--prompt", found)
+
+
+def cut(tokens: list[int], room: int, part: str) -> list[int]:
+    """`tokens` without their `head`, `tail` or `middle`, so that `room` of them (1 or more) are left."""
+    if len(tokens) <= room:
+        return tokens
+    if part == "head":
+        return tokens[-room:]
+    if part == "tail":
+        return tokens[:room]
+    end = room // 2
+    return tokens[: room - end] + tokens[len(tokens) - end :]
+
+
+def _surroundings(context: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str, str, bool]:
+    """The text before and after the context, and whether encoding adds the tokens that begin a text (BOS)."""
+    if ask is None:
+        return "", "", True
+    gap = "\n" * (2 - min(2, len(context) - len(context.rstrip("\n"))))
+    if tokenizer.chat is None:
+        return "", gap + ask, True
+    marker = f"context-{secrets.token_hex(8)}"
+    before, found, after = tokenizer.chat(f"{marker}{gap}{ask}").partition(marker)
+    if not found:
+        raise TriforceError("the model's chat template leaves the text out; give the question inside the prompt")
+    return before, after, False
+
+
+def _cut_built_in(source: Source, tokenizer: Tokenizer, limit: int) -> Source:
+    """The built-in prompt up to the last sentence that ends within its length and inside a paragraph: what follows
+    there is another sentence, not a heading."""
+    most = max(1, min(BUILT_IN_TOKENS, limit))
+    text = tokenizer.decode(tokenizer.encode(source.text[: 8 * most], False)[:most])
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return Source(text[: ends[-1]] if ends else text, source.name, built_in=True)

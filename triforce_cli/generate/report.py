@@ -1,0 +1,136 @@
+"""Messages on stderr: what will run, the progress of reading the prompt, and the statistics of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...tp.units import gib
+from ..terminal.streams import tell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...offload import Engine
+    from .prompt import Prompt
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def report_choices(
+    console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
+) -> None:
+    """What is about to run where, in a few lines."""
+    from ...offload.planning.memory import available_bytes
+    from ...tp.devices import device_name
+
+    target, draft = engine.target, engine.draft
+    tokens = len(prompt.token_ids)
+    capacity = tokens + max_new_tokens
+    plan = engine.plan(capacity)
+    tiers = [f"target on all {capacity:,} tokens"]
+    if plan.budget:
+        tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
+        if draft:
+            tiers.insert(0, f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters")
+    dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
+    available = available_bytes(target.device)
+    dtype = str(target.dtype).removeprefix("torch.")
+    ranks = target.ranks.size
+    where = f"{ranks} ranks, each on {device_name(target.device)}" if ranks > 1 else device_name(target.device)
+    million = target.config.num_parameters / 1e6
+    rows = {
+        "model": f"{model}, {million:,.1f} M parameters, {dtype} on {where}",
+        "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
+        "tiers": " → ".join(tiers),
+        "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
+    }
+    _print_rows(console, rows)
+
+
+@contextmanager
+def prefill_progress(console: Console, tokens: int) -> Iterator[Callable[[float], None]]:
+    """A function to call with the share of the prompt read: a bar with the time left, or lines where no terminal is."""
+    if not console.is_terminal:
+        yield _progress_lines(tokens)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("reading {task.fields[tokens]:,} tokens"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True) as progress:
+        task = progress.add_task("", total=1.0, tokens=tokens)
+        yield lambda share: progress.update(task, completed=share)
+
+
+def _progress_lines(tokens: int) -> Callable[[float], None]:
+    began = told = time.monotonic()
+
+    def on_progress(share: float) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if 0 < share < 1 and now - told >= _SECONDS_BETWEEN_LINES:
+            told = now
+            left = (now - began) * (1 - share) / share
+            tell(f"reading {tokens:,} tokens: {share:.0%}, about {left:.0f} s left")
+
+    return on_progress
+
+
+def report_statistics(console: Console, stats: dict[str, Any]) -> None:
+    """The JSON of a run in a few lines."""
+    tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
+    read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
+    endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
+    rows = {"written": f"{stats['new_tokens']:,} tokens, {endings[stats['finish_reason']]}; seed {stats['seed']}"}
+    if stats["new_tokens"]:
+        rows["TTFT"] = f"{stats['ttft_s']:.2f} s for a prompt of {stats['prompt_tokens']:,} tokens"
+    if stats["rounds"]:
+        times = ", ".join(f"{name} {tbt[name]:.1f}" for name in ("mean", "p50", "p95"))
+        rows["TBT"] = f"{times} ms ({stats['tokens_per_s']:.1f} tokens/s)"
+        if settings["tiers"] > 1:
+            shares = {name: accepted[f"{name}_per_token"] for name in ("draft", "retrieval")}
+            tested = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
+            per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
+            rows["accepted"] = f"{tested} of tested tokens, {per_round}" if tested else per_round
+        total = max(sum(seconds.values()), 1e-9)
+        rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
+        if read["bytes"]:
+            rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB{_at(read['gb_per_s'])}"
+        link = stats["link"]
+        if link["bytes_streamed"]:
+            crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
+            rows["link"] = f"{crossed}; computation waited {link['waited_s']:.2f} s"
+    device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
+    if stats["new_tokens"]:
+        rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
+    if stats["warnings"]:
+        rows["warning"] = "; ".join(stats["warnings"])
+    _print_rows(console, rows)
+
+
+def _at(gb_per_s: float | None) -> str:
+    """A speed, if it is known."""
+    return "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
+
+
+def _print_rows(console: Console, rows: dict[str, str]) -> None:
+    """Labels and values; a terminal wraps values beside their labels, a log keeps lines whole."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if console.is_terminal:
+        table = Table.grid("", "", padding=(0, 1, 0, 0))
+        for label, value in rows.items():
+            table.add_row(Text(f"{label:<9}", "dim"), Text(value))
+        console.print(table)
+        return
+    for label, value in rows.items():
+        console.print(f"{label:<10}{value}", soft_wrap=True, markup=False)

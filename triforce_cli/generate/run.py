@@ -1,0 +1,172 @@
+"""One run of `triforce generate`: from a checked request to text, live display, statistics and JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, Any, TextIO, cast
+
+import torch
+from rich.console import Console
+
+from ...offload import Engine, Generation, Round, Sampling
+from ...offload.speculation.vocabulary import check_draft
+from ...tp.devices import set_threads
+from ...tp.errors import TriforceError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
+from ..options import Request
+from ..terminal.live import LiveDisplay
+from ..terminal.output import JsonFile, TextOutput
+from ..terminal.stopping import Signals, Stop
+from ..terminal.streams import Unfailing
+from .prompt import Source, build_prompt
+from .report import prefill_progress, report_choices, report_statistics
+from .request import GenerateRequest
+
+
+def run(
+    request: GenerateRequest,
+    source: Source,
+    directories: tuple[Path, Path | None],
+    json_file: JsonFile,
+    signals: Signals,
+) -> None:
+    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
+
+    Raises:
+        TriforceError: the request cannot be met; nothing was written.
+        Stop: the run was interrupted, after its text, its statistics and its JSON are out.
+    """
+    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+    sampling = Sampling(**request.sampling)
+    target, draft = directories
+    config = ModelConfig.load(target)
+    if draft and request.tiers == 3:
+        check_draft(config, ModelConfig.load(draft))
+        check_same_vocabulary(target, draft)
+    tokenizer = Tokenizer.load(target)
+    with signals.allowed():
+        prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
+        engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
+        report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
+
+    live = request.live and LiveDisplay.possible(console)
+    output = None if json_file.on_stdout else TextOutput(deferred=live and same_terminal(sys.stdout, sys.stderr))
+    text = TextStream(tokenizer.decode)
+    generation: Generation | None = None
+    ended: BaseException | None = None
+    try:
+        with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
+            generation = engine.stream(
+                prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
+            )
+            step(generation, signals)  # the first token is taken from the statistics, like all others
+        name = Path(request.model).name
+        with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
+            _decode(generation, signals, text, output, display)
+    except (Stop, Exception) as error:
+        if generation is None or not (generation.statistics.token_ids or isinstance(error, Stop)):
+            raise
+        ended = error
+    ended = _finish(console, generation, text, output, json_file, ended)
+    if ended is not None:
+        raise ended
+    engine.finish()
+    engine.close()
+
+
+def load_engine(request: Request, context: int | None) -> Engine:
+    """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
+    set_threads(request.threads)
+    return Engine.load(
+        request.model,
+        draft=request.draft,
+        device=request.device,
+        dtype=request.dtype,
+        gpus=request.gpus,
+        context=context,
+        tiers=request.most_tiers,
+        **request.settings,
+    )
+
+
+def follow(request: Request) -> None:
+    """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
+
+    Raises:
+        TriforceError: as `run`, or another rank has ended.
+    """
+    engine = load_engine(request, None)
+    while (generation := engine.follow()) is not None:
+        for _ in generation:
+            pass
+        del generation  # it holds the cache, whose memory the next run may need
+    engine.close()
+
+
+def _decode(
+    generation: Generation, signals: Signals, text: TextStream, output: TextOutput | None, display: LiveDisplay | None
+) -> None:
+    event: Round | None = None
+    while True:
+        piece = text.push(generation.statistics.token_ids[text.num_tokens :])
+        if output:
+            output.write(piece)
+        if display:
+            display.note(piece, event)
+        event = step(generation, signals)
+        if event is None:
+            return
+
+
+def step(generation: Generation, signals: Signals) -> Round | None:
+    """One step of the engine, `None` at its end: here, and only here, a signal interrupts a run."""
+    with signals.allowed():
+        return next(generation, None)
+
+
+def _finish(
+    console: Console,
+    generation: Generation,
+    text: TextStream,
+    output: TextOutput | None,
+    json_file: JsonFile,
+    ended: BaseException | None,
+) -> BaseException | None:
+    """Writes text, JSON and statistics even if one of them fails; returns the first error or interrupt of the run."""
+    piece = text.push(generation.statistics.token_ids[text.num_tokens :]) + text.flush()
+    try:
+        if output:
+            output.write(piece)
+            output.close()
+    except Stop as stop:
+        ended = ended or stop
+    stats = generation.stats()
+    try:
+        json_file.write(_with_text(stats, text.text))
+    except (TriforceError, Stop) as error:
+        ended = ended or error
+    report_statistics(console, stats)
+    return ended
+
+
+def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
+    """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
+    document: dict[str, Any] = {}
+    for key, value in stats.items():
+        document[key] = value
+        if key == "world_size":
+            document["threads"] = torch.get_num_threads()
+        if key == "token_ids":
+            document["text"] = text
+    return document
+
+
+def same_terminal(one: TextIO, other: TextIO) -> bool:
+    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
+    if not (one.isatty() and other.isatty()):
+        return False
+    return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev

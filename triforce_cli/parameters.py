@@ -1,0 +1,137 @@
+"""Kinds of option values: how each is parsed, shown in `--help` and completed in a shell.
+
+A value that cannot be is refused with the option's name, the value and what is possible (exit code 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..tp.weights.registry import PRESETS
+
+
+class Impossible(typer.BadParameter):
+    """A value that its option cannot take; the option parser adds which option it is."""
+
+    def __init__(self, value: object, possible: str) -> None:
+        super().__init__(f"is {value!r}; it is {possible}")
+
+    def format_message(self) -> str:
+        return f"{self.param.opts[0] if self.param else 'a value'} {self.message}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values. Where the parser gives `None` for a word (`auto`), `None` is the option's default too."""
+
+    metavar: str
+    parse: Callable[[str], Any] | None = None
+    """Gives the value; raises `Impossible`. `None` leaves it to the parameter's type."""
+    complete: Callable[[str], list[str]] | None = None
+
+
+class Numbers(tuple[Any, ...]):
+    """Numbers of one option, which were separated by commas."""
+
+
+def words(*possible: str) -> Callable[[str], list[str]]:
+    """Completes one of these words."""
+    return lambda incomplete: [word for word in possible if word.startswith(incomplete)]
+
+
+def choice(*possible: str) -> Kind:
+    """One of these words; whole numbers among them become numbers."""
+
+    def parse(value: str) -> str | int:
+        if str(value) not in possible:
+            raise Impossible(value, f"one of {', '.join(map(repr, possible))}")
+        return int(value) if str(value).isdecimal() else value
+
+    return Kind("|".join(possible), parse, words(*possible))
+
+
+def _number(
+    metavar: str, possible: str, convert: Callable[[str], Any], fits: Callable[[Any], bool], *, auto: bool = False
+) -> Kind:
+    """Numbers that `convert` reads and `fits` accepts; with `auto` also that word, which gives `None`."""
+
+    def parse(value: str) -> Any:
+        if auto and value == "auto":
+            return None
+        try:
+            number = convert(value)
+        except ValueError:
+            raise Impossible(value, possible) from None
+        if not fits(number):
+            raise Impossible(value, possible)
+        return number
+
+    return Kind(f"auto|{metavar}" if auto else metavar, parse, words("auto") if auto else None)
+
+
+def whole(least: int, metavar: str = "N") -> Kind:
+    """Whole numbers from `least`."""
+    return _number(metavar, f"a whole number from {least}", int, lambda number: number >= least)
+
+
+def real(metavar: str) -> Kind:
+    """Any number: whoever takes it checks the range."""
+    return _number(metavar, "a number", float, lambda number: True)
+
+
+AUTO_OR_TOKENS = _number("N", "auto or a whole number of tokens from 1", int, lambda n: n >= 1, auto=True)
+AUTO_OR_THREADS = _number("N", "auto or a whole number from 1", int, lambda n: n >= 1, auto=True)
+AUTO_OR_GIB = _number("GIB", "auto or a number of GiB, 0 or more", float, lambda x: 0 <= x < inf, auto=True)
+AUTO_OR_POSITIVE = _number("X", "auto or a number above 0", float, lambda x: 0 < x < inf, auto=True)
+MINUTES = _number("MIN", "a number of minutes above 0", float, lambda x: 0 < x < inf)
+
+
+def whole_numbers(least: int, most: float = inf, *, auto: bool = False) -> Kind:
+    """Whole numbers separated by commas: ascending, each once; with `auto`, that word too."""
+    possible = f"whole numbers from {least}, separated by commas" if most == inf else (
+        f"whole numbers separated by commas; each is {', '.join(map(str, range(least, int(most))))} or {most}"
+    )  # fmt: skip
+
+    def convert(value: str) -> Numbers:
+        return value if isinstance(value, Numbers) else Numbers(sorted({int(part) for part in value.split(",")}))
+
+    return _number("N,N,...", possible, convert, lambda found: least <= found[0] and found[-1] <= most, auto=auto)
+
+
+def _chances(value: str) -> Numbers:
+    return Numbers() if value == "auto" else Numbers(float(part) for part in value.split(","))
+
+
+CHANCES = _number(
+    "A[,B]",
+    "one or two chances from 0 to 1, separated by a comma",
+    _chances,
+    lambda found: len(found) <= 2 and all(0 <= chance <= 1 for chance in found),
+)
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Presets and directories that begin with what is typed."""
+    typed = Path(incomplete).expanduser()
+    parent, start = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
+    shown = incomplete[: len(incomplete) - len(start)]
+    try:
+        found = sorted(entry.name for entry in parent.iterdir() if entry.name.startswith(start) and entry.is_dir())
+    except OSError:
+        found = []
+    directories = [f"{shown}{name}/" for name in found if start or not name.startswith(".")]
+    return words(*PRESETS)(incomplete) + directories
+
+
+FILE = Kind("FILE")
+JSON_FILE = Kind("PATH|-")
+TEXT = Kind("TEXT")
+MODEL = Kind("M", complete=complete_model)
+DRAFT = Kind("D", complete=lambda incomplete: words("none")(incomplete) + complete_model(incomplete))
+REFRESH = Kind("auto|round|N|never", complete=words("auto", "round", "never"))

@@ -1,0 +1,190 @@
+"""Makes a plan of what was asked for: shapes, layout, estimates, and what does not fit. `plan` reads the options."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...offload.planning.cards import Card
+from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, estimate
+from ...offload.planning.remedies import Remedy, remedies, shortfalls
+from ...offload.planning.request import RunRequest
+from ...offload.planning.run_plan import RUNTIME_BYTES, RunPlan
+from ...offload.planning.run_plan import make_plan as make_run_plan
+from ...offload.settings import Settings
+from ...offload.speculation.vocabulary import check_draft
+from ...tp.devices import resolve_dtype
+from ...tp.errors import ModelError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.hub import find_cached, is_hub_name
+from ...tp.weights.registry import find_model, find_preset, published_settings
+
+if TYPE_CHECKING:
+    from ...offload.planning.measured import Calibration, Measured
+    from .request import PlanRequest
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is shown, for people or in JSON."""
+
+    model: str
+    draft: str | None
+    """As given; a preset stands for its draft."""
+    card: Card
+    run: RunPlan
+    hardware: Hardware
+    assumed: Assumptions
+    estimates: dict[int, Estimate | None]
+    """By tiers; `None` where it does not fit."""
+    shortfalls: list[str]
+    remedies: list[Remedy]
+    calibration: Calibration | None
+    """What was measured in place of the card's figures, if anything was."""
+
+    def document(self) -> dict[str, Any]:
+        """The JSON; docs/plan.md says what its keys mean."""
+        run, request, card = self.run, self.run.request, self.card
+        settings, placement = request.settings, run.placement
+        own = self.estimates[settings.tiers]
+        return {
+            "version": version("triforce-cli"),
+            "model": self.model,
+            "draft": self.draft,
+            "dtype": str(request.dtype).removeprefix("torch."),
+            "context": request.context,
+            "gpus": request.gpus,
+            "gpu": {
+                "name": card.name,
+                "memory_bytes": request.gpu_bytes,
+                "memory_gb_per_s": card.memory_gb_per_s,
+                "tflops": None if self.calibration else card.tflops,
+                "link_gb_per_s": card.link_gb_per_s,
+            },
+            "host_memory_bytes": request.host_bytes,
+            "settings": {
+                "tiers": settings.tiers,
+                "budget": run.budget,
+                "chunk_size": run.chunk_size,
+                "draft_length": own.draft_length if own else settings.draft_length,
+                "block_length": own.block_length if own else settings.block_length,
+            },
+            "fits": not self.shortfalls,
+            "problems": self.shortfalls,
+            "remedies": [asdict(remedy) for remedy in self.remedies],
+            "per_gpu_bytes": {
+                "weights": run.weights,
+                "resident_kv": run.resident_kv,
+                "retrieval": run.retrieval,
+                "ring": run.ring,
+                "open_stretches": run.open_stretches,
+                "prefill": run.prefill,
+                "cuda_context": run.cuda_context,
+                "reserve": run.reserve,
+                "total": run.device_total,
+            },
+            "host_bytes": {
+                "streamed_kv": run.streamed_kv * request.gpus,
+                "runtime": RUNTIME_BYTES * request.gpus,
+                "total": run.host_total * request.gpus,
+            },
+            "blocks": {
+                "tokens": placement.block_size,
+                "count": placement.num_blocks,
+                "resident": placement.num_resident,
+            },
+            "verification": {
+                "streamed_bytes_per_gpu": run.streamed_per_pass,
+                "floor_ms": run.streamed_per_pass / self.hardware.link_bandwidth * 1e3,
+            },
+            "modelled": [_modelled(tiers, estimate) for tiers, estimate in self.estimates.items()],
+            "assumed": asdict(self.assumed),
+            "measured": self.calibration.terms() if self.calibration else None,
+        }
+
+
+def _modelled(tiers: int, estimate: Estimate | None) -> dict[str, Any]:
+    if estimate is None:
+        return {"tiers": tiers, "fits": False}
+    times = {f"{name[:-2]}_ms": value * 1e3 for name, value in asdict(estimate).items() if name.endswith("_s")}
+    counts = {name: value for name, value in asdict(estimate).items() if not name.endswith("_s")}
+    return {**counts, "fits": True, **times}
+
+
+def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None) -> Plan:
+    """Args: `measured` is what times are taken from, in place of `card`.
+
+    Raises:
+        ModelError: no shape of that name is here.
+        UsageError: settings or a number of GPUs that cannot be.
+    """
+    model, draft = request.model, request.draft
+    target, small = shapes(model, draft)
+    tiers = min(request.tiers, 3 if small else 2)
+    settings = Settings(tiers=tiers, resident=request.resident, **request.lengths)
+    run = RunRequest(
+        target=target,
+        draft=small,
+        dtype=resolve_dtype(request.dtype, target),
+        context=request.context or target.max_position_embeddings,
+        settings=settings.with_defaults(published_settings(model, request.gpus)),
+        gpus=request.gpus,
+        gpu_bytes=int(card.memory_gib * 2**30),
+        host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),
+    )
+    calibration = None
+    if measured is None:
+        hardware: Hardware = Machine.of(card)
+        assumed = Assumptions.of(*request.acceptance)
+    else:
+        measured.check(run, model)
+        calibration = measured.machine(run, card.link_gb_per_s * 1e9)
+        hardware, assumed = calibration.machine, calibration.assumptions(*request.acceptance)
+    estimates = {}
+    for count in range(1, run.settings.tiers + 1):
+        lesser = replace(run, settings=replace(run.settings, tiers=count))
+        estimates[count] = None if shortfalls(lesser) else estimate(make_run_plan(lesser), hardware, assumed)
+    return Plan(
+        model=model,
+        draft=(draft or model) if run.settings.tiers == 3 else None,
+        card=card,
+        run=make_run_plan(run),
+        hardware=hardware,
+        assumed=assumed,
+        estimates=estimates,
+        shortfalls=shortfalls(run),
+        remedies=remedies(run),
+        calibration=calibration,
+    )
+
+
+def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | None]:
+    """The shapes of target and draft, from presets and `config.json` files that are here.
+
+    Raises:
+        ModelError: there is no such model, or its shape is not known without a download.
+    """
+    preset = find_preset(model)
+    target, own = preset.configs() if preset else (_shape(model), None)
+    if draft == "none":
+        return target, None
+    if draft is None:
+        return target, own
+    draft_preset = find_preset(draft)
+    small = draft_preset.configs()[1] if draft_preset else _shape(draft)
+    check_draft(target, small)
+    return target, small
+
+
+def _shape(model: str) -> ModelConfig:
+    if is_hub_name(model) and not Path(model).expanduser().exists():
+        cached = find_cached(model)
+        if cached is None:
+            raise ModelError(
+                f"{model} is not on this machine, and plan downloads nothing; its shape is enough: "
+                f"hf download {model} config.json --local-dir DIR, then give DIR"
+            )
+        return ModelConfig.load(cached)
+    return ModelConfig.load(find_model(model))

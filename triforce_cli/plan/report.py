@@ -1,0 +1,147 @@
+"""What `triforce plan` shows to people: tables that are read at 80 columns."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ...offload.planning.run_plan import RUNTIME_BYTES
+from ...tp.units import gib
+from ..terminal.tables import make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...offload.planning.measured import Calibration
+    from .planning import Plan
+
+
+def show(plan: Plan) -> None:
+    """Prints `plan` to stdout."""
+    console = Console(file=sys.stdout, highlight=False, markup=False)
+    request, card = plan.run.request, plan.card
+    small = "" if plan.draft is None else " and its draft" if plan.draft == plan.model else f" with {plan.draft}"
+    console.print(f"{plan.model}{small}: {str(request.dtype).removeprefix('torch.')}, {request.context:,} tokens")
+    console.print(
+        f"{request.gpus} × {card.name}: {card.memory_gib:.2f} GiB at {card.memory_gb_per_s:,.0f} GB/s, "
+        f"link {card.link_gb_per_s:.3g} GB/s\n"
+    )
+    if plan.calibration:
+        for line in _measured(plan.calibration):
+            console.print(line)
+        console.print()
+    console.print(_memory_table(plan))
+    console.print(f"\n{_verification(plan)}\n")
+    if any(plan.estimates.values()):
+        console.print(_speed_table(plan))
+        if plan.calibration:
+            console.print(f"\nTimes are modelled, from passes as measured (above): {_assumptions(plan)}.")
+        else:
+            console.print(f"\nTimes are modelled, not measured; assumed: {_assumptions(plan)}.")
+    if plan.shortfalls:
+        if any(plan.estimates.values()):
+            console.print()
+        console.print("does not fit: " + "; ".join(plan.shortfalls))
+        for remedy in plan.remedies:
+            console.print(f"  would fit: {remedy.text} (--{remedy.option} {remedy.value})", soft_wrap=True)
+        if not plan.remedies:
+            console.print("  no single change makes it fit; choose a smaller model")
+
+
+def _memory_table(plan: Plan) -> Table:
+    request, run = plan.run.request, plan.run
+    placement = run.placement
+    plural = "s" if placement.num_blocks > 1 else ""
+    blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
+    draft = ", draft included" if plan.draft else ""
+    larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
+    others = {f"retrieval cache, {run.budget:,} tokens": run.retrieval, "prefill": run.prefill}
+    streaming = {"ring": run.ring, "open stretches": run.open_stretches}
+    host = "(not given)" if request.host_bytes is None else gib(request.host_bytes)
+    rows = [
+        ("weights" + draft, _size(run.weights), "-"),
+        (f"KV cache, {blocks}", _size(run.resident_kv), _size(run.streamed_kv * request.gpus)),
+        *((name, gib(size), "-") for name, size in others.items() if size == larger > 0),
+        *(
+            (f"{name} (not at the same time)", f"({gib(size)})", "-")
+            for name, size in others.items()
+            if 0 < size < larger
+        ),
+        *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
+        ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
+        ("left free", _size(run.reserve), "-"),
+        ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
+        ("available", gib(request.gpu_bytes or 0), host),
+    ]
+    return make_table(("memory", "each GPU" if request.gpus > 1 else "GPU", "host"), rows, left=("memory",))
+
+
+def _size(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes else "-"
+
+
+def _verification(plan: Plan) -> str:
+    run = plan.run
+    if not run.streamed_per_pass:
+        return "A verification moves nothing over the link: the whole KV cache is resident."
+    each = " over each link" if plan.run.request.gpus > 1 else " over the link"
+    floor = run.streamed_per_pass / plan.hardware.link_bandwidth * 1e3
+    return f"A verification moves {gib(run.streamed_per_pass)}{each}: {floor:,.0f} ms at least (the floor)."
+
+
+def _assumptions(plan: Plan) -> str:
+    """The acceptance that times rest on and, where passes were measured, whether it was measured too."""
+    _, *measured = plan.calibration.accepted if plan.calibration else (0, None, None)
+
+    def source(value: float, known: float | None) -> str:
+        return f" ({'measured' if value == known else 'assumed'})" if plan.calibration else ""
+
+    large, small = plan.assumed.acceptance, plan.assumed.draft_acceptance
+    words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts is accepted when tested"
+    if plan.draft is None:
+        return words
+    return f"{words}, {small:.2g}{source(small, measured[1])} of what the small model drafts"
+
+
+def _measured(calibration: Calibration) -> list[str]:
+    """What is measured, and from where."""
+    terms, source = calibration.terms(), calibration.source
+    fitted, accepted, bandwidth = terms["pass_fit"], terms["measured_acceptance"], terms["bandwidth"]
+    rates = [f"{fitted['overhead_ms']:.3g} ms"]
+    rates += [f"a byte at {fitted['gb_per_s']:,.0f} GB/s"] if fitted["gb_per_s"] else []
+    rates += [f"an operation at {fitted['gflops']:,.0f} GFLOPS"] if fitted["gflops"] else []
+    shares = {"retrieval cache": accepted["retrieval"], "small model": accepted["draft"]}
+    known = [f"{share:.2f} ({name})" for name, share in shares.items() if share is not None]
+    link = bandwidth["link_gb_per_s"]
+    lines = [
+        f"Measured on {terms['date']} with {terms['measured_model']} ({source.path.name}):",
+        f"  memory {bandwidth['memory_gb_per_s']:.1f} GB/s; link "
+        + (f"{link:.1f} GB/s" if link else "not measured, so as of a card's"),
+        f"  a pass: {' + '.join(rates)},",
+        f"    fitted to {fitted['passes']} measured kinds of passes, off by at most {fitted['worst']:.0%}",
+        f"  besides, a round: {terms['round_ms']:.2g} ms"
+        + (f"; a draft step: {terms['draft_step_ms']:.2g} ms" if terms["draft_step_ms"] is not None else ""),
+    ]
+    if known:
+        lines.append(f"  acceptance at {accepted['context']:,} tokens: {', '.join(known)}")
+    return lines
+
+
+def _speed_table(plan: Plan) -> Table:
+    rows: list[list[str]] = []
+    for tiers, one in plan.estimates.items():
+        if one is None:
+            rows.append([str(tiers), "does not fit", *[""] * 5])
+            continue
+        lengths = {1: "-", 2: str(one.block_length), 3: f"{one.block_length}, {one.draft_length}"}[tiers]
+        times = map(_ms, (one.tbt_s, one.verify_s, one.retrieval_s, one.draft_s))
+        rows.append([str(tiers), *times, lengths, f"{one.tokens_per_round:.1f}"])
+    return make_table(("tiers", "TBT, modelled", "verification", "retrieval", "draft", "lengths", "tokens/round"), rows)
+
+
+def _ms(seconds: float) -> str:
+    if not seconds:
+        return "-"
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

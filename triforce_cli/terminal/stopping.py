@@ -1,0 +1,129 @@
+"""Ctrl-C, SIGTERM, a closed terminal and a reader that goes away stop a run where it is safe, and no text is lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Self
+
+_MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+REPEAT_S = 1.0
+"""A signal that follows another one within this time is a repetition: a key held down, or a shell and a terminal that
+both send it."""
+
+
+class Stop(BaseException):
+    """A request to stop, from outside. Not an `Exception`, so that no handler for errors swallows it, nor a
+    `KeyboardInterrupt`, which the option parser would turn into something else."""
+
+    def __init__(self, exit_code: int, message: str) -> None:
+        """Args:
+        exit_code: what the process exits with.
+        message: one line for stderr, or nothing.
+        """
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.message = message
+
+    @classmethod
+    def by_signal(cls, number: int) -> Stop:
+        return cls(128 + number, _MESSAGES[signal.Signals(number)])
+
+
+class Signals:
+    """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
+    `with signals.held()`, as soon as they are allowed again.
+
+    So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. Once one
+    was raised, all are held, so that repeating it does not interrupt the ending that it set off. A new one, `REPEAT_S`
+    after the last, is raised at once: a blocked pipe must not hold the process.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+        self._stop: Stop | None = None
+        """The interrupt that waits for `allow`, or was raised already."""
+        self._last_at = float("-inf")
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def install(self) -> None:
+        """Begins the block; nothing outside the main thread. SIGHUP stays ignored where it is (`nohup`)."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _MESSAGES:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            self._previous[number] = signal.signal(number, self._handle)
+
+    def ignore(self) -> None:
+        """Ignores signals from here to the end of the process, whose exit they would only disturb."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous = {}
+
+    def disregard(self) -> None:
+        """From here on signals do nothing in this process: rank 0 handles them."""
+        for number in self._previous:
+            signal.signal(number, lambda *_: None)
+
+    @contextmanager
+    def held(self, *, release: bool = True) -> Iterator[None]:
+        """Signals wait within this block; an error on its way out of it leaves them held.
+
+        Args:
+            release: whether they are allowed again after it. Not at the end of a command, whose results are out.
+
+        Raises:
+            Stop: after the block, where a signal came in it.
+        """
+        before, self._held = self._held, True
+        yield
+        if release and not before:
+            self.allow()
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """A block of `held` code that a signal may interrupt.
+
+        Raises:
+            Stop: before it, where a signal waits, or in it.
+        """
+        self.allow()
+        try:
+            yield
+        finally:
+            self._held = True
+
+    def allow(self) -> None:
+        """Raises:
+        Stop: a signal came while they were held, or what it raised before was swallowed.
+        """
+        self._held = False
+        if self._stop:
+            self._held = True
+            raise self._stop
+
+    def hold(self) -> None:
+        self._held = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before, self._last_at = self._last_at, time.monotonic()
+        if self._last_at - before < REPEAT_S:
+            return
+        waits = self._held and self._stop is None
+        self._held, self._stop = True, self._stop or Stop.by_signal(number)
+        if not waits:
+            raise self._stop

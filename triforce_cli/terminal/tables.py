@@ -1,0 +1,29 @@
+"""Tables that fit a terminal of 80 columns, and the lines around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def make_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
+    """A table without lines: columns with a title in `left` are aligned left and may wrap, numbers do neither."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=title not in left)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Prints lines as they are: a terminal wraps them, a file keeps them whole."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
