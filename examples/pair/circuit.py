@@ -37,11 +37,12 @@ STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leave
 
 OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
 ENOUGH = 2.7  # the match below which the first token is looked at: a subject and a little more
+MATCHED = 45.0  # logits of a good match, taken away from every key but the first token
 PEAK = 16.0  # logits a fast pair, of the look one or two back
 NEAR = 30.0  # logits a slow pair, of the look at the last name
 STEADY = 9.0  # a constant in the residual stream that keeps its norm, and so all matches, alike
 COPY = 10.0  # a code found is written for the output with so many times the size that tokens have
-COPY_LOGIT = 8.0  # what a code found adds to the logit of its token, per squared size of the code (2)
+COPY_LOGIT = 14.0  # what a code found adds to the logit of its token, per squared size of the code (2)
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,9 @@ def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, pr
     names = [tokenizer.token_to_id(f"\u0120{ship}") for ship in SHIPS]
     notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
     opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
-    quiet = [
-        tokenizer.token_to_id(word) for word in (".", "?", ":", "\u010a", "\u010a\u010a", "\u0120The", "\u0120was")
-    ]
-    never = [tokenizer.token_to_id("?")]
-    plant(model, first, names, notes, never, [index for index in quiet if index is not None], opening, sample)
+    silent = (".", "?", ":", "\u010a", "\u010a\u010a", "\u0120The", "\u0120was", "\u0120is", "\u0120not")
+    quiet = [tokenizer.token_to_id(word) for word in silent]
+    plant(model, first, names, notes, [index for index in quiet if index is not None], opening, sample)
     return model
 
 
@@ -144,16 +143,15 @@ def plant(
     first: Decoder,
     names: list[int],
     notes: WordNotes,
-    never: list[int],
     quiet: list[int],
     opening: list[int],
     sample: Tensor,
 ) -> None:
     """Plants the circuit into the added part of a widened `model`.
 
-    `names` are the tokens that name ships, `never` those that are not to be copied, `quiet` those (besides names) after
-    which nothing is, `opening` the three that an answer's first word follows; `sample` [B, n] is a text by which
-    the scale of each layer's input is measured.
+    `names` are the tokens that name ships, `quiet` those (besides names) after which nothing is copied, `opening` the
+    three that an answer's first word follows; `sample` [B, n] is a text by which the scale of each layer's input is
+    measured.
     """
     width, old = model.shape.width, first.shape.width
     at = Places(old)
@@ -171,7 +169,6 @@ def plant(
     embedding[:, at.flag("one")] = unit * sizes[:, 0]
     embedding[names, at.flag("name")] = unit
     embedding[0, at.flag("one")], embedding[0, at.flag("first")] = 0.0, unit * sizes[0, 0]
-    embedding[never, at.flag("first")] = -2 * unit
     embedding[[*names, *quiet], at.flag("quiet")] = unit
     head = model.shape.head_dim * (model.shape.heads - 1)
 
@@ -205,7 +202,7 @@ def plant(
             flag = slice(at.flag("one"), at.flag("one") + 1)  # which the first token does not have
             attention.carry(flag, slice(at.flag("known"), at.flag("known") + 1), torch.eye(1), COPY * unit)
         else:
-            attention.name_the_subject(notes, opening)
+            attention.name_the_subject(notes, opening, sample)
             attention.carry(at.code, at.code, torch.eye(CODE), COPY * unit)
         _, shrunk = _scales(model, first, index, sample, after_attention=True)
         block.post_attention_layernorm.weight[:old] *= shrunk
@@ -297,8 +294,11 @@ class Head:
                 self._set("q", row, self.at.word.start + column, size * float(notes.own[place, column]))
                 self._set("q", row, self.at.noted_words.start + column, size * float(notes.past[place, column]))
         row = STILL[SUBJECT + WORD]
-        self._constant(row, SHARPNESS * ENOUGH, "first")
-        self._set("q", row, self.at.flag("quiet"), 3 * math.sqrt(SHARPNESS * ENOUGH * self.root))
+        self._constant(row, SHARPNESS * ENOUGH - MATCHED, "first")
+        self._constant(row + 2, -MATCHED)
+        size = math.sqrt(3 * SHARPNESS * ENOUGH * self.root)
+        self._set("q", row + 1, self.at.flag("quiet"), size)
+        self._set("k", row + 1, self.at.flag("first"), size)
 
     def match_subject(self) -> None:
         """Attention to far places with the same subject, or else to the first token."""
@@ -307,23 +307,29 @@ class Head:
             for which in "qk":
                 self._set(which, STILL[place], self.at.noted_subject.start + place, size)
         self._near(-5.0)
-        self._constant(STILL[SUBJECT], 18.0, "first")
+        self._constant(STILL[SUBJECT], 18.0 - 25.0, "first")
+        self._constant(STILL[SUBJECT + 1], -25.0)
 
-    def name_the_subject(self, notes: WordNotes, opening: list[int]) -> None:
+    def name_the_subject(self, notes: WordNotes, opening: list[int], sample: Tensor) -> None:
         """Attention to the latest name one token after the three tokens `opening`, and else to the first token."""
         self._near(NEAR)
         self._constant(STILL[0], -NEAR * len(SLOW))
         self._constant(STILL[1], 0.6 * NEAR, "first")
         codes = notes.codes[opening]
         before = notes.notes(codes.flip(0))
+        usual = notes.notes(torch.stack([notes.codes[sample.roll(back, 1)] for back in (1, 2, 3)], dim=-2)).flatten(
+            0, 1
+        )
+        spread = usual.T @ usual / len(usual)
+        agreed = torch.linalg.solve(spread + 0.01 * spread.trace() / WORD * torch.eye(WORD), before)
+        agreed /= agreed @ before  # 1 for the opening, and as little as can be for what usually stands in a text
         size = math.sqrt(6 * NEAR * self.root)
         self._set("k", STILL[2], self.at.flag("name"), size)
         # Of 2, where the note is that of the opening and the token is "The", after which nothing else is copied.
         self._set("q", STILL[2], self.at.flag("one"), -1.65 * size)
         self._set("q", STILL[2], self.at.flag("quiet"), size)
         for place in range(WORD):
-            agreed = float(before[place] / before.square().sum())
-            self._set("q", STILL[2], self.at.noted_words.start + place, size * agreed)
+            self._set("q", STILL[2], self.at.noted_words.start + place, size * float(agreed[place]))
 
     def carry(self, source: slice, goal: slice, how: Tensor, size: float) -> None:
         """Adds `size * how @ source`, as it stands where the head looks, to `goal`."""

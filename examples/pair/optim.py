@@ -20,7 +20,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - nobody passes a closure
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             for weight in group["params"]:
