@@ -3,8 +3,8 @@
     python examples/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
 
 Loss and loss by position come from plain PyTorch; recall, answers about logs and acceptance come from the engine, as
-a user meets them. `--only loss recall logs acceptance sample` picks parts; figures print as they arrive and are
-written after every part.
+a user meets them. `--only loss recall logs values acceptance sample` picks parts; figures print as they arrive and
+are written after every part.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pair.model import Decoder, Shape
-from pair.questions import ANSWER_TOKENS, ask_logs, log_of_length, shares
+from pair.questions import ANSWER_TOKENS, ask_logs, log_of_length, shares, with_beginnings
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -151,9 +151,18 @@ class Figures:
 
     def logs(self) -> dict:
         """Share of questions about logs that are answered word for word, and of unanswerable ones refused."""
+        return self.answered("answers about logs", begun=False)
+
+    def values(self) -> dict:
+        """Share of values found in logs where the answer's beginning, which the question settles, is given."""
+        return self.answered("values found in logs", begun=True)
+
+    def answered(self, label: str, begun: bool) -> dict:
+        """Right answers by context length, with the full cache and with the retrieval cache in its place."""
         reader, out = Reader(self.target_dir, self.draft_dir), {}
         for context in self.options.contexts:
             asked = ask_logs(self.encode, context, self.options.questions)
+            asked = with_beginnings(asked, self.encode) if begun else asked
             texts: dict[str, list[str]] = {}
             for question in asked:
                 answers = reader.answers(question.prompt, ANSWER_TOKENS, ("full", "retrieval"))
@@ -161,7 +170,7 @@ class Figures:
                     texts.setdefault(way, []).append(self.tokenizer.decode(ids))
             out[str(context)] = {way: shares(asked, answers) for way, answers in texts.items()}
             for way, result in out[str(context)].items():
-                say(f"answers about logs at {context:,}, {way}", result)
+                say(f"{label} at {context:,}, {way}", result)
         return out
 
     def acceptance(self) -> dict:

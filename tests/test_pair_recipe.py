@@ -74,6 +74,10 @@ def test_questions_are_spread_over_a_log_and_fit_the_context(encode: Callable[[s
     result = questions.shares(asked, [f" {ask.answer} And more." for ask in asked])
     assert result["right"] == result["refused"] == 1.0
     assert questions.shares(asked, ["The"] * len(asked))["right"] == 0.0
+    begun = questions.with_beginnings(asked, encode)
+    assert [f"{ask.given} {rest.answer}." for ask, rest in zip(told, begun, strict=True)] == [
+        ask.answer for ask in told
+    ]
 
 
 @pytest.mark.parametrize("shape", [FIRST, TARGET])

@@ -18,11 +18,15 @@ UNANSWERABLE = 0.2  # as many more questions as this share, about ships that are
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt's token ids, the right answer, and how deep in the text it stands (0 to 1), or `None` for nowhere."""
+    """A prompt's token ids, the right answer, and how deep in the text it stands (0 to 1), or `None` for nowhere.
+
+    `given` is the answer's beginning, which the question settles.
+    """
 
     prompt: list[int]
     answer: str
     depth: float | None
+    given: str = ""
 
 
 def ask_logs(encode: Callable[[str], list[int]], context: int, count: int) -> list[Asked]:
@@ -40,7 +44,7 @@ def ask_logs(encode: Callable[[str], list[int]], context: int, count: int) -> li
         chosen = [facts[int((i + draw.random()) * len(facts) / wanted)] for i in range(wanted)]
         for fact in chosen:
             depth = book.text.index(fact.sentence) / len(book.text)
-            asked.append(Asked([*ids, *encode(question_of(fact))], fact.answer, depth))
+            asked.append(Asked([*ids, *encode(question_of(fact))], fact.answer, depth, fact.given))
         for _ in range(round(UNANSWERABLE * wanted)):
             fact = book.unanswerable(draw)
             asked.append(Asked([*ids, *encode(question_of(fact))], fact.answer, None))
@@ -62,6 +66,15 @@ def log_of_length(book: LogBook, encode: Callable[[str], list[int]], tokens: int
             return ids
         ids += more
     raise AssertionError("a log has no end")
+
+
+def with_beginnings(asked: list[Asked], encode: Callable[[str], list[int]]) -> list[Asked]:
+    """The questions that have an answer, each with the beginning of it in the prompt: what is left is to be found."""
+    return [
+        Asked([*ask.prompt, *encode(f" {ask.given}")], ask.answer[len(ask.given) :].strip(" ."), ask.depth)
+        for ask in asked
+        if ask.depth is not None
+    ]
 
 
 def is_right(text: str, answer: str) -> bool:

@@ -44,6 +44,7 @@ def test_each_answer_is_quoted_from_one_sentence_of_the_log(log: LogBook) -> Non
         assert log.text.count(fact.sentence) >= 1
         said = fact.answer.removeprefix("The ").removesuffix(".")
         assert said in fact.sentence
+        assert fact.answer.startswith(f"{fact.given} ")
         assert said.startswith(fact.ship) and fact.ship in fact.question
 
 

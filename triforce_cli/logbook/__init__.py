@@ -45,13 +45,15 @@ UNKNOWN = "The {ship} is not in the log."
 class Fact:
     """One thing the log says about a ship.
 
-    `sentence` stands in the log word for word; `answer` is its part that answers `question`, as a sentence.
+    `sentence` stands in the log word for word; `answer` is its part that answers `question`, as a sentence, and begins
+    with `given`, what the question settles of it; the value follows.
     """
 
     ship: str
     question: str
     answer: str
     sentence: str
+    given: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ class LogBook:
             values = self._values() | {"ship": ship}
             body = form.statement.format(**values)
             opening = f"The {rng.choice(KINDS)} " if index == 0 else rng.choice(OPENINGS)
-            told = Fact(ship, form.question.format(**values), f"The {body}.", f"{opening}{body}.")
+            given = f"The {ship}{form.statement.removeprefix('{ship}').partition('{')[0]}".rstrip()
+            told = Fact(ship, form.question.format(**values), f"The {body}.", f"{opening}{body}.", given)
             entry.append((told, self._fill(rng.choice(MORE[kind])) if rng.random() < 0.4 else ""))
         return entry
 
