@@ -85,12 +85,13 @@ def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, pr
     parts = parts_of_words(tokenizer, known)
     old_sample = sample.where(sample < known, torch.tensor([rest[0] for rest in [*[[0]] * known, *parts]])[sample])
     widen(model, first, parts, old_sample)
-    names = [tokenizer.token_to_id(f"\u0120{ship}") for ship in SHIPS]
-    notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
+    vocab = tokenizer.get_vocab()
+    names = [vocab[f"\u0120{ship}"] for ship in SHIPS]
     opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
     silent = (".", "?", ":", "\u010a", "\u010a\u010a", "\u0120The", "\u0120was", "\u0120is", "\u0120not")
-    quiet = [tokenizer.token_to_id(word) for word in silent]
-    plant(model, first, names, notes, [index for index in quiet if index is not None], opening, sample)
+    quiet = [vocab[word] for word in silent if word in vocab]
+    notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
+    plant(model, first, names, notes, quiet, opening, sample)
     return model
 
 
