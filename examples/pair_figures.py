@@ -2,8 +2,9 @@
 
     python examples/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
 
-Loss and loss by position come from plain PyTorch; recall and acceptance come from the engine, as a user meets them.
-`--only loss recall acceptance sample` picks parts; figures print as they arrive and are written after every part.
+Loss and loss by position come from plain PyTorch; recall, answers about logs and acceptance come from the engine, as
+a user meets them. `--only loss recall logs values acceptance sample` picks parts; figures print as they arrive and
+are written after every part.
 """
 
 import argparse
@@ -19,10 +20,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pair_model import TARGET, Decoder
+from pair.model import Decoder, Shape
+from pair.questions import ANSWER_TOKENS, ask_logs, log_of_length, shares, with_beginnings
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from triforce.cli.logbook import LogBook
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches import retrieval as retrieval_module
 from triforce.offload.caches.full import FullCache
@@ -62,11 +65,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--pair", type=Path, required=True, help="folder with target/ and draft/")
     parser.add_argument("--book", type=Path, required=True, help="held-out text")
     parser.add_argument(
-        "--only", nargs="+", default=["loss", "recall", "acceptance", "sample"], help="parts to measure"
+        "--only", nargs="+", default=["loss", "recall", "logs", "acceptance", "sample"], help="parts to measure"
     )
     parser.add_argument(
-        "--contexts", nargs="+", type=int, default=[8192, 32768, 131072], help="recall at these lengths"
+        "--contexts", nargs="+", type=int, default=[8192, 32768, 131072], help="recall and logs at these lengths"
     )
+    parser.add_argument("--questions", type=int, default=200, help="questions about logs at each length")
     parser.add_argument("--acceptance-context", type=int, default=32768)
     parser.add_argument("--seeds", type=int, default=2, help="pass keys per depth and place")
     parser.add_argument("--depths", nargs="+", type=float, default=[0.02, 0.25, 0.5, 0.75, 0.95])
@@ -111,7 +115,7 @@ class Figures:
     @torch.inference_mode()
     def loss(self) -> dict:
         """Nats a token, over whole samples of 2,048 and by position in samples of 32,768."""
-        model = Decoder(TARGET)
+        model = Decoder(Shape.of(json.loads((self.target_dir / "config.json").read_text(encoding="utf-8"))))
         model.load_hf_state(load_file(self.target_dir / "model.safetensors"))
         short = np.concatenate([token_losses(model, self.stretch(i / 16, 2049)) for i in range(16)])
         say("loss at 2,048 tokens", f"{short.mean():.3f} nats")
@@ -145,6 +149,30 @@ class Figures:
         cut = max(1, int(depth * len(prose)))
         return [*prose[:cut], *needle, *prose[cut:], *question]
 
+    def logs(self) -> dict:
+        """Share of questions about logs that are answered word for word, and of unanswerable ones refused."""
+        return self.answered("answers about logs", begun=False)
+
+    def values(self) -> dict:
+        """Share of values found in logs where the answer's beginning, which the question settles, is given."""
+        return self.answered("values found in logs", begun=True)
+
+    def answered(self, label: str, begun: bool) -> dict:
+        """Right answers by context length, with the full cache and with the retrieval cache in its place."""
+        reader, out = Reader(self.target_dir, self.draft_dir), {}
+        for context in self.options.contexts:
+            asked = ask_logs(self.encode, context, self.options.questions)
+            asked = with_beginnings(asked, self.encode) if begun else asked
+            texts: dict[str, list[str]] = {}
+            for question in asked:
+                answers = reader.answers(question.prompt, ANSWER_TOKENS, ("full", "retrieval"))
+                for way, ids in answers.items():
+                    texts.setdefault(way, []).append(self.tokenizer.decode(ids))
+            out[str(context)] = {way: shares(asked, answers) for way, answers in texts.items()}
+            for way, result in out[str(context)].items():
+                say(f"{label} at {context:,}, {way}", result)
+        return out
+
     def acceptance(self) -> dict:
         """Accepted / proposed of both levels, three tiers at 32K of the book, by temperature and choice of chunks."""
         context, out = self.options.acceptance_context, {}
@@ -160,7 +188,9 @@ class Figures:
         plain = [self.stretch(i / self.options.places, context) for i in range(self.options.places)]
         # A reader who is asked to repeat what stood far back: what recent tokens alone cannot tell.
         recalling = [ids[: context - 192] + ids[context // 4 : context // 4 + 192] for ids in plain]
-        for (label, prompts), way in product((("book", plain), ("recall", recalling)), ("retrieval", "recent")):
+        logs = [[0, *log_of_length(LogBook(i), self.encode, context - 1)] for i in range(self.options.places)]
+        texts = (("book", plain), ("recall", recalling), ("log", logs))
+        for (label, prompts), way in product(texts, ("retrieval", "recent")):
             with chunks_chosen(way):
                 for index, prompt in enumerate(prompts):
                     for temperature in TEMPERATURES:
@@ -193,8 +223,8 @@ class Reader:
         self.known: list[int] = []
 
     @torch.inference_mode()
-    def answers(self, prompt: list[int], count: int) -> dict[str, list[int]]:
-        """`count` greedy tokens by way: the full cache, the retrieval cache in its place, the draft's kind of cache.
+    def answers(self, prompt: list[int], count: int, ways: tuple[str, ...] = WAYS) -> dict[str, list[int]]:
+        """`count` greedy tokens by each of `ways`: full cache, retrieval cache, the draft's kind of cache.
 
         As in a run, the full cache reads the whole prompt and gives the first token, and by what it looked at last the
         retrieval cache chooses its chunks, once for all that follows.
@@ -207,10 +237,12 @@ class Reader:
         first = int(self.decoder.forward(torch.tensor(prompt[shared:]), full)[-1].argmax())
         retrieval = RetrievalCache(full, self.decoder.rope, budget=BUDGET, chunk_size=CHUNK)
         retrieval.refresh()
-        streaming = StreamingCache(self.decoder)
-        prefill_streaming(self.decoder, streaming, prompt)
         self.known = prompt
-        caches = {"retrieval": retrieval, "streaming": streaming, "full": full}
+        caches: dict[str, Cache] = {"retrieval": retrieval, "full": full}
+        if "streaming" in ways:
+            streaming = StreamingCache(self.decoder)
+            prefill_streaming(self.decoder, streaming, prompt)
+            caches = {"streaming": streaming, **caches}
         answers = {way: [first, *self._decode(first, cache, count - 1)] for way, cache in caches.items()}
         full.rollback(len(self.known))
         return answers

@@ -5,8 +5,10 @@
 The same command resumes: every phase writes checkpoints under `DIR/checkpoints`, and a run continues from the
 newest one with the samples that an uninterrupted run would have drawn. `DIR/target` and `DIR/draft` are ordinary
 Hugging Face directories and are rewritten after every phase, so a usable pair exists long before the last one ends.
-What is trained when, and for how many tokens, is the table `TARGET_PHASES`; `--scale` multiplies its tokens (a GPU
-wants about 30) and `--minutes` stops early.
+What is trained when, and for how many tokens, are the tables of phases; `--scale` multiplies their tokens (a GPU wants
+about 30) and `--minutes` stops early. First comes a smaller model that knows only books, then the target: it begins as
+that model, with more width and words and a planted circuit (`pair/circuit.py`). `--first DIR` gives the smaller model,
+where one is there.
 """
 
 import argparse
@@ -14,57 +16,40 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pair_data import Mix, Sampler, encode, read_texts, train_tokenizer
-from pair_model import DRAFT, TARGET, Decoder, Losses, Optimisers, Shape, plant_attention
-from pair_output import Meter, export, report, save_array, save_atomically
+from pair.circuit import grown, hold, parts_of_words, with_new_words
+from pair.data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
+from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
+from pair.output import export, report, save_array, save_atomically
+from pair.training import Phase, Progress, Run, Training
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-CHECKPOINT_SECONDS = 180.0
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One stretch of training: samples of `length` tokens, `rows` a step, until `tokens` are seen.
-
-    The learning rate falls linearly from `lr[0]` to `lr[1]`. `gaps` is the share of samples whose positions have
-    gaps, `crowded` the share attended as if their far part were longer, `own` (draft only) the share of rows the
-    target wrote.
-    """
-
-    name: str
-    length: int
-    rows: int
-    tokens: float
-    lr: tuple[float, float]
-    mix: Mix
-    gaps: float = 0.0
-    crowded: float = 0.0
-    own: float = 0.0
-
-    def steps(self, scale: float) -> int:
-        return max(1, round(self.tokens * scale / (self.length * self.rows)))
-
-
-TARGET_PHASES = (
+FIRST_PHASES = (
     Phase("copying", 256, 16, 0.4e6, (1e-3, 1.5e-3), Mix(0.40, 0.20, 0.20), gaps=0.4),
     Phase("short", 512, 16, 4.0e6, (2e-3, 1.5e-3), Mix(0.10, 0.15, 0.30), gaps=0.4),
     Phase("middle", 2048, 4, 1.2e6, (1.5e-3, 1e-3), Mix(0.05, 0.15, 0.40), gaps=0.2, crowded=0.4),
     Phase("dense-8k", 8192, 1, 0.6e6, (1e-3, 4e-4), Mix(0.02, 0.12, 0.46), gaps=0.2, crowded=0.4),
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
-DRAFT_PHASES = (
-    Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1)),
-    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1), own=0.5),
+TARGET_PHASES = (
+    Phase("short", 512, 8, 0.4e6, (2e-3, 1.2e-3), Mix(0.0, 0.05, 0.10, 0.45), gaps=0.3),
+    Phase("middle", 2048, 2, 0.4e6, (1.2e-3, 6e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 0.2e6, (6e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.13e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
+    Phase("whole", 131072, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
 )
-WARMUP_STEPS = 60
+DRAFT_PHASES = (
+    Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
+    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+)
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
 OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
@@ -80,15 +65,22 @@ def main() -> int:
     except FileNotFoundError as error:
         print(f"train_pair: {error}", file=sys.stderr)
         return 2
-    tokenizer = load_or_train_tokenizer(options.out, texts)
+    run = Run(options.out, torch.device(options.device), use_compiler(options), options.scale, options.deadline)
+    before = options.first / "tokenizer.json" if options.first else run.out / "first-tokenizer.json"
+    first_tokenizer = made_once(before, lambda: train_tokenizer(list(texts.values())))
+    tokenizer = made_once(run.out / "tokenizer.json", lambda: with_words_of_logs(first_tokenizer))
+    if "first" in options.only and not options.first:
+        sampler = Sampler(list(texts.values()), first_tokenizer, options.seed)
+        if not FirstTraining(run, first_tokenizer, sampler, encode(first_tokenizer, held_out)).train():
+            return 0
     sampler = Sampler(list(texts.values()), tokenizer, options.seed)
     report(f"{len(texts)} texts, {sampler.tokens / 1e6:.2f} M tokens; held out: {options.held_out}")
-    run = Run(options.out, torch.device(options.device), use_compiler(options), options.scale, options.deadline)
-    target = TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out))
-    if "target" in options.only and not target.train():
-        return 0
+    if "target" in options.only:
+        first = options.first or run.out / "first"
+        if not TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out), first).train():
+            return 0
     if "draft" in options.only:
-        DraftTraining(run, tokenizer, sampler).train()
+        DraftTraining(run, tokenizer, sampler, options.first).train()
     return 0
 
 
@@ -102,7 +94,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop, resumably, after so many minutes")
     parser.add_argument(
-        "--only", nargs="+", default=["target", "draft"], choices=("target", "draft"), help="train only this"
+        "--only",
+        nargs="+",
+        default=["first", "target", "draft"],
+        choices=("first", "target", "draft"),
+        help="only these",
+    )
+    parser.add_argument(
+        "--first",
+        type=Path,
+        help="folder of a model that knows books: the target grows from it, and the draft from its",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every phase")
     parser.add_argument("--seed", type=int, default=1)
@@ -125,133 +126,18 @@ def use_compiler(options: argparse.Namespace) -> bool:
     return options.compile == "on"
 
 
-def load_or_train_tokenizer(out: Path, texts: dict[str, str]) -> Tokenizer:
-    path = out / "tokenizer.json"
+def made_once(path: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer in the file, which is written first where it is not there."""
     if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(list(texts.values())).save(str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make().save(str(path))
     return Tokenizer.from_file(str(path))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Where a run writes, what it computes on, how phases are stretched, and when (monotonic seconds) it stops."""
+class Predicting(Training):
+    """Predicts the next token of samples that ask for recall."""
 
-    out: Path
-    device: torch.device
-    compiled: bool
-    scale: float
-    deadline: float
-
-    @property
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
-    def to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-
-@dataclass
-class Progress:
-    """How far a training is: the phase, the step in it, and seconds spent so far over all runs."""
-
-    phase: int = 0
-    step: int = 0
-    seconds: float = 0.0
-
-
-class Training:
-    """Takes one model through its phases, resuming where the last run stopped; subclasses say what a step is."""
-
-    def __init__(
-        self,
-        run: Run,
-        name: str,
-        shape: Shape,
-        phases: tuple[Phase, ...],
-        tokenizer: Tokenizer,
-        sampler: Sampler,
-    ):
-        self.run, self.name, self.phases, self.tokenizer, self.sampler = run, name, phases, tokenizer, sampler
-        self.model = Decoder(shape, run.compiled).to(run.device)
-        self.losses = Losses(run.compiled)
-        self.optimisers = Optimisers(self.model)
-        self.progress = Progress()
-        self.checkpoint_path = run.out / "checkpoints" / f"{name}.pt"
-        if self.checkpoint_path.exists():
-            self._load()
-
-    def backward(self, phase: Phase, key: tuple[int, int]) -> float:
-        """Loss of the batch that belongs to `key` (phase and step), its gradient left in the model."""
-        raise NotImplementedError
-
-    def summary(self) -> str:
-        """A figure to report at the end of a phase."""
-        raise NotImplementedError
-
-    def train(self) -> bool:
-        """Runs what is left of the phases; False if the run's minutes were over before."""
-        while self.progress.phase < len(self.phases):
-            phase = self.phases[self.progress.phase]
-            if not self._run_phase(phase, phase.steps(self.run.scale)):
-                report("out of time: the same command resumes")
-                return False
-            self.progress = Progress(self.progress.phase + 1, 0, self.progress.seconds)
-            self._save()
-            export(self.model, self.tokenizer, self.run.out / "snapshots" / f"{self.name}-{phase.name}")
-            export(self.model, self.tokenizer, self.run.out / self.name)
-            report(f"{self.name}: end of {phase.name} after {self.progress.seconds / 60:.1f} min; {self.summary()}")
-        return True
-
-    def _run_phase(self, phase: Phase, steps: int) -> bool:
-        saved = clock = time.monotonic()
-        with Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step) as meter:
-            while self.progress.step < steps:
-                loss = self._step(phase, steps)
-                now = time.monotonic()
-                self.progress.step += 1
-                self.progress.seconds += now - clock
-                clock = now
-                meter.update(self.progress.step, loss)
-                if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
-                    self._save()
-                    saved = now
-                if now > self.run.deadline:
-                    return False
-        return True
-
-    def _step(self, phase: Phase, steps: int) -> float:
-        step, index = self.progress.step, self.progress.phase
-        with self.run.autocast:
-            loss = self.backward(phase, (index, step))
-        warmup = min(1.0, (step + 1) / WARMUP_STEPS) if index == 0 else 1.0
-        self.optimisers.step(warmup * (phase.lr[0] + (phase.lr[1] - phase.lr[0]) * step / steps))
-        return loss
-
-    def _load(self) -> None:
-        state = torch.load(self.checkpoint_path, map_location=self.run.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimisers.load_state_dict(state["optimisers"])
-        self.progress = Progress(**state["progress"])
-        report(f"resumed {self.checkpoint_path} at phase {self.progress.phase}, step {self.progress.step}")
-
-    def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimisers": self.optimisers.state_dict(),
-            "progress": vars(self.progress),
-        }
-        save_atomically(self.checkpoint_path, lambda path: torch.save(state, path))
-
-
-class TargetTraining(Training):
-    """The long-context model: predicts the next token of samples that ask for recall."""
-
-    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray):
-        super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
-        self.held_out = held_out
-        if self.progress == Progress():
-            plant_attention(self.model)
+    held_out: np.ndarray
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
@@ -276,6 +162,34 @@ class TargetTraining(Training):
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).item()
 
 
+class FirstTraining(Predicting):
+    """The smaller model, which reads books and facts in them."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray):
+        super().__init__(run, "first", FIRST, FIRST_PHASES, tokenizer, sampler)
+        self.held_out = held_out
+        if self.progress == Progress():
+            plant_attention(self.model)
+
+
+class TargetTraining(Predicting):
+    """The long-context model, which begins as the smaller one with the circuit planted."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray, first: Path):
+        super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
+        self.held_out = held_out
+        hold(self.model, FIRST)
+        if self.progress == Progress():
+            begin = Decoder(FIRST)
+            begin.load_hf_state(load_file(first / "model.safetensors"))
+            mix = Mix(0.0, 0.0, 0.0, 0.5)
+            sample = torch.from_numpy(sampler.batch((999, 0), 4, 512, mix, 0.0, 0.0).ids)
+            prose = torch.from_numpy(sampler.prose(np.random.default_rng(sampler.seed), 60_000).astype(np.int64))
+            self.model.load_state_dict(grown(self.model.shape, begin, tokenizer, sample, prose).state_dict())
+            report(f"planted; {self.summary()}")
+            export(self.model, tokenizer, run.out / "snapshots" / "target-planted")
+
+
 class DraftTraining(Training):
     """The draft: imitates the target's distribution from what its streaming cache will show it.
 
@@ -285,14 +199,18 @@ class DraftTraining(Training):
 
     FIRST_COUNTED = 48  # in steady state the cache is full: the first rows of a window know less than they ever will
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler):
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, first: Path | None):
         super().__init__(run, "draft", DRAFT, DRAFT_PHASES, tokenizer, sampler)
         weights = load_file(run.out / "target" / "model.safetensors")
         self.target = Decoder(TARGET, run.compiled).to(run.device).requires_grad_(False)
         self.target.load_hf_state(weights)
         self.own: np.ndarray | None = None
         if self.progress == Progress():
-            self._inherit_embedding()
+            earlier = first.parent / "draft" / "model.safetensors" if first else None
+            if earlier and earlier.exists():
+                self._go_on_from(load_file(earlier))
+            else:
+                self._inherit_embedding()
 
     @torch.no_grad()
     def _inherit_embedding(self) -> None:
@@ -300,6 +218,17 @@ class DraftTraining(Training):
         theirs = self.target.embed_tokens.weight
         directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: self.model.shape.width]
         self.model.embed_tokens.weight.copy_(theirs @ directions.T)
+
+    @torch.no_grad()
+    def _go_on_from(self, weights: dict[str, Tensor]) -> None:
+        """Starts from the draft that stands beside the first model; new words begin between their parts."""
+        known = weights["model.embed_tokens.weight"].float()
+        begin = Decoder(replace(DRAFT, vocab=len(known)))
+        begin.load_hf_state(weights)
+        ids = torch.from_numpy(self.sampler.batch((998, 0), 4, 256, Mix(0.0, 0.0, 0.0), 0.0, 0.0).ids)
+        usual = begin(ids.clamp(max=len(known) - 1), positions_of(ids)).flatten(0, 1).mean(0)
+        rows = with_new_words(known, parts_of_words(self.tokenizer, len(known)), usual)
+        self.model.load_hf_state(weights | {"model.embed_tokens.weight": rows})
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         ids = self._samples(phase, key)
@@ -362,12 +291,12 @@ def load_or_write_own_samples(run: Run, sampler: Sampler, length: int) -> np.nda
         return np.load(path)
     from transformers import AutoModelForCausalLM  # slow to import, and only needed here
 
-    model: Any = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(run.out / "target", dtype=run.dtype)
     model.to(run.device)
     parts = []
     for index, temperature in enumerate(OWN_TEMPERATURES):
         torch.manual_seed(sampler.seed * 1000 + index)
-        prompt = sampler.batch((1000, index), OWN_ROWS, length // 3, Mix(0.0, 0.0, 0.1), 0.0, 0.0).ids
+        prompt = sampler.batch((1000, index), OWN_ROWS, length // 3, Mix(0.0, 0.0, 0.1, 0.4), 0.0, 0.0).ids
         how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         ids = run.to_device(prompt)
         new = length - ids.shape[1]

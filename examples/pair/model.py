@@ -1,4 +1,4 @@
-"""The Llama-shaped decoder that `train_pair.py` trains, and its optimisers.
+"""The Llama-shaped decoder that `train_pair.py` trains, and its losses.
 
 Parameter names are those of `transformers`' `LlamaForCausalLM`, so a state dict saved from here opens there. The
 class exists because training wants what that class does not offer: positions with gaps inside one sequence
@@ -6,6 +6,7 @@ class exists because training wants what that class does not offer: positions wi
 never holds all logits at once. Nothing here knows about texts, tokenizers or schedules.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -17,30 +18,67 @@ from torch import Tensor, nn
 LOGIT_PER_FREQUENCY = 6.0  # of the planted look at the token before, per RoPE frequency used
 LOGIT_OF_NEARNESS = 0.6  # of the other heads' planted preference for near tokens, per RoPE frequency
 LOGIT_OF_MATCH = 25.0  # of the planted match of a token with its code
+STILL_SPAN, STILL_TURNS, STILL_FACTOR = 4096, (1.0, 4.0), 4096.0
 LOSS_ROWS = 2048  # rows of logits held at a time: 2,048 x 4,096 floats are 32 MB
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder; `width` is the hidden size and `mlp` the width inside the MLP."""
+    """Sizes of a decoder; `width` is the hidden size and `mlp` the width inside the MLP.
+
+    With `still`, RoPE is that of Llama 3.1, set so that pairs of dimensions that turn less than once in 4,096 tokens
+    hardly turn at all, and those that turn four times or more are as without: half of each head then sees content
+    alone, however far it is.
+    """
 
     layers: int
     width: int
     heads: int
+    head_dim: int
     mlp: int
-    vocab: int = 4096
+    vocab: int = 5440
     rope_theta: float = 1e6
     max_positions: int = 131072
     eps: float = 1e-5
+    still: bool = False
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
+    def rope(self) -> dict:
+        """The `rope_parameters` of `config.json`."""
+        if not self.still:
+            return {"rope_type": "default", "rope_theta": self.rope_theta}
+        return {
+            "rope_type": "llama3",
+            "rope_theta": self.rope_theta,
+            "factor": STILL_FACTOR,
+            "low_freq_factor": STILL_TURNS[0],
+            "high_freq_factor": STILL_TURNS[1],
+            "original_max_position_embeddings": STILL_SPAN,
+        }
 
     @property
-    def matmul_weights(self) -> int:
-        """Weights multiplied for one token, the output projection included: the cost of a token without attention."""
-        return self.layers * (4 * self.width**2 + 3 * self.width * self.mlp) + self.vocab * self.width
+    def inverse_frequencies(self) -> Tensor:
+        """Radians a position, [head_dim / 2] in float32."""
+        inverse = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim)
+        if not self.still:
+            return inverse
+        low, high = STILL_TURNS
+        kept = ((STILL_SPAN * inverse / (2 * math.pi) - low) / (high - low)).clamp(0.0, 1.0)
+        return inverse * kept + inverse / STILL_FACTOR * (1 - kept)
+
+    @classmethod
+    def of(cls, config: dict) -> "Shape":
+        """The shape that a `config.json` written here describes."""
+        return cls(
+            layers=config["num_hidden_layers"],
+            width=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            head_dim=config["head_dim"],
+            mlp=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            rope_theta=config["rope_parameters"]["rope_theta"],
+            still=config["rope_parameters"]["rope_type"] == "llama3",
+        )
 
     def config(self) -> dict:
         """The contents of the `config.json` that describes this shape."""
@@ -56,7 +94,7 @@ class Shape:
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": self.eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": self.rope,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": True,
             "attention_bias": False,
@@ -67,14 +105,14 @@ class Shape:
         }
 
 
-TARGET = Shape(layers=6, width=256, heads=4, mlp=688)
-DRAFT = Shape(layers=2, width=96, heads=3, mlp=192)
+FIRST = Shape(layers=6, width=256, heads=4, head_dim=64, mlp=688, vocab=4096)
+TARGET = Shape(layers=6, width=320, heads=5, head_dim=64, mlp=688, still=True)
+DRAFT = Shape(layers=2, width=96, heads=3, head_dim=32, mlp=192)
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE at `positions` [B, n], each [B, 1, n, head_dim] in float32."""
-    inverse = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angle = positions[:, None, :, None].float() * inverse
+def rotary(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of RoPE [B, 1, n, head_dim], float32, at `positions` [B, n]; `inverse`: [head_dim / 2]."""
+    angle = positions[:, None, :, None].float() * inverse.to(positions.device)
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
@@ -112,19 +150,20 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.heads = shape.heads
-        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        inner = shape.heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.width, inner, bias=False)
+        self.k_proj = nn.Linear(shape.width, inner, bias=False)
+        self.v_proj = nn.Linear(shape.width, inner, bias=False)
+        self.o_proj = nn.Linear(inner, shape.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, crowd: Tensor | None) -> Tensor:
-        batch, n, width = x.shape
+        batch, n, _ = x.shape
         q, k, v = (
             project(x).view(batch, n, self.heads, -1).transpose(1, 2)  # [B, heads, n, head_dim]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, crowd)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, n, width))
+        return self.o_proj(out.transpose(1, 2).reshape(batch, n, -1))
 
 
 class Mlp(nn.Module):
@@ -177,11 +216,22 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
 
     def forward(self, ids: Tensor, positions: Tensor, crowd: Tensor | None = None) -> Tensor:
-        cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
+        cos, sin = rotary(positions, self.shape.inverse_frequencies)
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = self._block(layer, x, cos, sin, crowd)
         return self.norm(x)
+
+    def trace(self, ids: Tensor, layer: int, after_attention: bool = False) -> Tensor:
+        """The residual stream [B, n, width] where it enters a layer, or its MLP."""
+        cos, sin = rotary(torch.arange(ids.shape[1]).expand_as(ids), self.shape.inverse_frequencies)
+        x = self.embed_tokens(ids)
+        for block in self.layers[:layer]:
+            x = block(x, cos, sin, None)
+        if after_attention:
+            block = cast(Block, self.layers[layer])
+            x = x + block.self_attn(block.input_layernorm(x), cos, sin, None)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., vocab] of the token after each hidden state."""
@@ -316,30 +366,3 @@ def _imitation_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor, teacher: 
     probabilities = F.linear(wanted, teacher).float().softmax(-1)
     losses = -(probabilities * F.linear(hidden, embedding).float().log_softmax(-1)).sum(-1)
     return (losses * weights).sum()
-
-
-class Optimisers:
-    """Muon for the matrices inside the layers, AdamW for embedding and norms, behind one step and one state."""
-
-    def __init__(self, model: Decoder, adam_share: float = 0.3):
-        matrices = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
-        rest = [p for name, p in model.named_parameters() if not (name.startswith("layers.") and p.ndim == 2)]
-        self.adam_share = adam_share
-        self.muon = torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
-        self.adam = torch.optim.AdamW(rest, betas=(0.9, 0.97), weight_decay=0.0)
-
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr` (AdamW gets `adam_share` of it); gradients are cleared afterwards."""
-        for optimiser, share in ((self.muon, 1.0), (self.adam, self.adam_share)):
-            for group in optimiser.param_groups:
-                nn.utils.clip_grad_norm_(group["params"], 1.0)
-                group["lr"] = lr * share
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict:
-        return {"muon": self.muon.state_dict(), "adam": self.adam.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.muon.load_state_dict(state["muon"])
-        self.adam.load_state_dict(state["adam"])

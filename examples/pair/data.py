@@ -2,11 +2,13 @@
 made of.
 
 A model this small never learns to look anything up from plain prose, so samples mix prose with things that must be
-recalled: random token sequences said twice, spans of text that return, and facts ("The pass key is 48213.") asked
-for later. Every sample is a function of (seed, phase, step) alone, which is what makes a resumed run equal an
-uninterrupted one. Nothing here knows about models or optimisers.
+recalled: random token sequences said twice, spans of text that return, facts ("The pass key is 48213.") asked for
+later, and harbour logs with questions about them. Every sample is a function of (seed, phase, step) alone, which is
+what makes a resumed run equal an uninterrupted one. Nothing here knows about models or optimisers.
 """
 
+import json
+import random
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -14,10 +16,13 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from triforce.cli.logbook import Fact, LogBook, words_of_logs
 
-VOCAB = 4096
+FIRST_VOCAB, VOCAB = 4096, 5440
 BOS, EOS = 0, 1
 MAX_POSITIONS = 131072
+ANSWER = "Answer:"
+TRAINING_LOGS = 1_000_000  # seeds from here on are trained on; those below are for measuring
 RECALL_WEIGHT = 5.0  # a recalled value is five tokens among thousands: this keeps its gradient audible
 
 
@@ -44,7 +49,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=FIRST_VOCAB,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -54,6 +59,25 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
     return tokenizer
+
+
+def with_words_of_logs(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, whose words keep their ids, with names and frequent words of logs as words of their own."""
+    seen: Counter[str] = Counter()
+    split = tokenizer.pre_tokenizer.pre_tokenize_str  # a Tokenizer's parts are not in its stubs
+    for seed in range(20):
+        book = LogBook(TRAINING_LOGS + seed)
+        written = book.write(10_000)
+        asked = (f"{fact.question}\n{ANSWER} {fact.answer}\n\n" for fact in book.facts)
+        seen.update(word for word, _ in split(written + "".join(asked)))
+    raw = json.loads(tokenizer.to_str())
+    vocab: dict[str, int] = raw["model"]["vocab"]
+    wanted = [f"\u0120{word}" for word in words_of_logs()] + [word for word, _ in seen.most_common()]
+    for word in dict.fromkeys(wanted):
+        if len(vocab) < VOCAB and word not in vocab:
+            vocab[word] = len(vocab)
+    raw["model"]["ignore_merges"] = True  # a word of the vocabulary is one token, whether merges lead to it or not
+    return Tokenizer.from_str(json.dumps(raw))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -68,6 +92,7 @@ class Mix:
     random_repeats: float
     echoes: float
     facts: float
+    logs: float = 0.0
 
 
 @dataclass
@@ -105,7 +130,7 @@ class Sampler:
     """Draws batches from tokenised books."""
 
     def __init__(self, texts: list[str], tokenizer: Tokenizer, seed: int):
-        self.tokenizer = tokenizer
+        self.tokenizer, self.vocab = tokenizer, tokenizer.get_vocab_size()
         self.seed = seed
         self.books = [encode(tokenizer, text) for text in texts]
         self.book_share = np.array([len(book) for book in self.books], dtype=float)
@@ -152,9 +177,50 @@ class Sampler:
             body = self._with_inserts(rng, length - 1, self._echoes(rng, length))
         elif kind < mix.random_repeats + mix.echoes + mix.facts:
             body = self._with_inserts(rng, length - 1, self._facts(rng, length))
+        elif kind < mix.random_repeats + mix.echoes + mix.facts + mix.logs:
+            body = self._log(rng, length - 1)
         else:
             body = self._with_inserts(rng, length - 1, [])
         return Piece.join([Piece.of(np.array([BOS], dtype=np.uint16), 0.0, sought=True), body])
+
+    def _log(self, rng: np.random.Generator, length: int) -> Piece:
+        """A log, in which questions may follow a day, and questions at its end."""
+        book = LogBook(TRAINING_LOGS + int(rng.integers(1 << 30)))
+        draw = random.Random(int(rng.integers(1 << 30)))
+        asked_at_end = max(2, min(24, length // 120))
+        room = length - 20 * asked_at_end
+        ends = draw.random() < 0.5  # the text is the end of a longer log, rather than its beginning
+        pieces: list[Piece] = []
+        have, days = 0, book.days()
+        while have < room:
+            pieces.append(Piece.of(encode(self.tokenizer, next(days).text + "\n\n"), 1.0))
+            have += len(pieces[-1].ids)
+            if not ends and book.facts and draw.random() < 0.1:
+                pieces += [self._question(book, draw) for _ in range(draw.randint(1, 3))]
+                have += sum(len(piece.ids) for piece in pieces[-3:])
+        text = Piece.join(pieces)
+        text = text[len(text.ids) - room :] if ends else text[:room]
+        # What was cut away cannot be asked for: only ships that still stand in the text are.
+        told = self.tokenizer.decode(text.ids.tolist())
+        left = [fact for fact in book.facts if fact.sentence in told]
+        body = [text] if told.endswith("\n\n") else [text, Piece.of(encode(self.tokenizer, "\n\n"), 0.0)]
+        while sum(len(piece.ids) for piece in body) < length:
+            body.append(self._question(book, draw, left))
+        return Piece.join(body)[:length]
+
+    def _question(self, book: LogBook, draw: random.Random, facts: list[Fact] | None = None) -> Piece:
+        """A question about the log with its answer and `</s>`, the answer weighted by `RECALL_WEIGHT`."""
+        facts = book.facts if facts is None else facts
+        fact = draw.choice(facts) if facts and draw.random() < 0.8 else book.unanswerable(draw)
+        answer = Piece.of(encode(self.tokenizer, f" {fact.answer}"), RECALL_WEIGHT)
+        return Piece.join(
+            [
+                Piece.of(encode(self.tokenizer, f"{fact.question}\n{ANSWER}"), 0.2, sought=True),
+                answer,
+                Piece.of(np.array([EOS], dtype=np.uint16), 1.0),
+                Piece.of(encode(self.tokenizer, "\n\n"), 0.2),
+            ]
+        )
 
     def _random_repeats(self, rng: np.random.Generator, length: int) -> Piece:
         """Random sequences, each followed by itself once or more; only the repeats count.
@@ -166,7 +232,7 @@ class Sampler:
         while have < length:
             period = int(np.exp(rng.uniform(np.log(4), np.log(min(length / 3, 512)))))
             times = int(rng.integers(2, 9))
-            words = int(np.exp(rng.uniform(np.log(64), np.log(VOCAB - 2))))
+            words = int(np.exp(rng.uniform(np.log(64), np.log(self.vocab - 2))))
             ids = np.tile(rng.integers(2, 2 + words, period).astype(np.uint16), times)
             piece = Piece.of(ids, 1.0)
             piece.weights[: period + 1] = 0.0
@@ -194,7 +260,7 @@ class Sampler:
         for _ in range(count_inserts(rng, length)):
             size = int(rng.integers(16, min(160, length // 6)))
             random_tokens = rng.random() < 0.5
-            ids = rng.integers(2, VOCAB, size).astype(np.uint16) if random_tokens else self.prose(rng, size)
+            ids = rng.integers(2, self.vocab, size).astype(np.uint16) if random_tokens else self.prose(rng, size)
             first, *later = draw_places(rng, length)
             inserts.append((first, Piece.of(ids, 0.0 if random_tokens else 1.0, sought=True)))
             again = Piece.of(ids, 1.5, sought=True)

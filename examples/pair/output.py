@@ -8,10 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from pair_model import Decoder
 from rich import progress
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+
+from pair.data import FIRST_VOCAB
+from pair.model import Decoder
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ ' ' + message['content'] + eos_token + '\\n\\n' }}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}"
+)
 
 
 def report(line: str) -> None:
@@ -39,6 +48,8 @@ def export(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": model.shape.max_positions,
         "clean_up_tokenization_spaces": False,
     }
+    if model.shape.vocab > FIRST_VOCAB:
+        names["chat_template"] = CHAT_TEMPLATE
     save_atomically(folder / "tokenizer_config.json", lambda p: p.write_text(json.dumps(names, indent=2) + "\n"))
 
 

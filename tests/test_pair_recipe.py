@@ -1,0 +1,112 @@
+"""The parts of the embedded pair's recipe that need no training: samples, the shape's RoPE, questions about logs."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from triforce.cli.logbook import LogBook
+from triforce.tp.model.rope_scaling import RopeConfig
+from triforce.tp.weights.registry import PRESETS
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from pair import data as pair_data  # noqa: E402
+from pair import questions  # noqa: E402
+from pair.model import FIRST, TARGET, Shape  # noqa: E402
+from pair.optim import orthogonalised  # noqa: E402
+from pair.words import WordNotes  # noqa: E402
+
+PROSE = "It was a dull day, and nobody in the house had anything to say about it that was worth the breath. " * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return pair_data.with_words_of_logs(pair_data.train_tokenizer([PROSE, LogBook(1).write(3_000)]))
+
+
+@pytest.fixture(scope="module")
+def encode(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    return lambda text: pair_data.encode(tokenizer, text).tolist()
+
+
+def test_words_of_logs_are_tokens_and_prose_keeps_its_own(tokenizer: Tokenizer) -> None:
+    before = pair_data.train_tokenizer([PROSE, LogBook(1).write(3_000)])
+    known = before.get_vocab()
+    assert {word: index for word, index in tokenizer.get_vocab().items() if word in known} == known
+    assert tokenizer.encode("The Stormgull", add_special_tokens=False).tokens[-1] == "\u0120Stormgull"
+    assert tokenizer.decode(tokenizer.encode(PROSE).ids) == PROSE
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_a_log_sample_answers_its_questions_from_its_own_text(tokenizer: Tokenizer, length: int) -> None:
+    sampler = pair_data.Sampler([PROSE], tokenizer, seed=1)
+    batch = sampler.batch((0, 0), 3, length, pair_data.Mix(0.0, 0.0, 0.0, 1.0), 0.0, 0.0)
+    assert batch.ids.shape == (3, length)
+    for row in batch.ids:
+        text = tokenizer.decode(row.tolist(), skip_special_tokens=False)
+        answers = [(match.start(), match[1]) for match in re.finditer(r"Answer: The ([^<]*)\.</s>", text)]
+        assert answers
+        for place, answer in answers:
+            assert answer in text[:place] or answer.endswith("is not in the log")
+
+
+def test_samples_depend_on_their_key_alone(tokenizer: Tokenizer) -> None:
+    mix = pair_data.Mix(0.0, 0.2, 0.3, 0.4)
+    first, again = (
+        pair_data.Sampler([PROSE], tokenizer, seed=1).batch((1, 5), 4, 300, mix, 0.3, 0.3) for _ in range(2)
+    )
+    for one, other in zip(vars(first).values(), vars(again).values(), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_questions_are_spread_over_a_log_and_fit_the_context(encode: Callable[[str], list[int]]) -> None:
+    asked = questions.ask_logs(encode, 3_000, 20)
+    told = [ask for ask in asked if ask.depth is not None]
+    assert (len(told), len(asked)) == (20, 24)
+    assert max(len(ask.prompt) for ask in asked) + questions.ANSWER_TOKENS <= 3_000
+    assert [int(4 * ask.depth) for ask in told if ask.depth is not None].count(0) in range(3, 8)
+    result = questions.shares(asked, [f" {ask.answer} And more." for ask in asked])
+    assert result["right"] == result["refused"] == 1.0
+    assert questions.shares(asked, ["The"] * len(asked))["right"] == 0.0
+    begun = questions.with_beginnings(asked, encode)
+    assert [f"{ask.given} {rest.answer}." for ask, rest in zip(told, begun, strict=True)] == [
+        ask.answer for ask in told
+    ]
+
+
+@pytest.mark.parametrize("shape", [FIRST, TARGET])
+def test_rope_is_what_the_config_says(shape: Shape) -> None:
+    config = RopeConfig.from_raw(shape.config(), shape.max_positions)
+    expected = config.inverse_frequencies(shape.head_dim, torch.tensor([0]))
+    torch.testing.assert_close(shape.inverse_frequencies, expected)
+    assert Shape.of(shape.config()) == shape
+
+
+def test_the_embedded_pair_is_of_a_shape_that_can_be_grown() -> None:
+    assert PRESETS["embedded"].directories()[0] is not None
+    assert TARGET.width > FIRST.width and TARGET.heads > FIRST.heads and TARGET.layers == FIRST.layers
+
+
+@pytest.mark.parametrize("rows, columns", [(24, 60), (60, 24)])
+def test_orthogonalised_has_singular_values_near_one(rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(rows, columns)))
+    assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_a_query_is_like_the_note_of_the_next_place() -> None:
+    torch.manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(8, 8)).Q
+    codes = torch.nn.functional.normalize(torch.randn(30, 8), dim=1)
+    notes = WordNotes(codes, turn, turn @ turn, turn @ turn, turn, turn)
+    text = codes[torch.randint(30, (6,))]
+    query = notes.queries(text[3], text[[2, 1, 0]])
+    note = notes.notes(text[[3, 2, 1]])
+    beyond = text[0] @ torch.linalg.matrix_power(turn, 4).T  # what the query knows of one token more
+    torch.testing.assert_close(query, note + beyond)
