@@ -17,21 +17,17 @@ from torch import Tensor
 
 from .cuda_runtime import CudaRuntime
 from .link import Traffic
-from .page_locking import Progress, locked_memory
+from .page_locking import locked_memory
 
 
 class CudaLink:
     """Copies between page-locked host memory and one GPU. See `link.Link` for the interface."""
 
-    def __init__(
-        self, device: torch.device, *, runtime: CudaRuntime | None = None, on_lock: Progress | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, runtime: CudaRuntime | None = None) -> None:
         """Args:
         runtime: CUDA, or what stands for it in tests.
-        on_lock: called while host memory is page-locked, which takes seconds for tens of GiB.
         """
         self._runtime: Any = runtime or CudaRuntime(device)
-        self._on_lock = on_lock
         self._inwards, self._outwards = self._runtime.new_stream(), self._runtime.new_stream()
         self._copies: deque[tuple[Any, Any, int]] = deque()  # events before and after, bytes
         self._waits: deque[tuple[Any, Any]] = deque()
@@ -41,7 +37,7 @@ class CudaLink:
         """Raises:
         CapacityError: the system does not page-lock so much.
         """
-        return locked_memory(shape, dtype, self._runtime, self._on_lock)
+        return locked_memory(shape, dtype, self._runtime)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
         self._inwards.wait_stream(self._runtime.current_stream())  # which may still read the buffer

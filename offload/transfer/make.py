@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ...tp.model.config import ModelConfig
@@ -13,20 +11,16 @@ from .link import Link, ThreadLink
 from .streamed_blocks import StreamedBlocks
 
 
-def make_link(
-    device: torch.device, gbps: float | None = None, on_lock: Callable[[int, int], None] | None = None
-) -> Link:
+def make_link(device: torch.device, gbps: float | None = None) -> Link:
     """The link between host memory and `device`.
 
     Args:
         gbps: on a CPU, what it may carry in gigabytes a second; `None` is as much as memory does.
-        on_lock: called with the bytes of host memory that are page-locked so far, and with how many will be: on a GPU
-            that takes seconds for tens of GiB.
     """
     if device.type == "cuda":
         from .cuda_link import CudaLink  # only where it is used: a CPU has no streams
 
-        return CudaLink(device, on_lock=on_lock)
+        return CudaLink(device)
     return ThreadLink(gbps * 1e9 if gbps else None)
 
 
