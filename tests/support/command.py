@@ -106,6 +106,8 @@ class Fork:
             code = call()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -213,6 +213,7 @@ def test_sampling_reaches_every_system_and_texts_are_not_compared(compare, tmp_p
     assert not any("token" in row for row in rows_of(outcome)[2:])
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_json_on_stdout_is_alone_there(compare, capfd):
     outcome, _ = compare("autoregressive", json="-")
     assert outcome.code == 0, outcome
