@@ -12,6 +12,13 @@ import torch
 
 from ...tp.model.config import ModelConfig
 
+SPLITS = (256, 2048)
+"""A block is whole splits of so many tokens, of the larger number from `LONG` tokens on: attention sums the keys of a
+split together (256 of them on a CPU, 2,048 on a GPU), so that blocks that lie apart give the same bits as all keys in
+one place. Not where the chunk size does not divide them."""
+
+LONG = 16384
+
 LARGEST_BLOCK = 4096
 """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
@@ -66,10 +73,9 @@ class Placement:
 
 def block_size_for(capacity: int, chunk_size: int) -> int:
     """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, with little more room in all than
-    asked for. A multiple of 64, then of `chunk_size`."""
+    asked for. Whole splits, then whole chunks."""
     num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
-    size = -(-capacity // num_blocks // 64) * 64
-    return _whole_chunks(size, chunk_size)
+    return _whole_chunks(_whole_splits(-(-capacity // num_blocks), capacity), chunk_size)
 
 
 def place_resident(
@@ -95,9 +101,14 @@ def place_streamed(
 ) -> Placement:
     """As many blocks on the device as `resident_bytes` hold, but not all; the others stream."""
     token_bytes = part.kv_bytes_per_token(dtype)
-    smallest = max(64, SMALLEST_COPY * part.num_layers // token_bytes)
+    smallest = _whole_splits(SMALLEST_COPY * part.num_layers // token_bytes, capacity)
     size = min(block_size_for(capacity, chunk_size), _whole_chunks(smallest, chunk_size))
     return Placement.streaming(capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size)
+
+
+def _whole_splits(tokens: int, capacity: int) -> int:
+    split = SPLITS[capacity >= LONG]
+    return max(1, -(-tokens // split)) * split
 
 
 def _whole_chunks(tokens: int, chunk_size: int) -> int:
