@@ -198,7 +198,7 @@ class Engine:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        fresh_seed = secrets.randbelow(2**63)
+        fresh_seed = secrets.randbelow(2**31)
         order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse)
         return self._start(self.target.ranks.share(order), on_prefill)
 
@@ -301,7 +301,7 @@ class Engine:
             graphs=graphs,
             sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, len(tiers), plan.budget if speculates else 0, full),
+            identity=self._identity(sampling, order.fresh_seed, len(tiers), plan.budget if speculates else 0, full),
             on_prefill=on_prefill,
         )
         return self._running
@@ -324,7 +324,9 @@ class Engine:
         now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
         return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
-    def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
+    def _identity(
+        self, sampling: Sampling, fresh_seed: int, tiers: int, budget: int, full: FullCache
+    ) -> dict[str, Any]:
         device = self.target.device
         return {
             "version": version("triforce-cli"),
@@ -334,7 +336,7 @@ class Engine:
             "device_name": device_name(device),
             "world_size": self.target.ranks.size,
             "dtype": str(self.target.dtype).removeprefix("torch."),
-            "seed": sampling.seed,
+            "seed": fresh_seed if sampling.seed is None else sampling.seed,
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
             "settings": {
                 "tiers": tiers,

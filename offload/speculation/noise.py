@@ -21,8 +21,8 @@ _STEP = 0x9E3779B97F4A7C15
 
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-_MOST_AT_ONCE = 2**22
-"""Numbers that are computed together, which bounds the memory they take."""
+_AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
+"""Numbers that are computed together: as many as stay in a CPU's cache, and in some tens of MB of a GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,8 @@ class CommonNoise:
         if self.key is None:
             most, tokens = weights.max(dim=-1)
             return tokens.masked_fill_(most.isnan(), -1)
-        n, vocab = weights.shape
-        keys = torch.arange(position, position + n, device=weights.device)
-        keys = _mix(keys.mul_(_signed(_STEP)).add_(_signed(mixed(self.key)))).unsqueeze(1)  # of each row
-        if weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel():
-            return _race_of_some(weights, keys)
-        tokens = torch.arange(vocab, device=weights.device)
-        rows = max(1, _MOST_AT_ONCE // vocab)
-        parts = [
-            _exponential(some, tokens).div_(part).min(dim=-1)
-            for part, some in zip(weights.split(rows), keys.split(rows), strict=True)
-        ]
-        least, drawn = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-        return drawn.masked_fill_(least.isnan(), -1)
+        positions = torch.arange(position, position + weights.shape[0], device=weights.device)
+        return race(weights, row_keys(self.key, positions))
 
 
 Noise = FreshNoise | CommonNoise
@@ -99,10 +88,34 @@ def mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
+    """What the noise of rows at `positions` `[n]` is a function of, besides the token: `[n]` int64.
+
+    Args: `key`: that of the text, or an int64 tensor of one for each row.
+    """
+    mixed_key = _mix(key.clone()) if isinstance(key, Tensor) else _signed(mixed(key))
+    return _mix(positions * _signed(_STEP) + mixed_key)
+
+
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
+    vocab = weights.shape[1]
+    if weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel():
+        return _race_of_some(weights, keys)
+    tokens = torch.arange(vocab, device=weights.device)
+    rows = max(1, _AT_ONCE.get(weights.device.type, 2**22) // vocab)
+    parts = [
+        _exponential(some.unsqueeze(1), tokens).div_(part).min(dim=-1)
+        for part, some in zip(weights.split(rows), keys.split(rows), strict=True)
+    ]
+    least, drawn = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    return drawn.masked_fill_(least.isnan(), -1)
+
+
 def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:
     """The draws where most weights are 0: noise is computed for the others only. Waits for the device."""
     rows, tokens = weights.nonzero(as_tuple=True)  # NaN is among them
-    times = _exponential(keys.squeeze(1)[rows], tokens).div_(weights[rows, tokens])
+    times = _exponential(keys[rows], tokens).div_(weights[rows, tokens])
     least = times.new_full(weights.shape[:1], float("inf")).scatter_reduce_(0, rows, times, "amin")
     first = (times == least[rows]) | least.isnan()[rows]
     drawn = tokens.new_zeros(weights.shape[0]).scatter_(0, rows[first], tokens[first])
