@@ -100,7 +100,7 @@ def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
 def race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
     vocab = weights.shape[1]
-    if weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel():
+    if _mostly_zero(weights):
         return _race_of_some(weights, keys)
     tokens = torch.arange(vocab, device=weights.device)
     rows = max(1, _AT_ONCE.get(weights.device.type, 2**22) // vocab)
@@ -110,6 +110,11 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     ]
     least, drawn = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     return drawn.masked_fill_(least.isnan(), -1)
+
+
+def _mostly_zero(weights: Tensor) -> bool:
+    """Whether it pays to look for weights above 0 first; never on a GPU, where that would mean to wait for it."""
+    return weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel()
 
 
 def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:
