@@ -1,13 +1,16 @@
 """Attention on NVIDIA GPUs in Triton: split over the keys, several query rows at once, with log-sum-exp.
 
-The method is FlashDecoding: each program attends one tile of query rows to one run of keys, and a second kernel merges
-the runs. The query heads that share a key/value head are in the same tile, so that keys and values are read once for
-all of them.
+The method is FlashDecoding: each program attends one tile of query rows to one split of the keys, and a second kernel
+merges the splits. The query heads that share a key/value head are in the same tile, so that keys and values are read
+once for all of them.
 
-How keys are split and tiled depends on the number of keys, the head counts and the dtype, never on the number of rows:
-a row's sums are computed in the same order whether it comes alone (decoding) or with others (verification). Scores
-and sums are float32; 16-bit probabilities are rounded to the values' dtype before they are multiplied, as flash kernels
-do. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
+The bits of a row depend on that row and on the keys it sees alone. Splits and tiles have fixed sizes, counted from the
+first key of a call, and are merged one after another, so neither other rows nor keys that no row sees change anything.
+A split's result is relative to a peak that is a whole power of two, so that relating it to a higher one is exact:
+keys may come in several calls too, if each begins at a multiple of `KEYS_PER_SPLIT`.
+
+Scores and sums are float32; 16-bit probabilities are rounded to the values' dtype before they are multiplied, as flash
+kernels do. Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,11 +25,17 @@ from torch import Tensor
 LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
 
-_FEWEST_KEYS = 256
-"""Keys of a run at least: shorter runs cost more to start and to merge than they gain in parallelism."""
+KEYS_PER_SPLIT = 512
+"""With 8 key/value heads, 8,192 keys are 128 programs, about one for each multiprocessor of the GPUs of today. A
+split's results are `2 * group * n / KEYS_PER_SPLIT` of the bytes of its keys and values (written and read again in
+float32): 2 % for one row of a group of four, 27 % for 17 rows, which larger caches than that hold."""
 
-_MOST_SPLITS = 64
-"""Runs at most: times the key/value heads, these are enough programs for any GPU; more would slow the merge down."""
+_MOST_PARTS = 64 * 2**20
+"""Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
+launches, each going on from the one before."""
+
+_EMPTY: tl.constexpr = tl.constexpr(-1e30)
+"""The peak where there are no scores: finite, so that differences from it are."""
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
@@ -41,6 +50,7 @@ def attend_triton(
     diagonal: int | Tensor | None = None,
     window: int | None = None,
     split: bool = True,
+    running: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention.attend` for tensors on a CUDA device (on the CPU under Triton's interpreter, `TRITON_INTERPRET=1`).
 
@@ -50,7 +60,8 @@ def attend_triton(
         diagonal, window: as in `attend`. A tensor is read by the kernel when it runs, so that a captured CUDA graph
             uses its value at the time of the replay.
         split: whether to split the keys, which is faster for a few rows; many rows fill the GPU without, and their
-            partial results would be large.
+            partial results would be large. A row's bits are not the same with and without.
+        running: as in `attend`: `[num_heads, n, head_dim + 16]`, float32, contiguous. Its peaks are in powers of two.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, both float32.
@@ -60,54 +71,69 @@ def attend_triton(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     group = num_heads // num_kv_heads
     tile_rows, tile_keys, tile_dim = tile_sizes(group, head_dim, q.dtype)
-    splits, keys_per_split = split_sizes(m) if split else (1, m)
-    parts = q.new_empty(splits, num_heads, n, head_dim, dtype=torch.float32)
-    lses = q.new_empty(splits, num_heads, n, dtype=torch.float32)
+    out = q.new_empty(num_heads, n, head_dim, dtype=torch.float32)
+    lse = q.new_empty(num_heads, n, dtype=torch.float32)
     if n == 0:
-        return parts[0], lses[0]
+        return out, lse
     if diagonal is None:
         diagonal, window = m - 1, None
-    with torch.cuda.device_of(q):
-        _attend_kernel[ceil_div(n * group, tile_rows), num_kv_heads, splits](
-            q,
-            k,
-            v,
-            parts,
-            lses,
-            diagonal,
-            window or 0,
-            n,
-            m,
-            keys_per_split,
-            scale * math.log2(math.e),
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            TILE_ROWS=tile_rows,
-            TILE_KEYS=tile_keys,
-            TILE_DIM=tile_dim,
-            WINDOWED=window is not None,
-            ON_DEVICE=isinstance(diagonal, Tensor),
-            num_warps=_NUM_WARPS,  # pyright: ignore[reportCallIssue]
-            num_stages=_NUM_STAGES,  # pyright: ignore[reportCallIssue]
-        )
-        if splits == 1:
-            return parts[0], lses[0]
-        out, lse = torch.empty_like(parts[0]), torch.empty_like(lses[0])
-        _merge_kernel[num_heads * n,](
-            parts,
-            lses,
-            out,
-            lse,
-            num_heads * n,
-            splits,
-            HEAD_DIM=head_dim,
-            TILE_SPLITS=power_of_two(splits),
-            TILE_DIM=tile_dim,
-            num_warps=_NUM_WARPS,  # pyright: ignore[reportCallIssue]
-        )
+    if isinstance(diagonal, int):
+        m = min(m, max(0, diagonal + n))
+    keys_per_split = KEYS_PER_SPLIT if split else max(1, m)
+    first, stop, launch = splits_to_launch(m, diagonal, window, keys_per_split, out.numel() + 2 * lse.numel())
+    if running is None and stop - first > launch:
+        running = q.new_zeros(num_heads, n, head_dim + 16, dtype=torch.float32)
+        running[..., head_dim] = _EMPTY.value
+    merges = split or running is not None
+    for begin in range(first, stop, launch):
+        splits = min(launch, stop - begin)
+        parts = out.new_empty(splits, num_heads, n, head_dim) if merges else out
+        peaks = lse.new_empty(splits, num_heads, n) if merges else lse
+        totals = torch.empty_like(peaks)
+        with torch.cuda.device_of(q):
+            _attend_kernel[ceil_div(n * group, tile_rows), num_kv_heads, splits](
+                q,
+                k,
+                v,
+                parts,
+                peaks,
+                totals,
+                diagonal,
+                window or 0,
+                n,
+                m,
+                begin,
+                keys_per_split,
+                scale * math.log2(math.e),
+                *q.stride()[:2],
+                *k.stride()[:2],
+                *v.stride()[:2],
+                GROUP=group,
+                HEAD_DIM=head_dim,
+                TILE_ROWS=tile_rows,
+                TILE_KEYS=tile_keys,
+                TILE_DIM=tile_dim,
+                WINDOWED=window is not None,
+                ON_DEVICE=isinstance(diagonal, Tensor),
+                WHOLE=not merges,
+                num_warps=_NUM_WARPS,  # pyright: ignore[reportCallIssue]
+                num_stages=_NUM_STAGES,  # pyright: ignore[reportCallIssue]
+            )
+            if merges:
+                _merge_kernel[num_heads * n,](
+                    parts,
+                    peaks,
+                    totals,
+                    out if running is None else running,
+                    out,
+                    lse,
+                    num_heads * n,
+                    splits,
+                    HEAD_DIM=head_dim,
+                    TILE_DIM=tile_dim,
+                    RUNNING=running is not None,
+                    num_warps=1,  # pyright: ignore[reportCallIssue]
+                )
     return out, lse
 
 
@@ -120,10 +146,14 @@ def power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-def split_sizes(m: int) -> tuple[int, int]:
-    """How many runs `m` keys are split into, and the keys of a run: whole tiles, but for the end of the last run."""
-    keys = max(_FEWEST_KEYS, ceil_div(m, _MOST_SPLITS * 128) * 128)
-    return max(1, ceil_div(m, keys)), keys
+def splits_to_launch(
+    m: int, diagonal: int | Tensor, window: int | None, keys_per_split: int, floats_per_split: int
+) -> tuple[int, int, int]:
+    """The first split that any row may see, the one behind the last (at least one), and how many to launch at once."""
+    lowest = diagonal - window + 1 if isinstance(diagonal, int) and window is not None else 0
+    stop = max(1, ceil_div(m, keys_per_split))
+    first = min(max(0, lowest) // keys_per_split, stop - 1)
+    return first, stop, max(1, _MOST_PARTS // (4 * floats_per_split))
 
 
 def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -138,17 +168,19 @@ def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int,
     return min(64, power_of_two(16 * group), 8192 // tile_dim), min(128, 8192 // tile_dim), tile_dim
 
 
-@triton.jit(do_not_specialize=["diagonal", "window", "n", "m", "keys_per_split"])
+@triton.jit(do_not_specialize=["diagonal", "window", "n", "m", "first_split", "keys_per_split"])
 def _attend_kernel(
     q,
     k,
     v,
-    parts,  # [splits, num_heads, n, head_dim]
-    lses,  # [splits, num_heads, n]
+    parts,  # [splits, num_heads, n, head_dim], not normalised; with WHOLE normalised
+    peaks,  # [splits, num_heads, n], in powers of two; with WHOLE the log-sum-exp
+    totals,  # [splits, num_heads, n]; not written with WHOLE
     diagonal,
     window,
     n,
     m,
+    first_split,
     keys_per_split,
     scale_log2,  # the attention scale over ln 2: exponentials are powers of two
     q_head_stride,
@@ -164,6 +196,7 @@ def _attend_kernel(
     TILE_DIM: tl.constexpr,
     WINDOWED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1) * GROUP
@@ -182,13 +215,13 @@ def _attend_kernel(
     v += kv_head.to(tl.int64) * v_head_stride
 
     # Tiles that no row of this program sees are skipped; their probabilities would be 0.
-    begin = split * keys_per_split
+    begin = (first_split + split) * keys_per_split
     end = tl.minimum(tl.minimum(begin + keys_per_split, m), first + (tile * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1)
     if WINDOWED:
         lowest = first + tile * TILE_ROWS // GROUP - window + 1
         begin += tl.maximum(lowest - begin, 0) // TILE_KEYS * TILE_KEYS
 
-    peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    peak = tl.full([TILE_ROWS], _EMPTY, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     out = tl.zeros([TILE_ROWS, TILE_DIM], tl.float32)
     for start in range(begin, end, TILE_KEYS):
@@ -204,49 +237,77 @@ def _attend_kernel(
             visible = visible & (keys[None, :] > last_seen[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no inf - inf while a row has seen no key
-        probabilities = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(peak - shift)
-        total = total * decay + tl.sum(probabilities, 1)
+        probabilities = tl.exp2(scores - higher[:, None])
+        decay = tl.exp2(peak - higher)
+        total = tl.fma(total, decay, tl.sum(probabilities, 1))
         v_tile = tl.load(
             v + rows_64[:, None] * v_row_stride + dims[None, :], mask=there[:, None] & in_head[None, :], other=0.0
         )
         out = tl.dot(probabilities.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
         peak = higher
 
-    seen = total > 0
-    out /= tl.where(seen, total, 1.0)[:, None]
-    lse = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
     index = (split * num_heads + head).to(tl.int64) * n + row
-    tl.store(lses + index, lse, mask=real)
+    if WHOLE:
+        seen = total > 0
+        total = tl.where(seen, total, 1.0)
+        out /= total[:, None]
+        peak = tl.where(seen, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    else:
+        whole = tl.ceil(peak)
+        decay = tl.exp2(peak - whole)
+        tl.store(totals + index, total * decay, mask=real)
+        out *= decay[:, None]
+        peak = whole
+    tl.store(peaks + index, peak, mask=real)
     tl.store(parts + index[:, None] * HEAD_DIM + dims[None, :], out, mask=real[:, None] & in_head[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(
     parts,  # [splits, rows, head_dim]
-    lses,  # [splits, rows]
+    peaks,  # [splits, rows]
+    totals,  # [splits, rows]
+    running,  # [rows, head_dim + 16], read and written if RUNNING
     out,  # [rows, head_dim]
     lse,  # [rows]
     rows,
     splits,
     HEAD_DIM: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
     TILE_DIM: tl.constexpr,
+    RUNNING: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    """Adds splits to a row's running result, one after another. All are related to the highest peak before they are
+    added; as peaks are whole this is exact, and the sums are as if each had been related to the highest so far."""
+    row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, TILE_DIM)
     in_head = dims < HEAD_DIM
-    part = tl.arange(0, TILE_SPLITS)
-    real = part < splits
-    index = part.to(tl.int64) * rows + row
-    part_lse = tl.load(lses + index, mask=real, other=float("-inf"))
-    peak = tl.max(part_lse, 0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp(part_lse - shift)
-    total = tl.sum(weights, 0)
+    running += row * (HEAD_DIM + 16)
+    highest = tl.full([64], _EMPTY, tl.float32)
+    for start in range(0, splits, 64):
+        some = start + tl.arange(0, 64)
+        highest = tl.maximum(highest, tl.load(peaks + some.to(tl.int64) * rows + row, mask=some < splits, other=_EMPTY))
+    peak = tl.max(highest, 0)
+    if RUNNING:
+        before = tl.load(running + HEAD_DIM)
+        peak = tl.maximum(peak, before)
+        weight = tl.exp2(before - peak)
+        total = tl.load(running + HEAD_DIM + 1) * weight
+        sums = tl.load(running + dims, mask=in_head, other=0.0) * weight
+    else:
+        total = 0.0
+        sums = tl.zeros([TILE_DIM], tl.float32)
+    index = row
+    for _ in tl.range(0, splits, loop_unroll_factor=8):  # loads of several at a time
+        weight = tl.exp2(tl.load(peaks + index) - peak)
+        total = tl.fma(tl.load(totals + index), weight, total)
+        part = tl.load(parts + index * HEAD_DIM + dims, mask=in_head, other=0.0)
+        sums = tl.fma(part, tl.broadcast_to(weight, [TILE_DIM]), sums)
+        index += rows
+    if RUNNING:
+        tl.store(running + dims, sums, mask=in_head)
+        tl.store(running + HEAD_DIM, peak)
+        tl.store(running + HEAD_DIM + 1, total)
     seen = total > 0
     total = tl.where(seen, total, 1.0)
-    tile = tl.load(parts + index[:, None] * HEAD_DIM + dims[None, :], mask=real[:, None] & in_head[None, :], other=0.0)
-    tl.store(out + row * HEAD_DIM + dims, tl.sum(tile * weights[:, None], 0) / total, mask=in_head)
-    tl.store(lse + row, tl.where(seen, shift + tl.log(total), float("-inf")))
+    tl.store(out + row * HEAD_DIM + dims, sums / total, mask=in_head)
+    tl.store(lse + row, tl.where(seen, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf")))

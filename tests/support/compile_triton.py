@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 SHARED_MEMORY = 99 * 1024
 """Bytes a program may take on sm_86 and sm_89, the least of the GPUs this is for."""
 
+FLOATS = ["parts", "peaks", "totals", "running", "out", "lse"]
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 
 
@@ -36,7 +37,7 @@ def main(capability):
     for dtype, group, head_dim in [(torch.bfloat16, 1, 64), (torch.bfloat16, 4, 256), (torch.float32, 8, 128)]:
         rows, keys, dims = triton_attention.tile_sizes(group, head_dim, dtype)
         windowed = on_device = head_dim == 64
-        types = dict.fromkeys("qkv", POINTERS[dtype]) | {"parts": "*fp32", "lses": "*fp32", "scale_log2": "fp32"}
+        types = dict.fromkeys("qkv", POINTERS[dtype]) | dict.fromkeys(FLOATS, "*fp32") | {"scale_log2": "fp32"}
         constants = {
             "GROUP": group,
             "HEAD_DIM": head_dim,
@@ -48,12 +49,13 @@ def main(capability):
         }
         if on_device:
             types["diagonal"] = "*i64"
-        compile_kernel(triton_attention._attend_kernel, capability, types, constants, 4)
+        for whole in (False, True):
+            compile_kernel(triton_attention._attend_kernel, capability, types, constants | {"WHOLE": whole}, 4)
         constants["CHUNK"] = 8
         compile_kernel(triton_chunks._mass_kernel, capability, types | {"lse": "*fp32", "mass": "*fp32"}, constants, 4)
-    pointers = dict.fromkeys(["parts", "lses", "out", "lse"], "*fp32")
-    constants = {"HEAD_DIM": 80, "TILE_SPLITS": 64, "TILE_DIM": 128}
-    compile_kernel(triton_attention._merge_kernel, capability, pointers, constants, 4)
+    for running in (False, True):
+        constants = {"HEAD_DIM": 80, "TILE_DIM": 128, "RUNNING": running}
+        compile_kernel(triton_attention._merge_kernel, capability, dict.fromkeys(FLOATS, "*fp32"), constants, 1)
     pointers = {"blocks": "*bf16", "indices": "*i64", "out": "*bf16"}
     constants = {"CHUNK": 12, "HEAD_DIM": 80, "TILE_CHUNK": 16, "TILE_DIM": 128}
     compile_kernel(triton_chunks._gather_kernel, capability, pointers, constants, 2)
