@@ -84,8 +84,9 @@ class Engine:
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
         self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
-        # In 32 bits another arithmetic decides one token in millions.
-        self._independent_rows = target.dtype.itemsize > 2 or (
+        # Whether tokens cannot depend on how many are verified together. In 32 bits the last bits that do decide one
+        # token in millions.
+        self._exact = target.dtype.itemsize > 2 or (
             self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
         )
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
@@ -240,6 +241,22 @@ class Engine:
         self._kept.context = tokens
         return rows
 
+    def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
+        """What decoding token by token, with the full cache, draws at each position of an answer: one token at a time
+        in a pass of its own, after the prompt and the answer so far. Of an exact engine's greedy or seeded answer, the
+        answer itself. On several ranks each must call it, with the same tokens.
+
+        Raises:
+            UsageError, CapacityError: see `stream`.
+        """
+        run = self.stream(prompt_ids, sampling, len(answer_ids) + 1, ignore_eos=True, tiers=1, reuse=0)
+        drawn: list[int] = []
+        for token in answer_ids:
+            drawn += next(run).tokens
+            run.replace_last(token)
+        run.close()
+        return drawn
+
     def _end_run(self, prompt_length: int) -> None:
         """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
@@ -261,7 +278,7 @@ class Engine:
         full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        adapts = sampling.seed is None or self._independent_rows
+        adapts = sampling.seed is None or self._exact
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         costs = PassTimes(plan if adapts else make_plan(request), self._hardware).costs()
 
@@ -343,7 +360,7 @@ class Engine:
                 "budget": budget,
                 "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
-                "exact": self._padded,
+                "exact": self._exact,
                 "resident_bytes": full.blocks.resident_bytes,
             },
         }

@@ -102,6 +102,10 @@ class Generation(Iterator[Round]):
         """Ends the run where it is; iteration stops, statistics stay."""
         self._rounds.close()
 
+    def replace_last(self, token: int) -> None:
+        """Goes on as if the newest token were another one."""
+        self._context[-1] = token
+
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""

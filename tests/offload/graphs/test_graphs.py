@@ -6,6 +6,7 @@ repeated too, and shows.
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
-LENGTHS = {"draft_length": 3, "block_length": 7}
+LENGTHS: dict[str, Any] = {"draft_length": 3, "block_length": 7}
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
