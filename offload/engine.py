@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import instructions
 from ..kernels.layers import rows_are_independent
+from ..kernels.packages import usable_packages
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -37,7 +39,8 @@ from .planning.run_plan import RunPlan, make_plan
 from .settings import Settings
 from .speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampler, Sampling
+from .speculation.sampler import Sampler
+from .speculation.sampling import Sampling
 from .speculation.tiers import Tier
 from .speculation.vocabulary import check_draft
 
@@ -84,8 +87,9 @@ class Engine:
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
         self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
-        # In 32 bits another arithmetic decides one token in millions.
-        self._independent_rows = target.dtype.itemsize > 2 or (
+        # Whether tokens cannot depend on how many are verified together. In 32 bits the last bits that do decide one
+        # token in millions.
+        self._exact = target.dtype.itemsize > 2 or (
             self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
         )
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
@@ -240,6 +244,22 @@ class Engine:
         self._kept.context = tokens
         return rows
 
+    def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
+        """What decoding token by token, with the full cache, draws at each position of an answer: one token at a time
+        in a pass of its own, after the prompt and the answer so far. Of an exact engine's greedy or seeded answer, the
+        answer itself. On several ranks each must call it, with the same tokens.
+
+        Raises:
+            UsageError, CapacityError: see `stream`.
+        """
+        run = self.stream(prompt_ids, sampling, len(answer_ids) + 1, ignore_eos=True, tiers=1, reuse=0)
+        drawn: list[int] = []
+        for token in answer_ids:
+            drawn += next(run).tokens
+            run.replace_last(token)
+        run.close()
+        return drawn
+
     def _end_run(self, prompt_length: int) -> None:
         """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
@@ -261,7 +281,7 @@ class Engine:
         full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        adapts = sampling.seed is None or self._independent_rows
+        adapts = sampling.seed is None or self._exact
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         costs = PassTimes(plan if adapts else make_plan(request), self._hardware).costs()
 
@@ -335,6 +355,7 @@ class Engine:
             "device": device.type,
             "device_name": device_name(device),
             "world_size": self.target.ranks.size,
+            "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "seed": fresh_seed if sampling.seed is None else sampling.seed,
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
@@ -343,7 +364,7 @@ class Engine:
                 "budget": budget,
                 "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
-                "exact": self._padded,
+                "exact": self._exact,
                 "resident_bytes": full.blocks.resident_bytes,
             },
         }

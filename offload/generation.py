@@ -18,7 +18,8 @@ from .planning.memory import device_peak_bytes, host_peak_bytes, shortage_explai
 from .rank_agreement import RankAgreement
 from .run_document import run_document
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampler, read
+from .speculation.sampler import Sampler
+from .speculation.sampling import read
 from .speculation.tiers import Counts, Tier
 from .statistics import Statistics
 
@@ -101,6 +102,10 @@ class Generation(Iterator[Round]):
     def close(self) -> None:
         """Ends the run where it is; iteration stops, statistics stay."""
         self._rounds.close()
+
+    def replace_last(self, token: int) -> None:
+        """Goes on as if the newest token were another one."""
+        self._context[-1] = token
 
     @property
     def lengths(self) -> dict[str, int]:

@@ -13,9 +13,9 @@ import torch
 from ...tp.model.config import ModelConfig
 
 SPLITS = (256, 512)
-"""A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256 keys
-together, those for GPUs 512, so that blocks that lie apart give the same bits as all keys in one place. Not where the
-chunk size does not divide them."""
+"""A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256
+keys together, those for GPUs 512, so that blocks that lie apart give the same bits as all keys in one place. Not where
+the chunk size does not divide them."""
 
 LONG = 16384
 

@@ -6,6 +6,7 @@ padded.
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def texts(checkpoints, family: str, dtype: str, exact: str | None, seed: int) ->
     rng = random.Random(f"{family} {dtype} {seed}")
     sampling, settings, tiers = random_sampling(rng), random_settings(rng), rng.choice([2, 3, 3])
     pair = checkpoints / family, checkpoints / "draft"
-    given = {"device": "cpu", "dtype": dtype, "exact": exact or "auto"}
+    given: dict[str, Any] = {"device": "cpu", "dtype": dtype, "exact": exact or "auto"}
     alone = Engine.load(*pair, **given, tiers=1)
     want = alone.generate(PROMPT, sampling, NEW_TOKENS, ignore_eos=True).token_ids
     threads = torch.get_num_threads()

@@ -141,7 +141,7 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
     monkeypatch.setattr(kept_cache, "make_blocks", noted)
     gc.disable()
     try:
-        engine.generate(random_tokens(1400, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)
+        engine.generate(random_tokens(2400, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)
         assert found == [[None] * len(dropped)]
     finally:
         gc.enable()

@@ -6,6 +6,7 @@ repeated too, and shows.
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.lengths import PassCost
-from triforce.offload.speculation.sampling import Sampler
+from triforce.offload.speculation.sampler import Sampler
 from triforce.offload.transfer.bandwidth import REPEATS
 from triforce.tp.errors import ModelError
 from triforce.tp.model.decoder import Decoder
@@ -35,7 +36,7 @@ from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
-LENGTHS = {"draft_length": 3, "block_length": 7}
+LENGTHS: dict[str, Any] = {"draft_length": 3, "block_length": 7}
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
