@@ -143,23 +143,20 @@ def chunk_variants(dtype: torch.dtype, head_dim: int, chunk: int) -> list[Varian
 
 
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
-    """All that runs of usual models use, each with its name: attention of steps (the full cache's, and those of
-    captured passes), of a prefill with a window, and the rest."""
+    """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
+    captured, without a window and with one, and a prefill with a window."""
     for dtype, head_dim in itertools.product(dtypes, head_dims):
         for group in groups:
             yield "attention", attention_variant(dtype, group, head_dim)
-            yield "attention, captured", attention_variant(dtype, group, head_dim, on_device=True)
-            yield (
-                "attention, captured, window",
-                attention_variant(dtype, group, head_dim, on_device=True, windowed=True),
-            )
-            yield "attention, window, not split", attention_variant(dtype, group, head_dim, windowed=True, whole=True)
+            yield "attention", attention_variant(dtype, group, head_dim, on_device=True)
+            yield "attention", attention_variant(dtype, group, head_dim, on_device=True, windowed=True)
+            yield "attention", attention_variant(dtype, group, head_dim, windowed=True, whole=True)
             yield "mass of chunks", mass_variant(dtype, group, head_dim)
         for variant in chunk_variants(dtype, head_dim, 8):
             yield "copies of chunks", variant
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
-        yield "merge, running", merge_variant(head_dim, running=True)
+        yield "merge", merge_variant(head_dim, running=True)
 
 
 def unusual_variants() -> Iterator[tuple[str, Variant]]:
@@ -183,22 +180,23 @@ def checked(name: str, variant: Variant, capability: int) -> Usage:
 
 
 def tabulate(capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> None:
-    """Prints a row for each kernel and tile on each architecture, the most of all variants that share them."""
-    rows: dict[tuple[str, str, int], list[tuple[Usage, float]]] = {}
+    """Prints a row for each kernel and tile: the most that any variant takes, and the least occupancy."""
+    rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for name, variant in usual_variants(dtypes, head_dims, groups):
         tile = " x ".join(str(size) for key, size in variant.constants.items() if key.startswith("TILE_"))
-        for capability in capabilities:
+        row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
+        for capability, found in row.items():
             usage = checked(name, variant, capability)
-            occupancy = usage.occupancy(capability, variant.num_warps)
-            rows.setdefault((name, tile, capability), []).append((usage, occupancy))
-    print("| kernel | tile | architecture | registers | shared memory | occupancy |\n|---|---|---|---|---|---|")
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for (name, tile, capability), found in rows.items():
-        registers, shared = max(usage.registers for usage, _ in found), max(usage.shared for usage, _ in found)
-        row = (name, tile, str(registers), f"{shared / 1024:.0f} KiB", f"{min(of for _, of in found):.0%}")
-        alike.setdefault(row, []).append(f"sm_{capability}")
-    for (name, tile, *figures), architectures in alike.items():
-        print("|", " | ".join((name, tile, ", ".join(architectures), *figures)), "|")
+            found.append((usage, usage.occupancy(capability, variant.num_warps)))
+    print("| kernel | tile |", " | ".join(f"sm_{capability}" for capability in capabilities), "|")
+    print("|---" * (2 + len(capabilities)) + "|")
+    for (name, tile), row in sorted(rows.items()):
+        print("|", " | ".join((name, tile, *map(_cell, row.values()))), "|")
+
+
+def _cell(found: list[tuple[Usage, float]]) -> str:
+    registers, shared = max(usage.registers for usage, _ in found), max(usage.shared for usage, _ in found)
+    return f"{registers}, {shared / 1024:.0f} KiB, {min(of for _, of in found):.0%}"
 
 
 def main() -> None:
