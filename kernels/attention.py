@@ -1,9 +1,10 @@
 """Attention of query rows to keys, and the choice of its implementation: `attend`, and `attend_blocks` for blocks.
 
 Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place; each
-part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Scores and sums are
-float32 (float64 for float64 inputs), and parts are merged in that; only flash kernels, for more than `FEW_ROWS` rows,
-round their output to the inputs' dtype first.
+part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Or places come in
+the order of their positions and each call goes on from the one before (`running`). Scores and sums are float32 (float64
+for float64 inputs), and parts are merged in that; only flash kernels, for more than `FEW_ROWS` rows, round their output
+to the inputs' dtype first.
 
 `choose_backend` says which implementation computes a call; `plain_attention` is the one that all others are tested
 against.
@@ -21,16 +22,20 @@ from .cpu.attention import TILE, attend_compiled, compiled_attention, has_plain_
 from .cpu.library import Level, cpu_level
 from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
-from .partials import merge_partials
+from .partials import add_partial, merge_partials, new_running
 from .plain_attention import Scratch, attend_plain
-from .selection import Backend, selected
+from .selection import FEW_ROWS, TILE_ROWS, Backend, selected
 
-__all__ = ["FEW_ROWS", "Scratch", "attend", "attend_blocks", "choose_backend", "merge_partials", "takes_blocks"]
-
-FEW_ROWS = 32
-"""Up to this many rows a pass is a decoding step: on a CPU two batched products take no longer than PyTorch's flash
-kernel, nor the products of `layers` longer than general ones. A verification has no more unless `--block-length` asks
-for it, so that its rows are computed with the arithmetic of a step."""
+__all__ = [
+    "FEW_ROWS",
+    "Scratch",
+    "attend",
+    "attend_blocks",
+    "choose_backend",
+    "merge_partials",
+    "new_running",
+    "takes_blocks",
+]
 
 _SEGMENT = 16384
 """Keys of a blocked cache that are copied together for a flash kernel, which bounds the copy."""
@@ -48,6 +53,7 @@ def attend(
     window: int | None = None,
     scratch: Scratch | None = None,
     mass: Tensor | None = None,
+    running: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends `n` query rows to `m` keys.
 
@@ -63,6 +69,8 @@ def attend(
         scratch: buffers to reuse between calls.
         mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows
             gives to each chunk of `chunk_size` keys (see `chunk_mass`).
+        running: of `new_running` or of calls for the keys before these, brought up to date: results are then over all
+            keys so far, and so are the shares of `mass`.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, the natural log of the summed exponentials of
@@ -83,18 +91,32 @@ def attend(
     if backend == "compiled":
         fused_mass = mass if mass is not None and sums_mass(mass, m) else None
         known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # a CPU's tensor can be read at once
-        out, lse = attend_compiled(q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass)
+        out, lse = attend_compiled(
+            q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass, running=running
+        )
     elif backend == "triton":
         from .triton.attention import attend_triton  # not imported where it is not used
 
-        out, lse = attend_triton(q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS)
+        out, lse = attend_triton(
+            q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS, running=running
+        )
     elif backend != "plain" and not isinstance(diagonal, Tensor):
         out, lse = attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
+        if running is not None:
+            out, lse = add_partial(running, out, lse)
     else:
         fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-        out, lse = attend_plain(grouped, k, v, scale, diagonal, window, scratch or Scratch(), fused_mass)
-        out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+        tile = TILE_ROWS if n <= FEW_ROWS else None
+        out, here = attend_plain(
+            grouped, k, v, scale, diagonal, window, scratch or Scratch(), fused_mass, tile, selected().padded
+        )
+        out, lse = out.reshape(num_heads, n, head_dim), here.reshape(num_heads, n)
+        if running is not None:
+            here = lse
+            out, lse = add_partial(running, out, here)
+            if fused_mass is not None:
+                fused_mass.mul_(torch.where(here == float("-inf"), 0.0, (here - lse).exp()).unsqueeze(-1))
     if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first

@@ -2,22 +2,24 @@
 
 Each is PyTorch operations or, for the at most `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
 (`cpu/source/layers.c`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
-row's result is the same, bit by bit, however many rows come with it.
+row's result is the same, bit by bit, however many rows come with it; PyTorch's products choose another arithmetic for
+another number of rows, unless rows are padded (`selection.padded_rows`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import FEW_ROWS
+from .cpu.attention import compiled_attention
 from .cpu.library import Level, cpu_level, loaded
-from .selection import selected
+from .selection import FEW_ROWS, TILE_ROWS, selected
 
 
 def linear(
@@ -36,7 +38,9 @@ def linear(
     """
     kernels = _kernels_for(x, weight, bias, norm)
     if kernels is None:
-        return F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight, bias)
+        return _by_tiles(
+            lambda rows: F.linear(rows if norm is None else F.rms_norm(rows, norm.shape, norm, eps), weight, bias), x
+        )
     outputs, inputs = weight.shape
     out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
     return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, out, (inputs, outputs))
@@ -56,11 +60,31 @@ def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor
     """
     kernels = _kernels_for(x, gate_up, norm) if down.is_contiguous() and down.dtype == x.dtype else None
     if kernels is None:
-        gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down)
+
+        def plain(rows: Tensor) -> Tensor:
+            gate, up = F.linear(F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
+            return F.linear(F.silu(gate) * up, down)
+
+        return _by_tiles(plain, x)
     hidden, width = down.shape
     out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
     return _normed(kernels.triforce_gated_mlp, x, norm, eps, gate_up, down, out, (hidden, width))
+
+
+def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`compute(x)`, row by row; where rows are padded, for `TILE_ROWS` rows at a time, always so many."""
+    n = x.shape[0]
+    if not selected().padded or n > FEW_ROWS:
+        return compute(x)
+    outs = [compute(F.pad(tile, (0, 0, 0, TILE_ROWS - tile.shape[0]))) for tile in x.split(TILE_ROWS)]
+    return (outs[0] if len(outs) == 1 else torch.cat(outs))[:n]
+
+
+def rows_are_independent(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether a row of a step (at most `FEW_ROWS` rows) has the same result, bit by bit, whatever rows come with it:
+    where the compiled kernels compute products and attention, or where rows are padded."""
+    compiled = _kernels(device, dtype, selected().layers) is not None and compiled_attention(dtype, head_dim)
+    return compiled or selected().padded
 
 
 def _normed(

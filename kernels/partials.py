@@ -36,3 +36,38 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
         out.addcmul_(part.to(out.dtype), weight.unsqueeze(-1))
     out /= total.clamp_min(torch.finfo(total.dtype).tiny).unsqueeze(-1)
     return out, peak.add_(total.log_())
+
+
+_EMPTY = -1e30
+"""The peak of no scores: finite, so that differences from it are."""
+
+
+def new_running(q: Tensor) -> Tensor:
+    """What `attend` adds keys to that come in several calls, in the order of their positions: no keys yet.
+
+    Args: `q`: `[num_heads, n, head_dim]`, the rows.
+
+    Returns:
+        `[num_heads, n, head_dim + 16]`: for each row the sum of values weighted by exponentials of scores, then the
+        peak that these are relative to, then the sum of the exponentials, and 14 without a meaning. The unit of scores
+        is the implementation's own: all calls must use the same one.
+    """
+    num_heads, n, head_dim = q.shape
+    running = q.new_zeros(num_heads, n, head_dim + 16, dtype=accumulation_dtype(q.dtype))
+    running[..., head_dim] = _EMPTY
+    return running
+
+
+def add_partial(running: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds attention over further keys, `out` `[num_heads, n, head_dim]` and its log-sum-exp `[num_heads, n]`, to
+    `running`; returns both over all keys so far."""
+    head_dim = out.shape[2]
+    sums, peak, total = running[..., :head_dim], running[..., head_dim], running[..., head_dim + 1]
+    here = lse.clamp_min(_EMPTY)
+    higher = torch.maximum(peak, here)
+    old, new = torch.exp(peak - higher), torch.exp(here - higher).masked_fill_(lse == float("-inf"), 0.0)
+    sums.mul_(old.unsqueeze(-1)).addcmul_(out.to(sums.dtype), new.unsqueeze(-1))
+    total.mul_(old).add_(new)
+    peak.copy_(higher)
+    seen = total.clamp_min(torch.finfo(total.dtype).tiny)
+    return sums / seen.unsqueeze(-1), torch.where(total > 0, peak + seen.log(), float("-inf"))

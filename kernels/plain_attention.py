@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .partials import accumulation_dtype
@@ -42,16 +43,38 @@ def attend_plain(
     window: int | None,
     scratch: Scratch,
     mass: Tensor | None = None,
+    tile_rows: int | None = None,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` for `q` `[num_kv_heads, group, n, head_dim]`, `_TILE_ROWS` rows at a time. `mass` is that of all
-    rows, and is written only if these are at most `_TILE_ROWS`."""
-    if q.shape[2] <= _TILE_ROWS:
+    """`attend` for `q` `[num_kv_heads, group, n, head_dim]`, some rows at a time.
+
+    Args:
+        mass: that of all rows; not for many rows.
+        tile_rows: rows that are processed together, for few rows; `None` for many.
+        padded: whether fewer rows than a tile are filled up to one.
+    """
+    n = q.shape[2]
+    padded = padded and tile_rows is not None
+    size = tile_rows or _TILE_ROWS
+    if n <= size and not padded:
         return _attend_few_rows(q, k, v, scale, diagonal, window, scratch, mass)
-    tiles = [
-        _attend_few_rows(tile, k, v, scale, None if diagonal is None else diagonal + i * _TILE_ROWS, window, scratch)
-        for i, tile in enumerate(q.split(_TILE_ROWS, dim=2))
-    ]
-    return torch.cat([out for out, _ in tiles], dim=2), torch.cat([lse for _, lse in tiles], dim=2)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for first in range(0, n, size):
+        tile = q[:, :, first : first + size]
+        rows = tile.shape[2]
+        if padded:
+            tile = F.pad(tile, (0, 0, 0, size - rows))
+        seen = None if diagonal is None else diagonal + first
+        shares = None
+        if mass is not None:
+            shares = scratch.get("tile mass", (mass.shape[0], tile.shape[2], mass.shape[2]), mass.dtype, mass.device)
+        out, lse = _attend_few_rows(tile, k, v, scale, seen, window, scratch, shares)
+        if mass is not None and shares is not None:
+            mass[:, first : first + rows] = shares[:, :rows]
+        outs.append(out[:, :, :rows])
+        lses.append(lse[:, :, :rows])
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def _attend_few_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Backend = Literal["plain", "compiled", "flash_cpu", "flash_cuda", "flash_package", "triton"]
@@ -27,11 +27,22 @@ class Selection:
     """For passes of more rows."""
     layers: Literal["plain"] | None = None
     """For projections, MLP and rotation: `plain` does without the compiled kernels."""
+    padded: bool = False
+    """Whether passes of at most `FEW_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
+    with rows that nobody reads: general products choose another arithmetic for another number of rows."""
 
-    def backend(self, few_rows: bool) -> Backend | None:
+    def backend(self, step: bool) -> Backend | None:
         """The chosen implementation of attention."""
-        return self.attention if few_rows else self.prefill or self.attention
+        return self.attention if step else self.prefill or self.attention
 
+
+FEW_ROWS = 288
+"""Up to this many rows a pass is a step of decoding, a longest verification included. A row of a step is computed with
+the same arithmetic however many rows come with it (on general products only where they are padded)."""
+
+TILE_ROWS = 32
+"""Rows of a step that general products compute together: on a GPU they take hardly longer than one, as reading weights,
+keys and values is what takes time."""
 
 _BY_DEVICE = Selection()
 
@@ -52,7 +63,17 @@ def use_kernels(
         with use_kernels(attention="plain", layers="plain"):  # PyTorch alone
             engine.generate(...)
     """
-    token = _selection.set(Selection(attention, prefill, layers))
+    token = _selection.set(Selection(attention, prefill, layers, _selection.get().padded))
+    try:
+        yield
+    finally:
+        _selection.reset(token)
+
+
+@contextmanager
+def padded_rows(padded: bool = True) -> Iterator[None]:
+    """Within, in this thread, rows of steps are padded or not; see `Selection.padded`."""
+    token = _selection.set(replace(_selection.get(), padded=padded))
     try:
         yield
     finally:

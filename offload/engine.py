@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.layers import rows_are_independent
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -33,6 +35,7 @@ from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan, make_plan
 from .settings import Settings
+from .speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from .speculation.refresh import RefreshPolicy
 from .speculation.sampling import Sampler, Sampling
 from .speculation.tiers import Tier
@@ -45,8 +48,8 @@ class _RunOrder:
 
     prompt: list[int]
     sampling: Sampling
-    seeded: bool
-    """Whether the seed was given: the lengths then never depend on the clock."""
+    fresh_seed: int
+    """Starts the generator of a run without a seed."""
     max_new_tokens: int
     ignore_eos: bool
     tiers: int
@@ -80,6 +83,12 @@ class Engine:
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
+        self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
+        # Whether tokens cannot depend on how many are verified together. In 32 bits the last bits that do decide one
+        # token in millions.
+        self._exact = target.dtype.itemsize > 2 or (
+            self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
+        )
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
         self._graphs = Graphs()  # of the last run
@@ -103,6 +112,7 @@ class Engine:
         draft_length: int | None = None,
         block_length: int | None = None,
         refresh: str | int = "auto",
+        exact: str = "auto",
     ) -> Engine:
         """Loads a pair.
 
@@ -116,14 +126,14 @@ class Engine:
                 much as fits, on a CPU all.
             link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
             context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
-            tiers, budget, chunk_size, draft_length, block_length, refresh: see `Settings`; what is left open is as
-                published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact: see `Settings`; what is left open is
+                as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
-        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, link_gbps)
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, link_gbps)
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
@@ -189,9 +199,8 @@ class Engine:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        order = _RunOrder(
-            prompt, sampling.with_seed(), sampling.seed is not None, max_new_tokens, ignore_eos, tiers or most, reuse
-        )
+        fresh_seed = secrets.randbelow(2**31)
+        order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse)
         return self._start(self.target.ranks.share(order), on_prefill)
 
     def follow(self) -> Generation | None:
@@ -232,6 +241,22 @@ class Engine:
         self._kept.context = tokens
         return rows
 
+    def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
+        """What decoding token by token, with the full cache, draws at each position of an answer: one token at a time
+        in a pass of its own, after the prompt and the answer so far. Of an exact engine's greedy or seeded answer, the
+        answer itself. On several ranks each must call it, with the same tokens.
+
+        Raises:
+            UsageError, CapacityError: see `stream`.
+        """
+        run = self.stream(prompt_ids, sampling, len(answer_ids) + 1, ignore_eos=True, tiers=1, reuse=0)
+        drawn: list[int] = []
+        for token in answer_ids:
+            drawn += next(run).tokens
+            run.replace_last(token)
+        run.close()
+        return drawn
+
     def _end_run(self, prompt_length: int) -> None:
         """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
@@ -253,12 +278,13 @@ class Engine:
         full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        # With a seed, lengths follow from these costs for good, so they must not depend on what memory is free.
-        costs = PassTimes(make_plan(request) if order.seeded else plan, self._hardware).costs()
+        adapts = sampling.seed is None or self._exact
+        # Where lengths follow from these costs for good, they must not depend on what memory is free.
+        costs = PassTimes(plan if adapts else make_plan(request), self._hardware).costs()
 
         def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
-            passes = Passes(decoder, cache, graphs)
-            return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size)
+            passes = Passes(decoder, cache, graphs, padded=self._padded and name == "verify")
+            return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size, adapts_to_time=adapts)
 
         if not speculates:
             tiers = [tier("verify", self.target, full)]
@@ -280,12 +306,7 @@ class Engine:
             upper.fixed = tokens.fixed is not None
             upper.draft_tokens = tokens.fixed or upper.draft_tokens
         eos = () if order.ignore_eos else self.target.config.eos_token_ids
-        sampler = Sampler(
-            sampling,
-            torch.Generator(self.target.device).manual_seed(sampling.seed or 0),
-            frozenset(eos),
-            adapts_to_time=not order.seeded,
-        )
+        sampler = Sampler(sampling, self._noise(sampling, order.fresh_seed), frozenset(eos))
         self._kept.context = prompt
         self._running = Generation(
             context=prompt,
@@ -297,10 +318,18 @@ class Engine:
             graphs=graphs,
             sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, len(tiers), plan.budget if speculates else 0, full),
+            identity=self._identity(sampling, order.fresh_seed, len(tiers), plan.budget if speculates else 0, full),
             on_prefill=on_prefill,
         )
         return self._running
+
+    def _noise(self, sampling: Sampling, fresh_seed: int) -> Noise:
+        """What a run draws with."""
+        if sampling.greedy:
+            return CommonNoise(None)
+        if sampling.seed is not None:
+            return CommonNoise(key_of(sampling.seed))
+        return FreshNoise(torch.Generator(self.target.device).manual_seed(fresh_seed))
 
     def _request(self, settings: Settings, context: int) -> RunRequest:
         """A run over `context` tokens on this engine's models, without the memory it may take."""
@@ -312,7 +341,9 @@ class Engine:
         now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
         return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
 
-    def _identity(self, sampling: Sampling, tiers: int, budget: int, full: FullCache) -> dict[str, Any]:
+    def _identity(
+        self, sampling: Sampling, fresh_seed: int, tiers: int, budget: int, full: FullCache
+    ) -> dict[str, Any]:
         device = self.target.device
         return {
             "version": version("triforce-cli"),
@@ -322,13 +353,14 @@ class Engine:
             "device_name": device_name(device),
             "world_size": self.target.ranks.size,
             "dtype": str(self.target.dtype).removeprefix("torch."),
-            "seed": sampling.seed,
+            "seed": fresh_seed if sampling.seed is None else sampling.seed,
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
             "settings": {
                 "tiers": tiers,
                 "budget": budget,
                 "chunk_size": self.settings.planned_chunk_size,
                 "refresh": self.settings.refresh,
+                "exact": self._exact,
                 "resident_bytes": full.blocks.resident_bytes,
             },
         }

@@ -102,6 +102,10 @@ class Generation(Iterator[Round]):
         """Ends the run where it is; iteration stops, statistics stay."""
         self._rounds.close()
 
+    def replace_last(self, token: int) -> None:
+        """Goes on as if the newest token were another one."""
+        self._context[-1] = token
+
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
@@ -137,7 +141,7 @@ class Generation(Iterator[Round]):
         decoder, sampler = self._top.decoder, self._sampler
         pending = to_device(self._context[self._full.length :], decoder.device)
         logits = decoder.forward(pending, self._full, on_progress=self._on_prefill)
-        token = read(sampler.draw(sampler.distribution(logits)))[0]
+        token = read(sampler.draw(sampler.distribution(logits), len(self._context)))[0]
         if self._retrieval:
             self._retrieval.refresh()
         if self._streaming:
@@ -175,11 +179,11 @@ class Generation(Iterator[Round]):
             self._retrieval.refresh()
         else:
             self._retrieval.update_tail()
-        if refreshed and self._sampler.adapts_to_time and self._refresh.mode == "auto":
+        if refreshed and self._top.adapts_to_time and self._refresh.mode == "auto":
             synchronize(self._top.decoder.device)  # its cost decides when the next one comes
         seconds = time.perf_counter() - began
         if refreshed:
-            self._refresh.done(seconds if self._sampler.adapts_to_time else 0.0, round_seconds)
+            self._refresh.done(seconds if self._top.adapts_to_time else 0.0, round_seconds)
         return seconds
 
     def _agree(self, tokens: list[int], refresh: bool) -> bool:

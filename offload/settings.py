@@ -28,6 +28,9 @@ class Settings:
     refresh: str | int = "auto"
     resident: float | None = None
     """GiB of the KV cache kept on each device."""
+    exact: str = "auto"
+    """Whether passes that decide about the text are padded (`kernels.selection.padded_rows`), so that in 16 bits too
+    the tokens do not depend on lengths and tiers: `on`, `off`, or `auto`, which is on on GPUs."""
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
 
@@ -52,6 +55,8 @@ class Settings:
         for name, value in (("resident", self.resident), ("link-gbps", self.link_gbps)):
             if value is not None and not 0 <= value < float("inf"):
                 raise UsageError(f"{name} is {value}; it must be 0 or more")
+        if self.exact not in ("auto", "on", "off"):
+            raise UsageError(f"exact is {self.exact!r}; it is auto, on or off")
         RefreshPolicy(self.refresh)
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import ast
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from command import undocumented
+from command import Fork, triforce, undocumented
 from triforce.cli.doctor import examine
 from triforce.cli.models import describe
 from triforce.tp.weights.registry import EMBEDDED, PRESETS
@@ -94,14 +97,70 @@ def test_every_block_says_what_it_is():
         assert block.language in ("bash", "python", "text"), f"{block}: is it something to run?"
 
 
+CLIENT = """\
+#!{python} -SE
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({server!r})
+socket.send_fds(server, ["\\0".join([os.getcwd(), *sys.argv[1:]]).encode()], [0, 1, 2])
+sys.exit(int(server.recv(16)))
+"""
+"""`triforce` for blocks: asks the process that runs the tests for a fork of itself, which has PyTorch already."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    folder: Path
+    """Has `triforce` and `python` as they are in this environment."""
+    asked: socket.socket
+    """Where `triforce` asks for a process."""
+
+    def run(self, program: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+        """The exit code of a program that may use them, and what it prints."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = subprocess.Popen(
+                program, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+            try:
+                while process.poll() is None:
+                    with suppress(TimeoutError):
+                        self._serve(self.asked.accept()[0], environment)
+            finally:
+                process.kill()
+                process.wait()
+            for file in (out, err):
+                file.seek(0)
+            return process.returncode, out.read(), err.read()
+
+    @staticmethod
+    def _serve(client: socket.socket, environment: dict[str, str]) -> None:
+        """Runs one command to its end: blocks run one after the other, and pipes hold what they print."""
+        with client:
+            request, streams, _, _ = socket.recv_fds(client, 2**16, 3)
+            folder, *arguments = request.decode().split("\0")
+            fork = Fork(triforce(*arguments), (streams[0], streams[1], streams[2]), environment, folder=folder)
+            for stream in streams:
+                os.close(stream)
+            try:
+                code = fork.wait(900)  # of a machine with much else to do
+            finally:
+                fork.kill()
+            client.send(str(code).encode())
+
+
 @pytest.fixture(scope="session")
 def commands(tmp_path_factory):
-    """A folder with `triforce` and `python` as they are in this environment."""
     folder = tmp_path_factory.mktemp("commands")
-    for name, arguments in {"python": "", "triforce": "-P -m triforce.cli"}.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
+    with tempfile.TemporaryDirectory(prefix="triforce-") as short, socket.socket(socket.AF_UNIX) as asked:
+        server = f"{short}/asked"  # the system takes no path of a socket above 107 bytes
+        asked.bind(server)
+        asked.listen()
+        asked.settimeout(0.05)
+        (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (folder / "triforce").write_text(CLIENT.format(python=sys.executable, server=server))
+        for name in ("python", "triforce"):
+            (folder / name).chmod(0o755)
+        yield Commands(folder, asked)
 
 
 @pytest.mark.slow
@@ -109,21 +168,13 @@ def commands(tmp_path_factory):
 def test_a_block_runs_as_it_stands(block, commands, tmp_path):
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
     program = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-P", "-c"]
-    done = subprocess.run(
-        [*program, block.text],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,  # of a machine with much else to do
-    )
-    assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    environment = {"PATH": f"{commands.folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code, out, err = commands.run([*program, block.text], tmp_path, {**os.environ, **environment})
+    assert code == 0, f"{block}\n{block.text}\n{out[-2000:]}\n{err[-2000:]}"
+    printed = {" ".join(line.split()) for line in out.splitlines()}
     for line in (block.printed or "").splitlines():
-        assert line == "…" or " ".join(line.split()) in printed, f"{block} does not print {line!r} but\n{done.stdout}"
+        assert line == "…" or " ".join(line.split()) in printed, f"{block} does not print {line!r} but\n{out}"
 
 
 def test_the_readme_is_short_and_opens_with_what_it_is_and_where_it_ran():

@@ -210,8 +210,8 @@ class Request(ModelRequest):
         option(
             SAMPLING,
             whole(0, "S"),
-            "Random seed. The same seed gives the same text again: speculation lengths then adapt to counts, never to "
-            "measured times. Default: drawn at random and reported.",
+            "Random seed. A seed is a text: the same tokens whatever drafts them. Default: drawn at random; a little "
+            "more of the draft is accepted then, and the text cannot be had again.",
         ),
     ] = None
     refresh: Annotated[
@@ -224,10 +224,20 @@ class Request(ModelRequest):
         ),
     ] = "auto"
 
+    exact: Annotated[
+        str,
+        option(
+            SPECULATION,
+            choice("auto", "on", "off"),
+            "Pad passes that decide about the text to a fixed number of rows, so that tokens do not depend on lengths "
+            "and tiers in 16 bits either; auto does so on GPUs, where it should cost next to nothing.",
+        ),
+    ] = "auto"
+
     @property
     def settings(self) -> dict[str, Any]:
         """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
-        return self.lengths | {"refresh": self.refresh, "resident": self.resident}
+        return self.lengths | {"refresh": self.refresh, "resident": self.resident, "exact": self.exact}
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Attention by the compiled CPU kernels (`source/attention.c`), which `attend` and `attend_blocks` call.
 
-A row's result is the same, bit by bit, however many rows come with it and however many threads there are.
+A row's result is the same, bit by bit, however many rows come with it, however many threads there are, and whether its
+keys lie in one place or come in blocks of whole splits (256 keys, `SPLIT` of attention.h).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def attend_compiled(
     diagonal: int | None = None,
     window: int | None = None,
     mass: Tensor | None = None,
+    running: Tensor | None = None,
     m: int | None = None,
     level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -80,6 +82,8 @@ def attend_compiled(
     call.chunk_size = 1
     if mass is not None:
         call.mass, call.mass_rows, call.chunk_size = mass.data_ptr(), mass.shape[1], keys // mass.shape[2]
+    if running is not None:
+        call.running = running.data_ptr()
     call.type = _TYPES[q.dtype]
     call.threads = torch.get_num_threads()
     call.level = cpu_level() if level is None else level

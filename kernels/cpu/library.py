@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 2
+_ABI = 3
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -42,12 +42,12 @@ _DESCRIPTIONS = {
 class AttentionCall(ctypes.Structure):
     """The arguments of `triforce_attend`: `Attention` of attention.h, field by field.
 
-    `q`, `k`, `v`, `out`, `lse` and `mass` are addresses (`mass` may be 0); names with `_block`, `_head` and `_row` are
+    `q` to `running` are addresses (`mass` and `running` may be 0); names with `_block`, `_head` and `_row` are
     strides in elements; `level` is a `Level`.
     """
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass")),
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass", "running")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_row")),
         *((name, ctypes.c_int64) for name in ("k_block", "k_head", "k_row")),
         *((name, ctypes.c_int64) for name in ("v_block", "v_head", "v_row")),

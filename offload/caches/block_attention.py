@@ -1,7 +1,8 @@
 """Attention to the keys and values of one layer that lie in blocks, and the share of it that each chunk gets.
 
-Blocks are attended one by one, in any order, and the partial results merged by their log-sum-exp; where the compiled
-kernels take all blocks of a layer, in one call. Neither where blocks are stored nor how they move is known here.
+Blocks are attended one by one, in the order of their positions, each call of a step going on from the one before; where
+the compiled kernels take all blocks of a layer, in one call. Both give the same bits. Where blocks are stored and how
+they move is not known here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, takes_blocks
-
-_MERGE_AFTER = 16
-"""Partial results held before they are merged; for many rows two, as each is as large as the output."""
+from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, new_running, takes_blocks
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,12 @@ class BlockAttention:
         return out, mass
 
     def one_by_one(self, rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor | None]:
-        """Attends to blocks as they come: the position of the first token and `[2, num_kv_heads, any, head_dim]`."""
+        """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
+        head_dim]`."""
         n = rows.q.shape[1]
         masses: list[_BlockMass] = []
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
+        running = new_running(rows.q) if n <= FEW_ROWS else None
+        whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
         for position, block in blocks:
             in_every_window = position > rows.stop - 1 - rows.window
             mass = self._room_for_mass(f"mass {len(masses)}", rows, block.shape[2] // self._chunk_size)
@@ -89,15 +88,15 @@ class BlockAttention:
                 window=None if in_every_window else rows.window,
                 scratch=self._scratch,
                 mass=mass,
+                running=running,
             )
             if mass is not None:
                 masses.append(_BlockMass(position, mass, lse[:, n - rows.mass_rows :]))
-            outs.append(out)
-            lses.append(lse)
-            if len(outs) == (_MERGE_AFTER if n <= FEW_ROWS else 2):
-                out, lse = merge_partials(outs, lses)
-                outs, lses = [out], [lse]
-        out, lse = merge_partials(outs, lses)
+            if running is None and whole is not None:
+                out, lse = merge_partials((whole[0], out), (whole[1], lse))
+            whole = out, lse
+        assert whole is not None
+        out, lse = whole
         return out, self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
 
     def _room_for_mass(self, name: str, rows: Rows, chunks: int) -> Tensor | None:
@@ -110,10 +109,9 @@ class BlockAttention:
         """The shares of all blocks' chunks, `[num_heads, rows, chunks]`, from those within each block.
 
         Args:
-            masses: of the blocks, in any order.
+            masses: of the blocks, in the order of their positions.
             lse: `[num_heads, rows]`, of each row over all blocks.
         """
-        masses.sort(key=lambda mass: mass.position)
         parts = [torch.zeros(lse.shape[0], lse.shape[1], masses[0].position // self._chunk_size, device=lse.device)]
         parts += [mass.shares.mul_((mass.lse - lse).exp_().unsqueeze(-1)) for mass in masses]
         return torch.cat(parts, dim=-1)
@@ -126,6 +124,6 @@ class _BlockMass:
     position: int
     """Of the block's first token."""
     shares: Tensor
-    """`[num_heads, rows, chunks]`, of each row's attention within the block."""
+    """`[num_heads, rows, chunks]`, of each row's attention over the keys that `lse` is over."""
     lse: Tensor
-    """`[num_heads, rows]`, of each row within the block."""
+    """`[num_heads, rows]`, of each row over the block, or over it and those before."""

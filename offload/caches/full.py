@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
 from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks
 from .block_attention import BlockAttention, Rows
 from .recent_mass import RECENT_ROWS, RecentMass
+
+MASS_ROWS = 32
+"""Rows of the longest verification, where it is not known."""
 
 BlockCollector = Callable[[int, int, Tensor], None]
 """Is handed each block that a pass attends to: layer, position of the block's first token, and the block's keys and
@@ -43,7 +45,7 @@ class FullCache:
     """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
 
     def __init__(
-        self, config: ModelConfig, rope: Rope, blocks: Blocks, *, chunk_size: int = 1, mass_rows: int = FEW_ROWS
+        self, config: ModelConfig, rope: Rope, blocks: Blocks, *, chunk_size: int = 1, mass_rows: int = MASS_ROWS
     ) -> None:
         """Args:
         config: of the rank's part of the model.
@@ -77,7 +79,7 @@ class FullCache:
         device: torch.device,
         capacity: int,
         chunk_size: int = 1,
-        mass_rows: int = FEW_ROWS,
+        mass_rows: int = MASS_ROWS,
     ) -> FullCache:
         """A cache with room for `capacity` tokens, all of them on the compute device."""
         size = block_size_for(capacity, chunk_size)
@@ -98,10 +100,9 @@ class FullCache:
         """Begins a run on the tokens that are there.
 
         Args:
-            mass_rows: the rows of the run's longest verification. A pass over so many rows (or up to `FEW_ROWS`) keeps
-                the attention of each of them by chunk, as any of them may turn out to be the last that is accepted. A
-                longer pass is a prefill and keeps that of its last `RECENT_ROWS`. 0 keeps none, for a run without a
-                retrieval cache.
+            mass_rows: the rows of the run's longest verification. A pass over so many rows keeps the attention of
+                each of them by chunk, as any of them may turn out to be the last that is accepted. A longer pass is a
+                prefill and keeps that of its last `RECENT_ROWS`. 0 keeps none, for a run without a retrieval cache.
         """
         if not mass_rows:  # what is there would be older than the last tokens
             self._mass.forget()
@@ -159,7 +160,7 @@ class FullCache:
         """The last rows of a pass over `n` whose attention is kept."""
         if not self._mass_rows:
             return 0
-        return n if n <= max(self._mass_rows, FEW_ROWS) else RECENT_ROWS
+        return n if n <= self._mass_rows else min(n, RECENT_ROWS)
 
     def _passing(self, layer: int, rows: Rows, collector: BlockCollector | None) -> Iterator[tuple[int, Tensor]]:
         """The blocks that `rows` attend to, each collected and counted."""

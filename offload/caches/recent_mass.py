@@ -12,7 +12,7 @@ from torch import Tensor
 RECENT_ROWS = 8
 """The number of last tokens whose attention decides which chunks a retrieval cache takes."""
 
-_ROOM = 16
+ROOM = 16
 """Rows of new tokens a buffer has room for at least: where passes bring fewer, earlier rows are moved less often."""
 
 
@@ -76,7 +76,7 @@ class RecentMass:
         last = min(kept, RECENT_ROWS - 1)
         moved = buffer[:, kept - last : kept, : self._chunks[layer]].clone()
         if last + rows > buffer.shape[1]:
-            shape = self._num_kv_heads, RECENT_ROWS - 1 + max(rows, _ROOM), self._max_chunks
+            shape = self._num_kv_heads, RECENT_ROWS - 1 + max(rows, ROOM), self._max_chunks
             buffer = torch.empty(shape, dtype=self._dtype, device=device)
             self._buffers[layer] = buffer
         buffer[:, :last, : moved.shape[2]] = moved

@@ -17,12 +17,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS
+from ...kernels.selection import padded_rows
 from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
 from ..caches.token_slots import TokenSlots
+
+MOST_CAPTURED = 32
+"""Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller share."""
 
 
 class Capture(Protocol):
@@ -131,8 +134,12 @@ class Graphs:
 class Passes:
     """The forwards of one tier."""
 
-    def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None) -> None:
-        """Args: `graphs` captures passes over few tokens, if `cache` lets them be replayed."""
+    def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None, *, padded: bool = False) -> None:
+        """Args:
+        graphs: captures passes over few tokens, if `cache` lets them be replayed.
+        padded: whether rows are padded, see `kernels.selection.padded_rows`.
+        """
+        self._padded = padded
         self.decoder, self.cache = decoder, cache
         self._replayable = cache if isinstance(cache, Replayable) else None
         self._graphs = graphs or Graphs()
@@ -157,8 +164,12 @@ class Passes:
         Returns:
             Logits `[num_logits, vocab_size]`, float32; they hold until the next call.
         """
+        with padded_rows(self._padded):
+            return self._forward(token_ids, num_logits)
+
+    def _forward(self, token_ids: Tensor, num_logits: int) -> Tensor:
         cache, capture, n = self._replayable, self._graphs.capture, token_ids.shape[0]
-        if cache is not None and capture is not None and num_logits <= n <= FEW_ROWS:
+        if cache is not None and capture is not None and num_logits <= n <= MOST_CAPTURED:
             cache.prepare(n)
             slots = cache.token_slots(n)
             if slots is not None:

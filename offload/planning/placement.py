@@ -12,11 +12,19 @@ import torch
 
 from ...tp.model.config import ModelConfig
 
+SPLITS = (256, 512)
+"""A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256
+keys together, those for GPUs 512, so that blocks that lie apart give the same bits as all keys in one place. Not where
+the chunk size does not divide them."""
+
+LONG = 16384
+
 LARGEST_BLOCK = 4096
 """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
 
 SMALLEST_COPY = 16 * 2**20
-"""Bytes of a streamed block at least, where the context has so many: smaller copies do not fill a PCIe link."""
+"""Bytes of a streamed block, rounded down to whole splits, where the context has so many: much smaller copies do not
+fill a PCIe link."""
 
 RING_BUFFERS = 3
 """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block whose
@@ -66,10 +74,13 @@ class Placement:
 
 def block_size_for(capacity: int, chunk_size: int) -> int:
     """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, with little more room in all than
-    asked for. A multiple of 64, then of `chunk_size`."""
-    num_blocks = max(4, -(-capacity // LARGEST_BLOCK))
-    size = -(-capacity // num_blocks // 64) * 64
-    return _whole_chunks(size, chunk_size)
+    asked for. Whole splits, then whole chunks."""
+    split = _split(capacity)
+    splits = -(-capacity // split)
+    most = min(LARGEST_BLOCK // split, -(-splits // 4))
+    # Of the larger sizes the one that leaves the least room unused.
+    size = min(range(most, most // 2, -1), key=lambda size: -splits % size)
+    return _whole_chunks(size * split, chunk_size)
 
 
 def place_resident(
@@ -95,9 +106,14 @@ def place_streamed(
 ) -> Placement:
     """As many blocks on the device as `resident_bytes` hold, but not all; the others stream."""
     token_bytes = part.kv_bytes_per_token(dtype)
-    smallest = max(64, SMALLEST_COPY * part.num_layers // token_bytes)
+    split = _split(capacity)
+    smallest = max(1, SMALLEST_COPY * part.num_layers // token_bytes // split) * split
     size = min(block_size_for(capacity, chunk_size), _whole_chunks(smallest, chunk_size))
     return Placement.streaming(capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size)
+
+
+def _split(capacity: int) -> int:
+    return SPLITS[capacity >= LONG]
 
 
 def _whole_chunks(tokens: int, chunk_size: int) -> int:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...kernels.attention import FEW_ROWS
 from ...tp.errors import CapacityError
 from ...tp.model.decoder import PREFILL_ROWS
 from ...tp.units import gib
-from ..caches.recent_mass import RECENT_ROWS
+from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
 from .placement import Placement, place_resident, place_streamed
@@ -34,11 +33,6 @@ RESERVE = 0.05
 VERIFY_DRAFT_TOKENS = 24
 RETRIEVAL_DRAFT_TOKENS = 8
 """Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
-
-
-MOST_MASS_ROWS = 64
-"""The longest verification of which every row's attention mass is kept, as a row takes 32 MiB for Llama-2-7B at 128K
-tokens; of a longer one only the last rows' is, as of a prefill."""
 
 
 @dataclass(frozen=True)
@@ -245,14 +239,14 @@ def _reserve(request: RunRequest) -> int:
 
 
 def _mass_rows(settings: Settings) -> int:
-    return min((settings.block_length or VERIFY_DRAFT_TOKENS) + 1, MOST_MASS_ROWS)
+    return (settings.block_length or VERIFY_DRAFT_TOKENS) + 1
 
 
 def _retrieval_bytes(request: RunRequest, budget: int, capacity: int) -> int:
     """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
     part = request.part
     chunks = -(-capacity // request.settings.planned_chunk_size)
-    rows = max(_mass_rows(request.settings), FEW_ROWS) + RECENT_ROWS
+    rows = max(_mass_rows(request.settings), ROOM) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks
     return budget * request.token_bytes + mass * request.dtype.itemsize
 

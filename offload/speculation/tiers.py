@@ -60,6 +60,8 @@ class Tier:
     """Draft tokens to ask of the drafter for one pass."""
     fixed: bool = False
     """Whether `draft_tokens` was set by hand."""
+    adapts_to_time: bool = True
+    """Whether the number is chosen by measured times; if not, by those that the plan expects."""
     longest: int = 8
     """The most `draft_tokens` may become."""
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -81,12 +83,11 @@ class Tier:
         began = time.perf_counter()
         pending = to_device(context[self.cache.length :] + drafted, self.decoder.device)
         target = self._distributions(pending, len(drafted) + 1, sampler)
-        accepted, token = accept(
-            pending[len(pending) - len(drafted) :], target if draft is None else draft, target, sampler.generator
-        )
+        proposed = pending[len(pending) - len(drafted) :]
+        accepted, token = accept(proposed, target if draft is None else draft, target, sampler.noise, start)
         emitted = sampler.until_end([*drafted[:accepted], token])
         self.rollback(start + len(emitted) - 1)
-        self._measure(1, len(pending), time.perf_counter() - began, sampler)
+        self._measure(1, len(pending), time.perf_counter() - began)
         self.counts.proposed += len(drafted)
         self.counts.accepted += accepted
         self.counts.tested += min(accepted + 1, len(drafted))
@@ -115,7 +116,7 @@ class Tier:
         drawn, targets = self.draw_ahead(context, count, sampler)
         emitted = sampler.until_end(read(drawn))
         self.rollback(start + len(emitted) - 1)
-        self._measure(count, pending + count - 1, time.perf_counter() - began, sampler)
+        self._measure(count, pending + count - 1, time.perf_counter() - began)
         return emitted, targets[: len(emitted)]
 
     def draw_ahead(self, context: list[int], count: int, sampler: Sampler) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,7 @@ class Tier:
         rows: list[Tensor] = []
         while len(tokens) < count:
             rows.append(self._distributions(pending, 1, sampler))
-            pending = sampler.draw(rows[-1])
+            pending = sampler.draw(rows[-1], len(context) + len(tokens))
             tokens.append(pending)
         return (torch.cat(tokens), torch.cat(rows)) if count > 1 else (tokens[0], rows[0])
 
@@ -138,14 +139,14 @@ class Tier:
         logits = self.passes.forward(readable(pending, self.decoder.config.vocab_size), rows)
         return sampler.distribution(cover(logits, self.vocab_size))
 
-    def _measure(self, passes: int, rows: int, seconds: float, sampler: Sampler) -> None:
+    def _measure(self, passes: int, rows: int, seconds: float) -> None:
         """Counts `passes` over so many rows in all, and learns from how long they took, unless something was compiled
         or captured meanwhile, which will not happen again."""
         self.counts.seconds += seconds
         self.counts.passes += passes
         steady = self.passes.prepared == self._prepared
         self._prepared = self.passes.prepared
-        if sampler.adapts_to_time and steady:
+        if self.adapts_to_time and steady:
             self.cost.observe(rows / passes, seconds / passes)
 
     def rollback(self, length: int) -> None:

@@ -55,7 +55,7 @@ class Blocks(Protocol):
         ...
 
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The blocks that hold tokens `first` (or some before) to `stop`, in any order: the position of a block's first
+        """The blocks that hold tokens `first` (or some before) to `stop`, in order: the position of a block's first
         token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for."""
         ...
 

@@ -208,11 +208,11 @@ class StreamedBlocks:
         whole = self._base // size
         for index in range(first // size, min(whole, self.num_resident)):
             yield index * size, self._resident[layer][index]
-        yield self._base, self._open[layer]
         streamed, end = self._range(layer)
         for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
             if index >= first // size:
                 yield index * size, block
+        yield self._base, self._open[layer]
 
     def at_once(self, layer: int) -> Tensor | None:
         return None

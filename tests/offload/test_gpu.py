@@ -1,5 +1,7 @@
 """What only a GPU can show: copies beside computation, and a CPU's tokens. Its kernels are in `test_triton`."""
 
+from typing import Any
+
 import pytest
 import torch
 from spmd import run_jobs
@@ -16,7 +18,7 @@ from triforce.tp.model.decoder import Decoder
 pytestmark = pytest.mark.gpu
 
 BLOCK = (2, 4, 256, 64)
-LENGTHS = {"budget": 64, "draft_length": 3, "block_length": 7}
+LENGTHS: dict[str, Any] = {"budget": 64, "draft_length": 3, "block_length": 7}
 
 
 @pytest.fixture

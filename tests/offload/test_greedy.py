@@ -1,6 +1,7 @@
 """Greedy output equals transformers' token for token, whatever the tiers, budgets and lengths."""
 
 import pytest
+import torch
 from tiny import SHAPES, greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 
@@ -14,17 +15,44 @@ def pairs(tmp_path_factory):
     root = tmp_path_factory.mktemp("pairs")
     draft = root / "draft"
     save_llama(draft, seed=9, num_hidden_layers=1, hidden_size=32)
-    made = {}
+    made: dict = {"agreeing": agreeing_pair(root)}
     for name, changes in SHAPES.items():
         model = save_llama(root / name, seed=1, **changes)
         made[name] = root / name, draft, greedy_oracle(model, PROMPT, 128)
     return made
 
 
-def generate(pair, **settings):
+@torch.no_grad()
+def agreeing_pair(root):
+    """A target and a draft that agree often, but not always: attention matters less, and the draft is the target with
+    some noise. So the full cache accepts about nine draft tokens of ten and the retrieval cache six, while the tiers of
+    the other pairs agree once in twenty times."""
+    target, draft = root / "agreeing", root / "agreeing-draft"
+    model = save_llama(target, seed=1, num_key_value_heads=2)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            parameter *= 0.01
+    model.save_pretrained(target)
+    want = greedy_oracle(model, PROMPT, 128)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(draft)
+    return target, draft, want
+
+
+def generate(pair, new_tokens=128, **settings):
     target, draft, _ = pair
     engine = Engine.load(target, draft, device="cpu", dtype="float32", **settings)
-    return engine.generate(PROMPT, GREEDY, 128)
+    return engine.generate(PROMPT, GREEDY, new_tokens)
+
+
+def check_both(pairs, rejecting, **settings):
+    """128 tokens of the tiers that agree, and those of about 100 passes that end with the first draft token."""
+    assert generate(pairs["agreeing"], **settings).token_ids == pairs["agreeing"][2]
+    n = min(128, 240 // settings["block_length"])
+    assert generate(pairs[rejecting], n, **settings).token_ids == pairs[rejecting][2][:n]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,8 +68,7 @@ def test_greedy_equals_transformers_for_every_shape_and_tier_count(pairs, shape,
 @pytest.mark.parametrize("refresh", ["round", 3, "never", "auto"])
 @pytest.mark.slow(keep=2)
 def test_greedy_equals_transformers_for_every_budget_and_refresh(pairs, budget, refresh):
-    result = generate(pairs["gqa"], budget=budget, refresh=refresh, draft_length=3, block_length=7)
-    assert result.token_ids == pairs["gqa"][2]
+    check_both(pairs, "gqa", budget=budget, refresh=refresh, draft_length=3, block_length=7)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +77,14 @@ def test_greedy_equals_transformers_for_every_budget_and_refresh(pairs, budget, 
 )
 @pytest.mark.parametrize("chunk_size", [1, 8, 31])
 def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_length, block_length, chunk_size):
-    result = generate(
-        pairs["mha"], budget=62, chunk_size=chunk_size, draft_length=draft_length, block_length=block_length
-    )
-    assert result.token_ids == pairs["mha"][2]
+    check_both(pairs, "mha", budget=62, chunk_size=chunk_size, draft_length=draft_length, block_length=block_length)
+
+
+def test_the_pairs_of_these_tests_accept_and_reject_drafts(pairs):
+    for name, (least, most) in {"agreeing": (0.5, 0.98), "gqa": (0.0, 0.2)}.items():
+        acceptance = generate(pairs[name], 60, budget=62, draft_length=3, block_length=7).stats["acceptance"]
+        for tier in ("draft_per_token", "retrieval_per_token"):
+            assert least < acceptance[tier] < most, (name, tier, acceptance[tier])
 
 
 def test_a_budget_that_holds_everything_accepts_everything(pairs):

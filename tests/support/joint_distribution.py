@@ -7,8 +7,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -18,7 +16,8 @@ import torch
 from tiny import random_tokens
 from torch import Tensor
 from triforce.offload import Engine, Sampling
-from triforce.offload.speculation.sampling import distribution
+from triforce.offload.speculation.distribution import distribution
+from triforce.offload.speculation.noise import race, row_keys
 
 VOCAB = 8
 PROMPT = random_tokens(60, VOCAB, seed=5)
@@ -74,15 +73,44 @@ def exact_probabilities(
 
 
 def sample_counts(engine: Engine, runs: int) -> tuple[dict[tuple[int, ...], int], dict[str, int]]:
-    """How often each beginning of three tokens came up, and how many draft tokens were rejected on the way."""
+    """How often each beginning of three tokens came up with fresh noise, and how many draft tokens were rejected on the
+    way."""
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     rejections: dict[str, int] = defaultdict(int)
     for seed in range(runs):
-        tokens, rejected = first_tokens(engine, replace(SAMPLING, seed=seed))
+        with patch("secrets.randbelow", lambda _, seed=seed: seed):
+            tokens, rejected = first_tokens(engine, SAMPLING)
         counts[tokens] += 1
         for name, count in rejected.items():
             rejections[name] += count
     return counts, rejections
+
+
+def drawn_texts(
+    rows: dict[tuple[int, ...], Tensor], seeds: int, position_of: Callable[[int], int] = lambda i: len(PROMPT) + i
+) -> list[tuple[int, ...]]:
+    """The beginnings of three tokens that are drawn with common noise, one for each seed from 0 on.
+
+    Args:
+        rows: the distribution `[1, VOCAB]` that follows each beginning.
+        position_of: the position whose noise the token `i` of the text is drawn with.
+    """
+    texts: list[tuple[int, ...]] = [()] * seeds
+    for i in range(NUM_TOKENS):
+        keys = row_keys(torch.arange(seeds), torch.tensor(position_of(i)))
+        drawn = race(torch.cat([rows[text] for text in texts]), keys).tolist()
+        texts = [(*text, token) for text, token in zip(texts, drawn, strict=True)]
+    return texts
+
+
+@torch.inference_mode()
+def next_distributions(model, sampling: Sampling) -> dict[tuple[int, ...], Tensor]:
+    """The distribution `[1, VOCAB]` after each beginning of up to two tokens, by transformers' logits."""
+    rows: dict[tuple[int, ...], Tensor] = {}
+    for length in range(NUM_TOKENS):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            rows[prefix] = distribution(model(torch.tensor([PROMPT + list(prefix)])).logits[0, -1:], sampling)
+    return rows
 
 
 def p_value(counts: dict[tuple[int, ...], int], joint: dict[tuple[int, ...], float]) -> float:
@@ -99,9 +127,6 @@ def p_value(counts: dict[tuple[int, ...], int], joint: dict[tuple[int, ...], flo
     expected = [e * sum(observed) / sum(expected) for e in expected]
     return float(scipy.stats.chisquare(observed, expected).pvalue)
 
-
-DRAWS = ("triforce.offload.speculation.sampling.draw", "triforce.offload.speculation.acceptance.draw")
-"""Every name by which the engine draws a token from a distribution."""
 
 Result = TypeVar("Result")
 
@@ -129,10 +154,10 @@ class Outcomes:
         """What `run` returns for each outcome of its choices, and the probability of that outcome."""
         while True:
             self._at, self._probability = 0, 1.0
-            with ExitStack() as patches:
-                for name in DRAWS:
-                    patches.enter_context(patch(name, self._draw))
-                patches.enter_context(patch("torch.rand", lambda count, **_: _Uniform(count, self)))
+            with (
+                patch("triforce.offload.speculation.noise.FreshNoise.draw", lambda _, weights, __: self._draw(weights)),
+                patch("torch.rand", lambda count, **_: _Uniform(count, self)),
+            ):
                 result = run()
             yield result, self._probability
             while self._path and not self._advance(self._path[-1]):
@@ -159,7 +184,7 @@ class Outcomes:
         self.left_out += sum(left)
         return False
 
-    def _draw(self, weights: Tensor, generator: torch.Generator) -> Tensor:
+    def _draw(self, weights: Tensor) -> Tensor:
         rows = weights.double() / weights.double().sum(-1, keepdim=True)
         return torch.tensor([self.choose(row) for row in rows.tolist()])
 

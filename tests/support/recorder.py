@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from triforce.offload import Engine
 
 PROMPT = random_tokens(300, seed=3)
-LENGTHS = {"draft_length": 3, "block_length": 7}
+LENGTHS: dict[str, Any] = {"draft_length": 3, "block_length": 7}
 FAMILIES = ["llama", "mistral-window", "qwen3-bias"]
 """What passes are captured of."""
 

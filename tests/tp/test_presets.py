@@ -1,6 +1,7 @@
 """Presets: what they say of a model is so, their settings are defaults, and `triforce models` shows them."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def test_a_preset_is_complete(name):
         target, draft = preset.raw_configs
         assert {"architectures", "vocab_size", "max_position_embeddings"} <= target.keys() & draft.keys()
     for entry in preset.published:
-        Settings(**{key: value for key, value in entry.items() if key != "gpus"})
+        values: dict[str, Any] = {key: value for key, value in entry.items() if key != "gpus"}
+        Settings(**values)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -31,7 +31,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 _OF_RUNS = (
     *("prompt", "prompt_file", "model", "max_new_tokens", "repeat"),
-    *("temperature", "top_p", "top_k", "seed", "refresh"),
+    *("temperature", "top_p", "top_k", "seed", "refresh", "exact"),
 )
 """Options that have no meaning for a shape."""
 

@@ -30,6 +30,16 @@ class Difference:
     triforce_logit: float | None = None
 
 
+@dataclass(frozen=True)
+class Audit:
+    """Triforce's answer against what its target draws token by token, in passes of one row, after the same tokens."""
+
+    tokens: int
+    agree: int
+    first_difference: int | None
+    """Within the answer, from 0."""
+
+
 @dataclass
 class Row:
     """What is known of one system."""
@@ -78,10 +88,28 @@ class Comparison:
     repeats: int
     rows: list[Row]
     interrupted: Stop | None = None
+    audit: Audit | None = None
 
     @property
     def triforce(self) -> Row:
         return self.rows[0]
+
+    @property
+    def own_rows(self) -> list[Row]:
+        """Those of this engine, which draw a seed's tokens with the same noise."""
+        return [row for row in self.rows if row.entry.module == TRIFORCE.module]
+
+    @property
+    def wrong(self) -> str | None:
+        """What must not be: other tokens than plain decoding's where rounding is no excuse."""
+        if not self.triforce.runs or not self.triforce.runs[0].details["settings"]["exact"]:
+            return None
+        for row in self.own_rows[1:]:
+            if row.difference:
+                return f"triforce and {row.entry.name} differ from token {row.difference.index} on, which must not be"
+        if self.audit and self.audit.agree < self.audit.tokens:
+            return f"the audit disagrees from token {self.audit.first_difference} on, which must not be"
+        return None
 
     @property
     def possible(self) -> bool:
@@ -96,6 +124,7 @@ def compare(
     repeats: int,
     limit_s: float,
     settings: dict[str, Any],
+    audits: bool = False,
     on_start: Callable[[int, int, str], None],
     on_end: Callable[[Row], None],
 ) -> Comparison:
@@ -105,6 +134,7 @@ def compare(
         job: what every system is asked for; `system` and `options` are filled in here.
         limit_s: seconds that one worker may take, loading and warm-up included.
         settings: of triforce, as `Engine.load` names them.
+        audits: whether triforce's answer is computed again one row at a time.
         on_start: called before each worker with its number, the count of all, and the system's name.
         on_end: called with the row after each.
     """
@@ -126,11 +156,25 @@ def compare(
                     on_start(index * len(rows) + place + 1, repeats * len(rows), row.entry.name)
                     _measure(row, job, settings, limit_s)
                     on_end(row)
-        if job.greedy:
+        if job.one_text:
             find_differences(comparison, limit_s)
+        if audits and comparison.triforce.runs:
+            _audit(comparison, settings, limit_s)
     except Stop as stop:
         comparison.interrupted = stop
     return comparison
+
+
+def _audit(comparison: Comparison, settings: dict[str, Any], limit_s: float) -> None:
+    """Computes the first answer again. Where that fails, the comparison has no audit."""
+    answer = comparison.triforce.runs[0].token_ids
+    job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "settings": settings})
+    try:
+        drawn: list[int] = run_worker(TRIFORCE.module, "audit", job, limit_s)
+    except WorkerError:
+        return
+    same = [ours == theirs for ours, theirs in zip(answer, drawn, strict=True)]
+    comparison.audit = Audit(len(same), sum(same), None if all(same) else same.index(False))
 
 
 def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> None:
@@ -156,7 +200,8 @@ def find_differences(comparison: Comparison, limit_s: float) -> None:
     reference = comparison.triforce.runs[0]
     answer = reference.token_ids
     different: list[tuple[Row, Difference]] = []
-    for row in comparison.rows[1:]:
+    rows = comparison.rows[1:] if comparison.job.greedy else comparison.own_rows[1:]
+    for row in rows:
         index = first_difference(row.runs[:1], reference)
         if index is not None:
             row.difference = Difference(index, row.runs[0].token_ids[index], answer[index])

@@ -35,6 +35,7 @@ def as_document(comparison: Comparison, device_name: str, command: str) -> dict[
         "seed": job.seed,
         "repeats": comparison.repeats,
         "interrupted": comparison.interrupted is not None,
+        "audit": asdict(comparison.audit) if comparison.audit else None,
         "systems": [_system(row, comparison.triforce) for row in comparison.rows],
     }
 
@@ -104,9 +105,10 @@ def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
         return one["failure"] or "not measured: interrupted"
     words: list[str] = []
     greedy, triforce = document["sampling"]["temperature"] == 0, document["systems"][0]
-    if one is not triforce and greedy and "runs" in triforce:
+    own = one["name"] in ("triforce", "autoregressive") and document["seed"] is not None
+    if one is not triforce and (greedy or own) and "runs" in triforce:
         words.append(_difference(one, triforce))
-    if not one["answers_agree"] and greedy:
+    if not one["answers_agree"] and (greedy or own):
         words.append("its own runs differ")
     if one["failure"]:
         words.append(f"run {len(one['runs']) + 1} failed: {one['failure']}")
@@ -126,12 +128,21 @@ def _difference(one: dict[str, Any], triforce: dict[str, Any]) -> str:
 
 
 def _notes(document: dict[str, Any]) -> list[str]:
-    """How to read the differences between texts, if there are any."""
+    """The audit, and how to read the differences between texts, if there are any."""
+    audit = document["audit"]
+    if audit is None:
+        return _differences(document)
+    words = f"audit: {audit['agree']:,} of {audit['tokens']:,} tokens are what decoding token by token draws"
+    first = audit["first_difference"]
+    return [words if first is None else f"{words}; the first other one is token {first}", *_differences(document)]
+
+
+def _differences(document: dict[str, Any]) -> list[str]:
     different = [one["name"] for one in document["systems"] if one.get("first_difference")]
     if not different:
         return []
     if document["dtype"] == "float32":
-        return [f"In float32 greedy texts are the same; {', '.join(different)} computed something else."]
+        return [f"In float32 these texts are the same; {', '.join(different)} computed something else."]
     return [
         f"Logits are the target's, with its full cache, in one pass in {document['dtype']}: 16-bit formats round "
         "differently from one way of computing to another, and where two tokens all but tie, either may come out. "

@@ -42,6 +42,15 @@ class Asked(Request):
             "says so.",
         ),
     ] = 60
+    audit: Annotated[
+        bool,
+        flag(
+            "--audit",
+            MEASURING,
+            "Compute every token of triforce's answer again, token by token, and report how many agree. For greedy "
+            "text, or with --seed.",
+        ),
+    ] = False
     ask: Annotated[str | None, ASK] = None
     truncate: Annotated[str, TRUNCATE] = "error"
     prompt_tokens: Annotated[
@@ -49,7 +58,13 @@ class Asked(Request):
     ] = None  # fmt: skip
     max_new_tokens: Annotated[int, new_tokens(1, "Tokens of each answer, which is written to the full length.")] = 128
     temperature: Annotated[
-        float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy: only greedy texts can be compared.")
+        float,
+        option(
+            SAMPLING,
+            real("T"),
+            "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
+            "with --seed too.",
+        ),
     ] = 0.0
     debug: Annotated[
         bool, flag("--debug", OUTPUT, "Show tracebacks of errors, and what failing systems printed.")

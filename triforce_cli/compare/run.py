@@ -51,6 +51,7 @@ def run(
                 repeats=asked.repeat,
                 limit_s=60 * asked.time_limit,
                 settings=asked.settings,
+                audits=asked.audit,
                 on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
                 on_end=lambda row: _tell_of(row, asked.debug),
             )
@@ -58,6 +59,8 @@ def run(
     publish(as_document(comparison, name, call.command), json_file, report)
     if comparison.interrupted:
         raise comparison.interrupted
+    if comparison.wrong:
+        raise TriforceError(comparison.wrong)
     if not comparison.possible:
         raise TriforceError(
             "there is nothing to compare: "
@@ -72,6 +75,8 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         TriforceError: it cannot be met.
     """
     target, draft = directories
+    if asked.audit and asked.temperature > 0 and asked.seed is None:
+        raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     Settings(**asked.settings)
     Sampling(**asked.sampling)
     config = ModelConfig.load(target)

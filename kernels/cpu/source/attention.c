@@ -3,6 +3,7 @@
 #include "attention.h"
 
 #include <stdlib.h>
+#include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -48,6 +49,17 @@ static void clear(float *whole, int64_t dim, int64_t rows)
         for (int64_t i = 0; i < row_stride(dim); i++)
             whole[i] = 0.0f;
         whole[dim] = EMPTY;
+    }
+}
+
+/* Copies the running results of a block of rows to `whole`, or back. */
+static void carry(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, float *whole, int back)
+{
+    const int64_t group = call->num_heads / call->num_kv_heads, stride = row_stride(call->head_dim);
+    for (int64_t r = 0; r < rows; r++, whole += stride) {
+        const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
+        float *running = (float *)call->running + (head * call->n + i) * stride;
+        memcpy(back ? running : whole, back ? whole : running, stride * sizeof(float));
     }
 }
 
@@ -102,7 +114,10 @@ int triforce_attend(const Attention *call)
             const int64_t head = item % heads, block = blocks - 1 - item / heads;
             const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, all_rows - first);
             kernels->prepare(call, head, first, rows, &work);
-            clear(work.whole, dim, rows);
+            if (call->running)
+                carry(call, head, first, rows, work.whole, 0);
+            else
+                clear(work.whole, dim, rows);
             for (int64_t split = 0; split < splits; split++) {
                 const float *part = parts + ((head * blocks + block) * splits + split) * part_size;
                 if (!shared) {
@@ -113,6 +128,8 @@ int triforce_attend(const Attention *call)
                 }
                 kernels->merge(dim, rows, part, work.whole);
             }
+            if (call->running)
+                carry(call, head, first, rows, work.whole, 1);
             kernels->finish(call, head, first, rows, &work);
         }
     }

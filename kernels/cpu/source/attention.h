@@ -4,7 +4,7 @@
  * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
  * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
  * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
- * blocks of rows. */
+ * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT. */
 
 #ifndef TRIFORCE_ATTENTION_H
 #define TRIFORCE_ATTENTION_H
@@ -12,7 +12,7 @@
 #include "cpu.h"
 
 #define TILE 64        /* keys whose scores are computed together */
-#define SPLIT 1024     /* keys of a partial result */
+#define SPLIT 256      /* keys of a partial result */
 #define ROW_BLOCK 96   /* rows at most that go over the keys together */
 #define MAX_DIM 256
 #define EMPTY (-1e30f) /* the peak where there are no scores: finite, so that differences from it are finite */
@@ -24,6 +24,7 @@ enum { FLOAT32, BFLOAT16 };
  * `block_size` keys, `block_size` a multiple of TILE or at least `m`. */
 struct Attention {
     int64_t q, k, v, out, lse, mass; /* mass may be 0 */
+    int64_t running; /* [num_heads][n][row_stride] the result over earlier keys, brought up to date; may be 0 */
     int64_t q_head, q_row;
     int64_t k_block, k_head, k_row;
     int64_t v_block, v_head, v_row;

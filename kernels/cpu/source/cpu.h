@@ -13,7 +13,7 @@
 #endif
 
 /* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 2
+#define TRIFORCE_ABI 3
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */

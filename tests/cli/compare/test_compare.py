@@ -7,16 +7,18 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import strange_systems
 import torch
-from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
+from command import TEXT, TRIFORCE, VOCABULARY, Fork, check_refusal, run_here, save_tokenizer, undocumented
 from strange_systems import FLIPPED_AT
 from tiny import greedy_oracle, save_llama
 from transformers import LlamaForCausalLM
 from triforce.cli.compare import comparison
+from triforce.cli.compare.baselines import process, worker
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.process import WorkerError, run_worker
@@ -67,6 +69,21 @@ def compare(pair, capfd, monkeypatch):
         return outcome, json.loads(json_path.read_text()) if json_path and json_path.exists() else None
 
     return run
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers that are forks: processes of their own still, without the start of an interpreter."""
+
+    def start(command, *, stdin, stdout, stderr, env, start_new_session):
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        with open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), stdout.fileno(), stdout.fileno()
+            return Fork(lambda: worker.main(*command[4:]), streams, env, new_session=start_new_session)
+
+    assert process.subprocess is subprocess
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, **names))
 
 
 def rows_of(outcome):
@@ -124,6 +141,7 @@ def test_optional_systems_in_float32_write_the_same_tokens(compare, tmp_path, na
     assert {"deepspeed": "ZeRO stage 3", "llama.cpp": "flash attention o"}[name] in other["ran"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare, tmp_path):
     failing = {
@@ -146,6 +164,7 @@ def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare,
     assert systems["autoregressive"]["runs"]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_nothing_to_compare_exits_1_after_the_table(compare):
     outcome, _ = compare("raises")
@@ -159,6 +178,7 @@ def test_only_missing_baselines_are_refused_before_anything_runs(compare):
     check_refusal(outcome, 1, "gone is not installed", "pip install no-such-package")
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_assistance_without_a_draft_is_a_row(compare):
     outcome, _ = compare("transformers-assisted", "autoregressive", draft="none")
@@ -167,6 +187,7 @@ def test_assistance_without_a_draft_is_a_row(compare):
     assert "two tiers" in outcome.out
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, pair, tmp_path):
     outcome, document = compare("flips", json_path=tmp_path / "runs.json")
@@ -187,6 +208,7 @@ def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, 
 
 
 @pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_sampling_reaches_every_system_and_texts_are_not_compared(compare, tmp_path, only_the_likeliest):
     changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30} | only_the_likeliest

@@ -1,6 +1,7 @@
 """Keys and values that stream from host memory give the tokens of those that do not, at the speed of the link, once."""
 
 import gc
+import math
 import time
 import weakref
 from typing import Any
@@ -140,7 +141,7 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
     monkeypatch.setattr(kept_cache, "make_blocks", noted)
     gc.disable()
     try:
-        engine.generate(random_tokens(1400, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)
+        engine.generate(random_tokens(2400, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)
         assert found == [[None] * len(dropped)]
     finally:
         gc.enable()
@@ -212,27 +213,28 @@ def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, s
 
 @pytest.mark.alone
 def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
-    """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights."""
+    """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights. The least time
+    of up to 12 passes: what else the machine does comes on top of the floor, never off it."""
     shape = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64, "hidden_size": 32}
     save_llama(tmp_path, num_hidden_layers=4, intermediate_size=16, max_position_embeddings=40000, **shape)
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    link = ThreadLink(1e9)
+    bytes_per_s = 0.25e9  # a pass of 2 s, of which a slow machine's overhead is a small part
+    link = ThreadLink(bytes_per_s)
     cache: Any = cache_of(decoder, link, block_size=2048, num_resident=0, capacity=8 * 2048)
     fill_with_zeros(cache, 7 * 2048)
     link.wait_for_stores()
     ring = cache.blocks._ring
     ring_bytes = sum(buffer.numel() * buffer.element_size() for buffer in ring.buffers)
     rows = torch.tensor([1, 2, 3, 4, 5])
-    seconds, streamed = [], 0
-    for _ in range(3):
+    floor = 4 * 7 * 2048 * 2 * 16 * 64 * 4 / bytes_per_s
+    seconds = []
+    while len(seconds) < 12 and min(seconds, default=math.inf) > 1.05 * floor:
         before = link.traffic()
         began = time.perf_counter()
         decoder.forward(rows, cache)
         seconds.append(time.perf_counter() - began)
-        streamed = link.traffic().since(before).bytes_in
+        assert link.traffic().since(before).bytes_in == floor * bytes_per_s
         cache.rollback(7 * 2048)
-    floor = streamed / 1e9
-    assert streamed == 4 * 7 * 2048 * 2 * 16 * 64 * 4
     assert floor <= min(seconds) <= 1.05 * floor, f"{min(seconds):.3f} s for a floor of {floor:.3f} s"
     assert len(ring.buffers) == 3
     assert ring_bytes == 3 * 2048 * 2 * 16 * 64 * 4

@@ -5,15 +5,16 @@ import torch
 from recorder import FAMILIES, PROMPT
 from tiny import greedy_oracle, save_family, save_llama
 from triforce.kernels.selection import use_kernels
-from triforce.offload.speculation import sampling
+from triforce.offload.speculation import distribution, noise
 from triforce.tp.model.decoder import Decoder
 
 
 @pytest.fixture(autouse=True)
 def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
-    sorts, where a CPU first looks at a sum."""
-    monkeypatch.setattr(sampling, "_likeliest", lambda probabilities, _: probabilities.sort(dim=-1, descending=True))
+    sorts, and noise is computed for all tokens, where a CPU first looks at sums."""
+    monkeypatch.setattr(distribution, "_likeliest", lambda weights, _: weights.sort(dim=-1, descending=True))
+    monkeypatch.setattr(noise, "_mostly_zero", lambda _: False)
     with use_kernels(attention="plain", layers="plain"):
         yield
 

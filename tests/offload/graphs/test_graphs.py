@@ -6,6 +6,7 @@ repeated too, and shows.
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
-LENGTHS = {"draft_length": 3, "block_length": 7}
+LENGTHS: dict[str, Any] = {"draft_length": 3, "block_length": 7}
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
@@ -201,7 +202,7 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     with torch.inference_mode():
         tokens, rows = retrieval.extend(run._context, 8, run._sampler)
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
-        sampler = Sampler(GREEDY, run._sampler.generator, frozenset({tokens[end]}), adapts_to_time=False)
+        sampler = Sampler(GREEDY, run._sampler.noise, frozenset({tokens[end]}))
         retrieval.rollback(len(run._context) - 1)
         cut, cut_rows = retrieval.extend(run._context, 8, sampler)
     assert cut == tokens[: end + 1]

@@ -142,4 +142,4 @@ def test_blocks_hold_hardly_more_than_was_asked_for(context):
     size = block_size_for(context, 8)
     assert size <= LARGEST_BLOCK
     room = -(-context // size) * size
-    assert context <= room <= context + 256 + context // 64
+    assert context <= room <= context + 256 + context // 16

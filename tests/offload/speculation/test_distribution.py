@@ -1,17 +1,33 @@
 """At temperature above 0 the emitted tokens follow the target's own distribution.
 
-Shown twice. Exactly: the engine runs once for every outcome that its random choices can have, and the probabilities add
-up to what transformers' logits give; this finds any wrong rule, by more than 1e-6 in the probability of any
-continuation. And by chi-square over runs with random numbers as they are, which also finds numbers that are not
-independent of one another.
+With fresh noise this is shown twice. Exactly: the engine runs once for every outcome that its random choices can have,
+and the probabilities add up to what transformers' logits give; this finds any wrong rule, by more than 1e-6 in the
+probability of any continuation. And by chi-square over runs with random numbers as they are, which also finds numbers
+that are not independent of one another. With common noise a text is what the target alone draws with its seed
+(`test_seeds` shows it for whole runs), so texts are drawn from transformers' logits, for as many seeds as chi-square
+wants, and some of the engine's are compared with them.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
-from joint_distribution import SAMPLING, SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities, p_value, sample_counts
+from joint_distribution import (
+    PROMPT,
+    SAMPLING,
+    SHAPE,
+    TWO_TOKENS,
+    drawn_texts,
+    enumerate_joint,
+    exact_probabilities,
+    first_tokens,
+    next_distributions,
+    p_value,
+    sample_counts,
+)
 from tiny import save_llama
 from triforce.offload import Engine
+from triforce.offload.speculation.acceptance import accept
 
 
 def load(root, **changes):
@@ -76,3 +92,53 @@ def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path, r
     assert rejections["retrieval"] > runs, rejections
     p = p_value(counts, enumerate_joint(target, SAMPLING))
     assert p > 1e-3, f"chi-square p-value {p:.2e} over {len(counts)} continuations"
+
+
+SEEDS = 20_000
+
+
+def test_texts_of_seeds_follow_the_target_distribution(engine_and_target):
+    _, target = engine_and_target
+    counts = Counter(drawn_texts(next_distributions(target, SAMPLING), SEEDS))
+    p = p_value(counts, enumerate_joint(target, SAMPLING))
+    assert p > 1e-3, f"chi-square p-value {p:.2e} over {len(counts)} continuations"
+
+
+@pytest.mark.parametrize(
+    "position_of", [lambda _: len(PROMPT), lambda i: len(PROMPT) + min(i, 1)], ids=["all the same", "two the same"]
+)
+def test_that_test_notices_noise_that_positions_share(engine_and_target, position_of):
+    _, target = engine_and_target
+    counts = Counter(drawn_texts(next_distributions(target, SAMPLING), SEEDS, position_of))
+    assert p_value(counts, enumerate_joint(target, SAMPLING)) < 1e-9
+
+
+def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, monkeypatch):
+    engine, target = engine_and_target
+    texts = drawn_texts(next_distributions(target, SAMPLING), 150)
+    rejected = 0
+    for seed, want in enumerate(texts):
+        monkeypatch.setattr(engine, "settings", with_lengths(engine, 1 + seed % 3, 1 + seed % 4))
+        tokens, rejections = first_tokens(engine, replace(SAMPLING, seed=seed))
+        assert tokens == want, f"seed {seed}"
+        rejected += sum(rejections.values())
+    assert rejected > 75, "the tiers must disagree, or this shows nothing"
+
+
+@pytest.mark.parametrize("wrong", ["the draft's draws", "noise of another position"])
+def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target, monkeypatch, wrong):
+    """What the upper tiers emit where they accept all that is drafted, or draw with noise of the position before."""
+    engine, target = engine_and_target
+    module = "triforce.offload.speculation.tiers.accept"
+
+    def accept_all(proposed, draft, target, noise, position):
+        return proposed.shape[0], int(noise.draw(target[-1:], position + proposed.shape[0]))
+
+    def accept_shifted(proposed, draft, target, noise, position):
+        return accept(proposed, draft, target, noise, position - 1)
+
+    monkeypatch.setattr(module, accept_all if wrong == "the draft's draws" else accept_shifted)
+    monkeypatch.setattr(engine, "settings", with_lengths(engine, 2, 3))
+    wanted = drawn_texts(next_distributions(target, SAMPLING), 40)
+    got = [first_tokens(engine, replace(SAMPLING, seed=seed))[0] for seed in range(40)]
+    assert sum(a != b for a, b in zip(got, wanted, strict=True)) > 5

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from profiles import examples
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.speculation.acceptance import accept, residual
-from triforce.offload.speculation.sampling import Sampling, distribution, draw, read
+from triforce.offload.speculation.distribution import distribution
+from triforce.offload.speculation.noise import CommonNoise, FreshNoise, key_of, mixed
+from triforce.offload.speculation.sampling import Sampling, read
 from triforce.tp.errors import ModelError, UsageError
 
 
@@ -41,9 +43,18 @@ def test_greedy_puts_all_mass_on_the_first_largest_logit():
     assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
-def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero():
-    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0])
-    counts = draw(weights.expand(20_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5)
+def fresh(seed=0):
+    return FreshNoise(torch.Generator().manual_seed(seed))
+
+
+NOISES = pytest.mark.parametrize("noise", [fresh(), CommonNoise(7)], ids=["fresh", "common"])
+
+
+@NOISES
+@pytest.mark.parametrize("others", [0, 200])  # many tokens of weight 0, and few
+def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero(noise, others):
+    weights = torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0] + [0.0] * others)
+    counts = noise.draw(weights.expand(20_000, -1), 0).bincount(minlength=5)
     assert counts[[0, 2, 4]].sum() == 0
     expected, deviation = 15_000, (20_000 * 0.75 * 0.25) ** 0.5
     assert abs(counts[1].item() - expected) < 5 * deviation, f"drawn {counts[1]} times, not about {expected}"
@@ -51,16 +62,16 @@ def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("filters", [(0.0,), (1.0,), (0.6, 0.9), (0.6, 0.9, 5)])
-def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters):
+@pytest.mark.parametrize("noise", [fresh(), CommonNoise(7), CommonNoise(None)], ids=["fresh", "common", "none"])
+def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters, noise):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = broken
-    tokens = draw(distribution(logits, Sampling(*filters)), torch.Generator())
+    tokens = noise.draw(distribution(logits, Sampling(*filters)), 0)
     assert len(read(tokens[[0, 2]])) == 2
     with pytest.raises(ModelError, match="not finite numbers"):
         read(tokens)
-    generator = torch.Generator().manual_seed(0)
     with pytest.raises(ModelError, match="not finite numbers"):
-        accept(torch.tensor([1]), torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), generator)
+        accept(torch.tensor([1]), torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,6 @@ class ScriptedUniform:
 def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypatch):
     draft = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     target = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.25, 0.75], [1.0, 0.0]])
-    generator = torch.Generator().manual_seed(0)
     proposed = torch.tensor([0, 0, 1])  # each accepted with probability 0.5, 0.5, 1
     for pattern, want in (
         ((0.49, 0.49, 0.99), (3, 0)),
@@ -112,18 +122,74 @@ def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypat
         ((0.51, 0.1, 0.1), (0, 1)),
     ):
         monkeypatch.setattr(torch, "rand", ScriptedUniform(pattern))
-        assert accept(proposed, draft, target, generator) == want
+        assert accept(proposed, draft, target, fresh(), 0) == want
 
 
 def test_nothing_proposed_draws_from_the_target():
     target = torch.tensor([[0.0, 0.0, 1.0]])
     empty = torch.empty(0, dtype=torch.int64)
-    assert accept(empty, target, target, torch.Generator()) == (0, 2)
+    for noise in (fresh(), CommonNoise(1), CommonNoise(None)):
+        assert accept(empty, target, target, noise, 0) == (0, 2)
 
 
 def test_tokens_of_equal_distributions_are_always_accepted():
     generator = torch.Generator().manual_seed(0)
     rows = torch.softmax(torch.randn(9, 6, generator=generator), -1)
     for proposed in itertools.islice(itertools.permutations(range(6)), 200):
-        accepted, _ = accept(torch.tensor(proposed), rows[:6], rows[:7], generator)
+        accepted, _ = accept(torch.tensor(proposed), rows[:6], rows[:7], FreshNoise(generator), 0)
         assert accepted == 6
+
+
+def test_with_common_noise_a_token_is_accepted_where_the_target_draws_it():
+    target = torch.softmax(torch.randn(5, 40, generator=torch.Generator().manual_seed(3)), -1)
+    drawn = CommonNoise(11).draw(target, 100)
+    for wrong in range(5):
+        proposed = drawn[:4].clone()
+        if wrong < 4:
+            proposed[wrong] = (proposed[wrong] + 1) % 40
+        want = wrong, int(drawn[wrong])
+        assert accept(proposed, target[:4], target, CommonNoise(11), 100) == want
+
+
+def test_common_noise_of_a_row_depends_on_its_position_alone():
+    rows = torch.softmax(4 * torch.randn(60, 3000, generator=torch.Generator().manual_seed(1)), -1)
+    cut = rows.masked_fill(rows < 1e-3, 0.0)  # few tokens are left: noise is computed for these only
+    for weights in (rows, cut):
+        together = CommonNoise(5).draw(weights, 40)
+        assert together.tolist() == [int(CommonNoise(5).draw(weights[i : i + 1], 40 + i)) for i in range(60)]
+        assert together.tolist() != CommonNoise(5).draw(weights, 41).tolist()
+        assert together.tolist() != CommonNoise(key_of(5, 1)).draw(weights, 40).tolist()
+    assert key_of(5, 0) == 5
+
+
+def test_common_noise_does_not_depend_on_whether_tokens_of_weight_zero_are_computed():
+    wide = torch.zeros(50, 4000)
+    wide[:, 100:140] = torch.rand(50, 40, generator=torch.Generator().manual_seed(2))
+    some = CommonNoise(9).draw(wide, 0)
+    all_tokens = CommonNoise(9).draw(wide.clamp_min(1e-30), 0)
+    assert torch.equal(some, all_tokens)
+
+
+def test_numbers_are_those_of_splitmix64():
+    """The first outputs for the seed 1234567, as published with the generator's Java source."""
+    step = 0x9E3779B97F4A7C15
+    assert [mixed(1234567 + i * step) for i in (1, 2, 3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+@pytest.mark.parametrize("ties", [10, 400])  # within the tokens that are looked at first, and beyond
+def test_the_nucleus_of_a_row_does_not_depend_on_the_rows_beside_it(ties):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(6, 3000, generator=generator)
+    logits[0, torch.randperm(3000, generator=generator)[:ties]] = 12.0  # equally likely
+    logits[1] = 0.0  # flat: nearly all tokens are kept
+    sampling = Sampling(1.0, 0.5)
+    together = distribution(logits, sampling) > 0
+    for i in range(6):
+        assert torch.equal(together[i : i + 1], distribution(logits[i : i + 1], sampling) > 0)
+    tied = (logits[0] == 12.0).nonzero().squeeze(1)
+    kept = together[0].nonzero().squeeze(1)
+    assert torch.equal(kept, tied[: len(kept)]), "of equally likely tokens the first ones are kept"

@@ -80,17 +80,26 @@ def test_fetch_sees_what_was_stored_before(link):
 
 @pytest.mark.alone
 def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
+    """The least time of up to 12 passes: what else the machine does comes on top of the floor, never off it."""
     source = torch.zeros(1 << 20)  # 4 MiB
-    link = ThreadLink(bytes_per_s=200e6)
-    ring = Ring(link, [torch.empty_like(source) for _ in range(3)])
-    began = time.perf_counter()
-    ring.begin(source for _ in range(12))
-    for _ in ring.next_blocks(12):
-        time.sleep(0.015)  # computation, shorter than the 21 ms of a copy
-    seconds = time.perf_counter() - began
-    traffic = link.traffic()
-    link.close()
-    floor = 12 * source.numel() * 4 / 200e6
-    assert floor <= seconds <= 1.05 * floor + 0.015, f"{seconds:.3f} s for a floor of {floor:.3f} s"
+    floor = 12 * source.numel() * 4 / 100e6
+    for _ in range(12):
+        link = ThreadLink(bytes_per_s=100e6)
+        ring = Ring(link, [torch.empty_like(source) for _ in range(3)])
+        computing = []
+        began = time.perf_counter()
+        ring.begin(source for _ in range(12))
+        for _ in ring.next_blocks(12):
+            arrived = time.perf_counter()
+            time.sleep(0.025)  # computation, shorter than the 42 ms of a copy
+            computing.append(time.perf_counter() - arrived)
+        seconds = time.perf_counter() - began
+        traffic = link.traffic()
+        link.close()
+        assert floor <= seconds, f"{seconds:.3f} s for a floor of {floor:.3f} s"
+        if seconds <= 1.05 * floor + computing[-1]:  # which nothing hides
+            break
+    else:
+        pytest.fail(f"the last pass took {seconds:.3f} s for a floor of {floor:.3f} s")
     assert traffic.busy_s == pytest.approx(floor, rel=0.05)
-    assert traffic.waited_s == pytest.approx(seconds - 12 * 0.015, abs=0.03)
+    assert traffic.waited_s == pytest.approx(seconds - sum(computing), abs=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ....offload import Engine, Sampling
@@ -20,7 +21,7 @@ class Ours:
 
     def __init__(self, job: Job) -> None:
         self._engine = engine = _engine(job)
-        self._sampling = Sampling(job.temperature, job.top_p, job.top_k, job.seed)
+        self._sampling = _sampling(job)
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
         self.ran = f"this engine, {names[tiers]}, {job.place}"
@@ -50,11 +51,21 @@ def logits(job: Job) -> list[list[float]]:
     return [[float(rows[index, token]) for token in tokens] for index, *tokens in candidates]
 
 
+def audit(job: Job) -> list[int]:
+    """What decoding token by token draws at each position of an answer, `job.options["answer"]`."""
+    engine = _engine(replace(job, system="autoregressive", options=job.options["settings"]))
+    return engine.drawn_alone(job.prompt_ids, job.options["answer"], _sampling(job))
+
+
+def _sampling(job: Job) -> Sampling:
+    return Sampling(job.temperature, job.top_p, job.top_k, job.seed)
+
+
 def _engine(job: Job) -> Engine:
     settings: dict[str, Any] = dict(job.options)
     alone = job.system == "autoregressive"
     if alone:
-        settings = {name: value for name, value in settings.items() if name == "resident"}
+        settings = {name: value for name, value in settings.items() if name in ("resident", "exact")}
     return Engine.load(
         job.asked_model,
         draft="none" if alone else job.asked_draft,

@@ -47,6 +47,11 @@ class Job:
         return self.temperature == 0.0
 
     @property
+    def one_text(self) -> bool:
+        """Whether this engine writes one text only, whatever drafts for it: a greedy one, or that of a seed."""
+        return self.greedy or self.seed is not None
+
+    @property
     def place(self) -> str:
         """Number format, device and threads, in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"

@@ -1,0 +1,146 @@
+"""Noise that tokens are drawn with: fresh for every draw, or the same for whoever draws at a position.
+
+A draw is a race (the Gumbel-max trick in its exponential form): of all tokens the one with the least `E / p` is drawn,
+`E` being exponentially distributed and independent for each token, so that a token is drawn with probability `p`. Where
+`E` is a function of a seed, the token's position and the token, everyone who draws at a position meets the same noise:
+tiers whose distributions are alike draw the same token nearly always (drafter-invariant speculative decoding, Daliri et
+al., arXiv 2408.07978), and what is drawn from the target's own distribution does not depend on who drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .distribution import running_sum
+
+_STEP = 0x9E3779B97F4A7C15
+"""What SplitMix64 adds for each number: 2^64 over the golden ratio, made odd."""
+
+_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+_AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
+"""Numbers that are computed together: as many as stay in a CPU's cache, and in some tens of MB of a GPU's memory."""
+
+
+@dataclass(frozen=True)
+class FreshNoise:
+    """Other noise for every draw, from a generator whose state advances."""
+
+    generator: torch.Generator
+    """On the device that tokens are drawn on."""
+
+    def draw(self, weights: Tensor, position: int) -> Tensor:
+        """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+
+        Args: `position`: see `CommonNoise.draw`; the noise does not depend on it.
+
+        Returns:
+            `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a
+            row that holds NaN. `sampling.read` brings them to the host.
+        """
+        reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
+        total = reach[:, -1:]
+        point = (
+            torch.empty_like(total).uniform_(generator=self.generator).mul_(total)
+        )  # below the total, rounded or not
+        return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class CommonNoise:
+    """The same noise for every draw at a position. The numbers are those of the counter-based generator SplitMix64
+    (Steele, Lea and Flood, OOPSLA 2014): any of them is computed without the ones before it."""
+
+    key: int | None
+    """See `key_of`; `None` is no noise: the likeliest token is drawn."""
+
+    def draw(self, weights: Tensor, position: int) -> Tensor:
+        """Draws a token from each row of `weights` `[n, vocab]`, which need not sum to one.
+
+        Args: `position`: in the text, of the token that the first row draws; those of the other rows follow.
+
+        Returns:
+            See `FreshNoise.draw`.
+        """
+        if self.key is None:
+            most, tokens = weights.max(dim=-1)
+            return tokens.masked_fill_(most.isnan(), -1)
+        positions = torch.arange(position, position + weights.shape[0], device=weights.device)
+        return race(weights, row_keys(self.key, positions))
+
+
+Noise = FreshNoise | CommonNoise
+
+
+def key_of(seed: int, sequence: int = 0) -> int:
+    """The key of one of the sequences that are drawn with a seed; that of sequence 0 is the seed itself."""
+    return seed if sequence == 0 else mixed(mixed(seed) + sequence * _STEP)
+
+
+def mixed(x: int) -> int:
+    """SplitMix64's output for the state `x`: a bijection of 64-bit numbers."""
+    x %= 2**64
+    x = (x ^ (x >> 30)) * _MULTIPLIERS[0] % 2**64
+    x = (x ^ (x >> 27)) * _MULTIPLIERS[1] % 2**64
+    return x ^ (x >> 31)
+
+
+def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
+    """What the noise of rows at `positions` `[n]` is a function of, besides the token: `[n]` int64.
+
+    Args: `key`: that of the text, or an int64 tensor of one for each row.
+    """
+    mixed_key = _mix(key.clone()) if isinstance(key, Tensor) else _signed(mixed(key))
+    return _mix(positions * _signed(_STEP) + mixed_key)
+
+
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
+    vocab = weights.shape[1]
+    if _mostly_zero(weights):
+        return _race_of_some(weights, keys)
+    tokens = torch.arange(vocab, device=weights.device)
+    rows = max(1, _AT_ONCE.get(weights.device.type, 2**22) // vocab)
+    parts = [
+        _exponential(some.unsqueeze(1), tokens).div_(part).min(dim=-1)
+        for part, some in zip(weights.split(rows), keys.split(rows), strict=True)
+    ]
+    least, drawn = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    return drawn.masked_fill_(least.isnan(), -1)
+
+
+def _mostly_zero(weights: Tensor) -> bool:
+    """Whether it pays to look for weights above 0 first; never on a GPU, where that would mean to wait for it."""
+    return weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel()
+
+
+def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:
+    """The draws where most weights are 0: noise is computed for the others only. Waits for the device."""
+    rows, tokens = weights.nonzero(as_tuple=True)  # NaN is among them
+    times = _exponential(keys[rows], tokens).div_(weights[rows, tokens])
+    least = times.new_full(weights.shape[:1], float("inf")).scatter_reduce_(0, rows, times, "amin")
+    first = (times == least[rows]) | least.isnan()[rows]
+    drawn = tokens.new_zeros(weights.shape[0]).scatter_(0, rows[first], tokens[first])
+    return drawn.masked_fill_(least.isnan(), -1)
+
+
+def _exponential(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Exponentially distributed numbers, float64, one for each key and token (broadcast)."""
+    bits = _mix(keys + tokens * _signed(_STEP))
+    uniform = (bits >> 11).bitwise_and_(2**53 - 1).add_(1).double().mul_(2.0**-53)  # above 0, at most 1
+    return uniform.log_().neg_().clamp_min_(2.0**-54)  # not 0, as 0 / 0 is no number
+
+
+def _mix(x: Tensor) -> Tensor:
+    """`mixed` for int64, in place; products wrap around."""
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        x = x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(multiplier))
+    return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
+
+
+def _signed(x: int) -> int:
+    """The int64 with the lowest 64 bits of `x`."""
+    return (x + 2**63) % 2**64 - 2**63

@@ -1,0 +1,107 @@
+"""A seed is a text: the tokens do not depend on what drafted them, where keys and values live, or threads.
+
+In float32, and in bfloat16 where a row's bits depend on the row alone: with the compiled kernels, or where rows are
+padded.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_tokens, save_family, save_llama
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.selection import use_kernels
+from triforce.offload import Engine, Sampling
+
+PROMPT = random_tokens(620, seed=3)
+NEW_TOKENS = 24
+
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias")
+compiled_products = pytest.mark.skipif(
+    cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+)
+ARITHMETICS = [
+    pytest.param("float32", None, id="float32"),
+    pytest.param("bfloat16", "on", id="bfloat16, padded"),
+    pytest.param("bfloat16", "off", marks=compiled_products, id="bfloat16, compiled"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """For each family a target and a draft that often agrees with it: the target's own first layers."""
+    root = tmp_path_factory.mktemp("families")
+    save_llama(root / "draft", seed=1, num_hidden_layers=2, hidden_size=128)
+    for family in FAMILIES:
+        save_family(root / family, family, seed=1, hidden_size=128, head_dim=32)
+    return root
+
+
+def random_settings(rng: random.Random) -> dict:
+    """Anything that must not change the text."""
+    return {
+        "budget": rng.choice([8, 64, 256]),
+        "draft_length": rng.choice([1, 2, 5, 11, None]),
+        "block_length": rng.choice([1, 3, 8, 24, 31, 32, 40, 70, 128, None]),
+        "refresh": rng.choice(["round", "never", "auto", 3]),
+        "resident": rng.choice([None, None, 0.0, 1e-4]),
+    }
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    top_p, top_k = rng.choice([(1.0, 0), (0.9, 0), (0.5, 0), (1.0, 12), (0.8, 40)])
+    return Sampling(rng.choice([0.3, 0.6, 1.0, 1.5]), top_p, top_k, rng.randrange(2**40))
+
+
+def texts(checkpoints, family: str, dtype: str, exact: str | None, seed: int) -> tuple[list[int], list[int]]:
+    """What is drawn token by token, and with some settings; both with the same seed."""
+    rng = random.Random(f"{family} {dtype} {seed}")
+    sampling, settings, tiers = random_sampling(rng), random_settings(rng), rng.choice([2, 3, 3])
+    pair = checkpoints / family, checkpoints / "draft"
+    given: dict[str, Any] = {"device": "cpu", "dtype": dtype, "exact": exact or "auto"}
+    alone = Engine.load(*pair, **given, tiers=1)
+    want = alone.generate(PROMPT, sampling, NEW_TOKENS, ignore_eos=True).token_ids
+    threads = torch.get_num_threads()
+    torch.set_num_threads(rng.choice([1, 2]))
+    try:
+        engine = Engine.load(*pair, **given, **settings)
+        got = engine.generate(PROMPT, sampling, NEW_TOKENS, ignore_eos=True, tiers=tiers).token_ids
+    finally:
+        torch.set_num_threads(threads)
+    return got, want
+
+
+@pytest.mark.parametrize(("dtype", "exact"), ARITHMETICS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 17))])
+def test_a_seed_is_one_text(checkpoints, family, dtype, exact, seed):
+    got, want = texts(checkpoints, family, dtype, exact, seed)
+    assert got == want
+
+
+def test_without_padded_rows_general_products_round_otherwise_for_more_rows():
+    """What the padding is for: if this fails, the tests above show nothing about it."""
+    from triforce.kernels.layers import linear
+    from triforce.kernels.selection import padded_rows
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((40, 512), (300, 512)))
+    for padded in (True, False):
+        with use_kernels(layers="plain"), padded_rows(padded):
+            same = [torch.equal(linear(x, weight)[:n], linear(x[:n], weight)) for n in (1, 2, 5, 17, 32, 33)]
+            same += [torch.equal(linear(x.float(), weight.float())[:1], linear(x[:1].float(), weight.float()))]
+        if padded:
+            assert all(same)
+    assert not all(same), "PyTorch's products give the same bits for any number of rows on this machine"
+
+
+def test_a_follow_up_continues_the_text_of_its_seed(checkpoints):
+    """Positions are those in the text: reading on after a part of the answer draws the rest of it."""
+    engine = Engine.load(checkpoints / "llama", checkpoints / "draft", device="cpu", dtype="float32")
+    sampling = Sampling(1.0, 1.0, seed=4)
+    whole = engine.generate(PROMPT, sampling, 30, ignore_eos=True).token_ids
+    rest = engine.generate(PROMPT + whole[:11], sampling, 19, ignore_eos=True).token_ids
+    assert rest == whole[11:]
+    assert engine.generate(PROMPT, replace(sampling, seed=5), 30, ignore_eos=True).token_ids != whole
