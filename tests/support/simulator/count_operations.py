@@ -1,4 +1,4 @@
-"""Counts what the host does for a pass: `python tests/support/count_operations.py`. No time is measured, no GPU needed.
+"""Counts what the host does for a pass, without a GPU: `python tests/support/simulator/count_operations.py`.
 
 PyTorch's operations are counted on a CPU, with what a GPU would launch in place of the attention and chunk kernels:
 one for each kernel of Triton's or of a flash package, and nothing computed. Keys and values are in as many blocks as
@@ -8,6 +8,7 @@ layers are counted, which its 32 repeat.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,8 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from recorder import Recorder
-from tiny import random_tokens, save_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from triforce.kernels import attention, chunks
 from triforce.kernels.selection import use_kernels
@@ -29,13 +28,18 @@ from triforce.offload.caches.streaming import StreamingCache
 from triforce.offload.graphs.passes import Graphs, Passes
 from triforce.offload.planning.placement import Placement
 from triforce.offload.planning.shape_steps import RandomWeights
-from triforce.offload.speculation import sampling
+from triforce.offload.speculation import distribution, noise
+from triforce.offload.speculation.noise import CommonNoise
 from triforce.offload.speculation.sampling import Sampler
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import Traffic
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the next ones are, if this is run as a script
+from recorder import Recorder
+from tiny import random_tokens, save_llama
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 LAYERS, CONTEXT, BLOCK, CHUNK, BUDGET, ROWS = 32, 131072, 1024, 8, 4096, 9
@@ -156,7 +160,8 @@ def as_on_a_gpu() -> Iterator[None]:
             (triton_chunks, "copy_chunks_triton", one_kernel()),
             (triton_chunks, "gather_chunks_triton", one_kernel(gathered)),
             (chunks, "usable_packages", lambda _: {"triton"}),
-            (sampling, "_likeliest", sort),
+            (distribution, "_likeliest", sort),
+            (noise, "_mostly_zero", lambda _: False),
         ]:
             patches.enter_context(patch.object(owner, name, stub))
         yield
@@ -226,9 +231,9 @@ def draft_token() -> Counter[str]:
     cache = StreamingCache(decoder)
     decoder.forward(torch.zeros(cache.sinks + cache.window, dtype=torch.int64), cache)
     counts = counted_replay(decoder, cache, 1)
-    sampler = Sampler(Sampling(seed=1), torch.Generator().manual_seed(1), frozenset(), False)
+    sampler = Sampler(Sampling(seed=1), CommonNoise(1), frozenset())
     logits = torch.randn(1, 32000)
-    return counts + counted(lambda: sampler.draw(sampler.distribution(logits)))
+    return counts + counted(lambda: sampler.draw(sampler.distribution(logits), CONTEXT))
 
 
 def captures_of_a_run() -> Counter[str]:
