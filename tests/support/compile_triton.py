@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.knobs
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import chunks as triton_chunks
 from triton.backends.compiler import GPUTarget

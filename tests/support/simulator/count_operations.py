@@ -242,7 +242,7 @@ def captures_of_a_run() -> Counter[str]:
         root = Path(directory)
         save_llama(root / "target", num_key_value_heads=2)
         save_llama(root / "draft", seed=9, num_hidden_layers=1)
-        lengths = {"draft_length": 3, "block_length": 7, "budget": 64}
+        lengths: dict[str, Any] = {"draft_length": 3, "block_length": 7, "budget": 64}
         engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", **lengths)
         engine._capture = recorder = Recorder()
         found = Counter[str]()
