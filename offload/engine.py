@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import instructions
 from ..kernels.layers import rows_are_independent
+from ..kernels.packages import usable_packages
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -37,7 +39,8 @@ from .planning.run_plan import RunPlan, make_plan
 from .settings import Settings
 from .speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampler, Sampling
+from .speculation.sampler import Sampler
+from .speculation.sampling import Sampling
 from .speculation.tiers import Tier
 from .speculation.vocabulary import check_draft
 
@@ -352,6 +355,7 @@ class Engine:
             "device": device.type,
             "device_name": device_name(device),
             "world_size": self.target.ranks.size,
+            "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "seed": fresh_seed if sampling.seed is None else sampling.seed,
             "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},

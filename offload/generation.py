@@ -18,7 +18,8 @@ from .planning.memory import device_peak_bytes, host_peak_bytes, shortage_explai
 from .rank_agreement import RankAgreement
 from .run_document import run_document
 from .speculation.refresh import RefreshPolicy
-from .speculation.sampling import Sampler, read
+from .speculation.sampler import Sampler
+from .speculation.sampling import read
 from .speculation.tiers import Counts, Tier
 from .statistics import Statistics
 

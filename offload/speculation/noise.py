@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .distribution import running_sum
+from .sampling import running_sum
 
 _STEP = 0x9E3779B97F4A7C15
 """What SplitMix64 adds for each number: 2^64 over the golden ratio, made odd."""

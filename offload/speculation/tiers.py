@@ -18,7 +18,8 @@ from ...tp.model.decoder import Cache, Decoder
 from ..graphs.passes import Passes
 from .acceptance import accept
 from .lengths import Acceptance, PassCost, best_length
-from .sampling import Sampler, read
+from .sampler import Sampler
+from .sampling import read
 from .vocabulary import cover, readable
 
 PROBE_EVERY = 24

@@ -27,7 +27,7 @@ def no_keys(q):
 
 def in_calls(q, k, v, edges, *, diagonal, window=None):
     """Attention to keys that come in several calls: the last call's results, and the running result."""
-    running = no_keys(q)
+    running, got = no_keys(q), ()
     for first, stop in itertools.pairwise(edges):
         got = attend_triton(
             q,

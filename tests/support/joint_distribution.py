@@ -16,8 +16,8 @@ import torch
 from tiny import random_tokens
 from torch import Tensor
 from triforce.offload import Engine, Sampling
-from triforce.offload.speculation.distribution import distribution
 from triforce.offload.speculation.noise import race, row_keys
+from triforce.offload.speculation.sampling import distribution
 
 VOCAB = 8
 PROMPT = random_tokens(60, VOCAB, seed=5)

@@ -152,7 +152,7 @@ class Recorder:
 
 def recorded_engine(pair: Any, **changes: Any) -> tuple[Engine, Recorder]:
     """An engine of a pair's directories whose passes a recorder captures."""
-    settings: dict[str, Any] = {"budget": 64} | LENGTHS | changes
+    settings: dict[str, Any] = {"budget": 64, **LENGTHS, **changes}
     engine = Engine.load(pair[0], pair[1], device="cpu", dtype="float32", **settings)
     engine._capture = recorder = Recorder()
     return engine, recorder

@@ -1,6 +1,6 @@
 """Runs jobs on several ranks: torchrun starts this file as every rank, and each prints what it got as JSON.
 
-A job is {"model", "draft", "device", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
+A job is {"model", "draft", "device", "dtype", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
 `Engine.load`.
 """
 
@@ -57,7 +57,11 @@ def main() -> None:
     for index, job in enumerate(json.loads(sys.argv[1])):
         device = job.get("device", "cpu")
         engine = Engine.load(
-            Path(job["model"]), job.get("draft"), device=device, dtype="float32", **job.get("settings", {})
+            Path(job["model"]),
+            job.get("draft"),
+            device=device,
+            dtype=job.get("dtype", "float32"),
+            **job.get("settings", {}),
         )
         ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))

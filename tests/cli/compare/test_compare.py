@@ -57,15 +57,18 @@ def compare(pair, capfd, monkeypatch):
     gone = Entry("gone", "", "strange_systems", imports=("no_such_package",), install="pip install no-such-package")
     monkeypatch.setitem(BASELINES, "gone", gone)
 
-    def run(*baselines, json_path=None, repeat=1, **changes):
+    def run(*names, json_path=None, repeat=1, **changes):
         target, draft = pair
+        baselines, flags = ([name for name in names if name.startswith("--") is flag] for flag in (False, True))
         options = {"--model": target, "--draft": draft, "--prompt": TEXT, "--prompt-tokens": PROMPT_TOKENS}
         options |= {"--max-new-tokens": TOKENS, "--dtype": "float32", "--repeat": repeat}
         options |= {"--budget": 64, "--draft-length": 3, "--block-length": 7}
         options |= {"--json": json_path} if json_path else {}
         options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
         given = [part for option in options.items() for part in option]
-        outcome = run_here(capfd, "compare", *given, *(part for name in baselines for part in ("--baseline", name)))
+        outcome = run_here(
+            capfd, "compare", *given, *flags, *(part for name in baselines for part in ("--baseline", name))
+        )
         return outcome, json.loads(json_path.read_text()) if json_path and json_path.exists() else None
 
     return run
@@ -210,18 +213,46 @@ def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, 
 @pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
-def test_sampling_reaches_every_system_and_texts_are_not_compared(compare, tmp_path, only_the_likeliest):
+def test_sampling_reaches_every_system_and_only_own_texts_are_compared(compare, tmp_path, only_the_likeliest):
     changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30} | only_the_likeliest
     outcome, document = compare("autoregressive", "transformers", json_path=tmp_path / "runs.json", seed=3, **changes)
     assert outcome.code == 0, outcome
     assert document["sampling"] == changes
     ours, plain, other = (system["runs"][0]["token_ids"] for system in document["systems"])
+    assert ours == plain, "a seed is one text, whatever drafts"
     if only_the_likeliest:
-        assert ours == plain == other, "what leaves one token leaves everyone the same"
+        assert ours == other, "what leaves one token leaves everyone the same"
     else:
-        assert len({tuple(ids) for ids in (ours, plain, other)}) > 1, "random numbers of three seem to be one's"
-        assert min(len(set(ids)) for ids in (ours, plain, other)) > 10
+        assert ours != other, "transformers draws with other random numbers"
+        assert min(len(set(ids)) for ids in (ours, other)) > 10
+    assert "the same tokens" in rows_of(outcome)[1]
     assert not any("token" in row for row in rows_of(outcome)[2:])
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.5, "top_p": 1, "seed": 8}])
+@pytest.mark.slow(keep=1)
+def test_an_audit_draws_every_token_again(compare, tmp_path, sampling):
+    outcome, document = compare("autoregressive", "--audit", json_path=tmp_path / "runs.json", **sampling)
+    assert outcome.code == 0, outcome
+    assert document["audit"] == {"tokens": TOKENS, "agree": TOKENS, "first_difference": None}
+    assert f"audit: {TOKENS} of {TOKENS} tokens are what decoding token by token draws" in outcome.out
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact):
+    def measured(name, tokens):
+        run = Measurement("", tokens, 1.0, 1.0, 1, 0.0, 1, 0, {"settings": {"exact": exact}})
+        return comparison.Row(Entry(name, "", OURS.module), [run])
+
+    seeded = replace(job, temperature=1.0, seed=4)
+    found = comparison.Comparison(seeded, 1, [measured("triforce", [1, 2, 3]), measured("autoregressive", [1, 2, 3])])
+    comparison.find_differences(found, 1.0)
+    assert found.wrong is None
+    found.audit = comparison.Audit(3, 2, 1)
+    assert found.wrong == ("the audit disagrees from token 1 on, which must not be" if exact else None)
+    found.rows[1].difference = comparison.Difference(2, 5, 3)
+    assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
 
 
 def test_json_on_stdout_is_alone_there(compare, capfd):
@@ -235,6 +266,7 @@ def test_impossible_requests_are_refused_before_anything_runs(compare):
     check_refusal(compare("vllm")[0], 2, "'vllm'", "transformers", "autoregressive")
     check_refusal(compare("transformers", repeat=0)[0], 2, "--repeat", "'0'")
     check_refusal(compare("transformers", time_limit=0)[0], 2, "--time-limit", "above 0")
+    check_refusal(compare("transformers", "--audit", temperature=1)[0], 2, "--audit", "--seed")
     check_refusal(compare("transformers", budget=4)[0], 2, "budget is 4")
     check_refusal(compare("transformers", temperature=-1)[0], 2, "temperature is -1")
     check_refusal(compare("transformers", prompt_tokens=1020)[0], 1, "1,024 positions")

@@ -5,7 +5,7 @@ import torch
 from recorder import FAMILIES, PROMPT
 from tiny import greedy_oracle, save_family, save_llama
 from triforce.kernels.selection import use_kernels
-from triforce.offload.speculation import distribution, noise
+from triforce.offload.speculation import noise, sampling
 from triforce.tp.model.decoder import Decoder
 
 
@@ -13,7 +13,7 @@ from triforce.tp.model.decoder import Decoder
 def plain_pytorch(monkeypatch):
     """What a GPU would run: the recorder sees PyTorch's operations only, not the compiled kernels for CPUs; and top-p
     sorts, and noise is computed for all tokens, where a CPU first looks at sums."""
-    monkeypatch.setattr(distribution, "_likeliest", lambda weights, _: weights.sort(dim=-1, descending=True))
+    monkeypatch.setattr(sampling, "_likeliest", lambda weights, _: weights.sort(dim=-1, descending=True))
     monkeypatch.setattr(noise, "_mostly_zero", lambda _: False)
     with use_kernels(attention="plain", layers="plain"):
         yield

@@ -28,7 +28,7 @@ from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.lengths import PassCost
-from triforce.offload.speculation.sampling import Sampler
+from triforce.offload.speculation.sampler import Sampler
 from triforce.offload.transfer.bandwidth import REPEATS
 from triforce.tp.errors import ModelError
 from triforce.tp.model.decoder import Decoder

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from profiles import examples
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.speculation.acceptance import accept, residual
-from triforce.offload.speculation.distribution import distribution
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise, key_of, mixed
-from triforce.offload.speculation.sampling import Sampling, read
+from triforce.offload.speculation.sampling import Sampling, distribution, read
 from triforce.tp.errors import ModelError, UsageError
 
 

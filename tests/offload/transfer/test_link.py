@@ -82,7 +82,7 @@ def test_fetch_sees_what_was_stored_before(link):
 def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
     """The least time of up to 12 passes: what else the machine does comes on top of the floor, never off it."""
     source = torch.zeros(1 << 20)  # 4 MiB
-    floor = 12 * source.numel() * 4 / 100e6
+    floor, seconds = 12 * source.numel() * 4 / 100e6, 0.0
     for _ in range(12):
         link = ThreadLink(bytes_per_s=100e6)
         ring = Ring(link, [torch.empty_like(source) for _ in range(3)])
