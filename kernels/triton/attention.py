@@ -37,7 +37,6 @@ launches, each going on from the one before."""
 _EMPTY: tl.constexpr = tl.constexpr(-1e30)
 """The peak where there are no scores: finite, so that differences from it are."""
 
-_NUM_WARPS = 4
 _NUM_STAGES = 2
 
 
@@ -116,7 +115,7 @@ def attend_triton(
                 WINDOWED=window is not None,
                 ON_DEVICE=isinstance(diagonal, Tensor),
                 WHOLE=not merges,
-                num_warps=_NUM_WARPS,  # pyright: ignore[reportCallIssue]
+                num_warps=warps_of(tile_rows, tile_keys, tile_dim),  # pyright: ignore[reportCallIssue]
                 num_stages=_NUM_STAGES,  # pyright: ignore[reportCallIssue]
             )
             if merges:
@@ -160,12 +159,18 @@ def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int,
     """Rows, keys and dimensions of a tile, powers of two and at least 16 as tensor cores require.
 
     A row tile takes 16 tokens of up to four query heads each. Larger tiles than these spill registers when they are
-    compiled for sm_80, sm_89 and sm_90; float32, which has no exact tensor cores, spills first.
+    compiled for sm_80 to sm_120 (`docs/gpu-results.md`); float32, which has no exact tensor cores, spills first.
     """
     tile_dim = max(16, power_of_two(head_dim))
     if dtype == torch.float32:
         return 16, min(128, max(16, 2048 // tile_dim)), tile_dim
     return min(64, power_of_two(16 * group), 8192 // tile_dim), min(128, 8192 // tile_dim), tile_dim
+
+
+def warps_of(tile_rows: int, tile_keys: int, tile_dim: int) -> int:
+    """Warps of a program of `_attend_kernel`. With four, the largest scores and results take all registers there are,
+    or more."""
+    return 8 if tile_rows * max(tile_keys, tile_dim) >= 8192 else 4
 
 
 @triton.jit(do_not_specialize=["diagonal", "window", "n", "m", "first_split", "keys_per_split"])

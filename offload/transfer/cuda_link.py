@@ -54,7 +54,6 @@ class CudaLink:
         with self._runtime.use(self._outwards):
             target.copy_(source, non_blocking=True)
             done = self._runtime.record_event()
-        self._runtime.keep_for(source, self._outwards)
         num_bytes = source.numel() * source.element_size()
         self._traffic = replace(self._traffic, bytes_out=self._traffic.bytes_out + num_bytes)
         return _Arrival(self, done)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class CudaRuntime:
@@ -33,11 +32,6 @@ class CudaRuntime:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.current_stream())
         return event
-
-    def keep_for(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keeps a tensor's memory, once it is freed, from being given to others before `stream` has done what it was
-        given so far."""
-        tensor.record_stream(stream)
 
     def synchronize(self) -> None:
         """Returns when the device has done all that it was given."""

@@ -68,8 +68,7 @@ class Link(Protocol):
 
     def store(self, source: Tensor, target: Tensor) -> Arrival:
         """Begins to copy `source`, on the device, to `target`, in host memory, both contiguous, after what was computed
-        before. `source` may be dropped at once, but not overwritten before the arrival's `wait` or
-        `wait_for_stores`."""
+        before. `source` must not be overwritten or freed before the arrival's `wait` or `wait_for_stores`."""
         ...
 
     def wait_for_stores(self) -> None:

@@ -3,8 +3,8 @@
 The newest tokens stay on the device in an *open* stretch per layer, so what a verification adds crosses the link only
 once its block is full. Between two passes nothing crosses. A pass over a few tokens reads every block once, the
 resident ones while the first of the others is on its way. A pass over many (a prefill) collects one layer at a time in
-a *workspace* on the device, attends there, and writes each block to its home while the next layer computes: a
-prompt's keys and values leave the device once.
+a *workspace* on the device, where its keys lie in one piece, attends there, and writes each block to its home, through
+the ring, while it goes on: a prompt's keys and values leave the device once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...kernels.chunks import copy_chunks, gather_chunks
 from ...tp.model.config import ModelConfig
 from ..planning.placement import OPEN_SLACK, Placement
 from .device_blocks import Blocks, read_tokens, write_tokens
-from .link import Arrival, Link, Traffic
+from .link import Link, Traffic
 from .ring import Ring
 
 
@@ -58,9 +58,8 @@ class StreamedBlocks:
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
         self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)])
-        self._workspace: Tensor | None = None
+        self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
-        self._leaving: list[Arrival] = []  # stores out of the workspace
         self._start = self._stop = 0  # of the pass under way
 
     @property
@@ -113,10 +112,9 @@ class StreamedBlocks:
         self._start, self._stop = start, start + n
         self._workspace = None
         if n > OPEN_SLACK:
-            shape = (-(-self._stop // self.block_size), *self._block)
-            self._workspace = self._open[0].new_zeros(shape)
+            _, num_kv_heads, size, head_dim = self._block
+            self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._stop // size) * size, head_dim)
             self._worked = -1
-            self._leaving.clear()
             return
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
@@ -157,29 +155,30 @@ class StreamedBlocks:
             return
         if layer != self._worked:
             self._take_up(layer, start)
-        write_tokens(self._workspace, start, k, v, clean=self._workspace.shape[0])
+        self._workspace[0, :, start:stop] = k
+        self._workspace[1, :, start:stop] = v
         if stop == self._stop:
             self._hand_back(layer)
 
     def _take_up(self, layer: int, length: int) -> None:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
-        for departure in self._leaving:
-            departure.wait()  # the blocks of the layer before leave from the same memory
-        self._leaving.clear()
         self._worked = layer
         whole = self._base // self.block_size
         resident = min(whole, self.num_resident)
-        self._workspace[:resident] = self._resident[layer][:resident]
-        arrivals = [
-            self._link.fetch(self._host[layer][index - self.num_resident], self._workspace[index])
-            for index in range(resident, whole)
-        ]
-        for arrival in arrivals:
-            arrival.wait()
+        for index, block in enumerate(self._resident[layer][:resident]):
+            self._worked_block(index).copy_(block)
+        away = whole - resident
+        self._ring.begin(iter(self._host[layer][:away]))
+        for index, block in enumerate(self._ring.next_blocks(away), resident):
+            self._worked_block(index).copy_(block)
         if length > self._base:
-            rest = self._open[layer][:, :, : length - self._base]
-            write_tokens(self._workspace, self._base, rest[0], rest[1], clean=self._workspace.shape[0])
+            self._workspace[:, :, self._base : length] = self._open[layer][:, :, : length - self._base]
+
+    def _worked_block(self, index: int) -> Tensor:
+        """A block `[2, num_kv_heads, block_size, head_dim]` of the layer in the workspace."""
+        assert self._workspace is not None
+        return self._workspace[:, :, index * self.block_size : (index + 1) * self.block_size]
 
     def _hand_back(self, layer: int) -> None:
         """Sends a layer's new blocks home, and its last tokens to the open stretch; they are in the workspace still."""
@@ -187,22 +186,22 @@ class StreamedBlocks:
         whole = self._stop // self.block_size
         for index in range(self._base // self.block_size, whole):
             if index < self.num_resident:
-                self._resident[layer][index] = self._workspace[index]
+                self._resident[layer][index] = self._worked_block(index)
             else:
-                home = self._host[layer][index - self.num_resident]
-                self._leaving.append(self._link.store(self._workspace[index], home))
-        if self._stop > whole * self.block_size:
-            k, v = read_tokens(self._workspace, whole * self.block_size, self._stop)
-            self._open[layer][0, :, : k.shape[1]] = k
-            self._open[layer][1, :, : k.shape[1]] = v
+                self._ring.send(self._worked_block(index), self._host[layer][index - self.num_resident])
+        rest = self._workspace[:, :, whole * self.block_size : self._stop]
+        self._open[layer][:, :, : rest.shape[2]] = rest
         if layer == len(self._open) - 1:
             self._base = whole * self.block_size
 
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
         if self._workspace is not None:
-            for index in range(first // size, -(-stop // size)):
-                yield index * size, self._workspace[index]
+            begin, end = first // size * size, -(-stop // size) * size
+            # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
+            step = end - begin if self.dtype.itemsize == 2 else size
+            for position in range(begin, end, step):
+                yield position, self._workspace[:, :, position : position + step]
             if layer == len(self._open) - 1 and stop == self._stop:
                 self._workspace = None  # what is chosen and drafted from next wants its memory
             return

@@ -1,67 +1,220 @@
-"""Compiles the Triton kernels for a GPU that need not be there: `python compile_triton.py 90`. One line a variant."""
+"""Compiles the Triton kernels for GPUs that need not be there, and says what each takes of one.
 
+    python compile_triton.py               # a table: usual shapes and dtypes, for five architectures
+    python compile_triton.py --unusual 90  # other shapes and dtypes, for one architecture
+
+It fails where a kernel spills registers or takes more shared memory than the smallest of these GPUs has. The number of
+rows is no part of a kernel: rows are tiles of one size. All figures are those of the assembler (`ptxas -v`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
+import triton.knobs
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import chunks as triton_chunks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SHARED_MEMORY = 99 * 1024
-"""Bytes a program may take on sm_86 and sm_89, the least of the GPUs this is for."""
+"""Bytes a program may take on sm_86, sm_89 and sm_120, the least of the GPUs this is for."""
 
-FLOATS = ["parts", "peaks", "totals", "running", "out", "lse"]
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+FLOATS = dict.fromkeys(["parts", "peaks", "totals", "running", "out", "lse", "mass"], "*fp32")
 
 
-def compile_kernel(kernel, capability, types, constants, num_warps):
-    """Args: `types` of the arguments, as far as the kernel has them, that are neither constants nor 32-bit integers."""
-    signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What programs share ("Compute capabilities" in the CUDA programming guide)."""
+
+    warps: int
+    programs: int
+    shared_memory: int
+    """KiB, of which each program takes one more than it asks for."""
+
+
+ARCHITECTURES = {
+    80: Multiprocessor(64, 32, 164),
+    86: Multiprocessor(48, 16, 100),
+    89: Multiprocessor(48, 24, 100),
+    90: Multiprocessor(64, 32, 228),
+    120: Multiprocessor(48, 24, 100),
+}
+REGISTERS = 65536
+"""Of a multiprocessor; warps take 256 at a time."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with what it is compiled for."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str]
+    """Of the arguments that are neither constants nor 32-bit integers, and maybe of others."""
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a program takes."""
+
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of a thread."""
+    shared: int
+    """Bytes."""
+
+    def occupancy(self, capability: int, num_warps: int) -> float:
+        """The share of a multiprocessor's warps that can be there at once."""
+        there = ARCHITECTURES[capability]
+        of_registers = REGISTERS // (-(-self.registers * 32 // 256) * 256) // num_warps
+        of_memory = there.shared_memory * 1024 // (self.shared + 1024)
+        return min(of_registers, of_memory, there.programs, there.warps // num_warps) * num_warps / there.warps
+
+
+def compile_variant(variant: Variant, capability: int) -> Usage:
+    """Compiles it and reads what the assembler says."""
+    kernel = variant.kernel
+    signature = dict.fromkeys(kernel.arg_names, "i32") | variant.types | dict.fromkeys(variant.constants, "constexpr")
     signature = {name: signature[name] for name in kernel.arg_names}
     aligned = [i for i, name in enumerate(kernel.arg_names) if "stride" in name or signature[name].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": 2},
-    )
-    used = compiled.metadata.shared
-    print(kernel.__name__, constants, f"{used} bytes of shared memory")
-    if used > SHARED_MEMORY:
-        sys.exit(f"{used} bytes of shared memory are more than {SHARED_MEMORY}")
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
+        compiled = triton.compile(
+            ASTSource(kernel, signature, variant.constants, attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": variant.num_warps, "num_stages": 2},
+        )
+    said = log.getvalue()
+    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
+    return Usage(int(re.findall(r"Used (\d+) registers", said)[-1]), spilled, compiled.metadata.shared)
 
 
-def main(capability):
+def attention_variant(
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    *,
+    windowed: bool = False,
+    on_device: bool = False,
+    whole: bool = False,
+) -> Variant:
+    rows, keys, dims = triton_attention.tile_sizes(group, head_dim, dtype)
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, "TILE_ROWS": rows, "TILE_KEYS": keys, "TILE_DIM": dims}
+    constants |= {"WINDOWED": windowed, "ON_DEVICE": on_device, "WHOLE": whole}
+    types = dict.fromkeys("qkv", POINTERS[dtype]) | FLOATS | {"scale_log2": "fp32"}
+    types |= {"diagonal": "*i64"} if on_device else {}
+    return Variant(triton_attention._attend_kernel, constants, types, triton_attention.warps_of(rows, keys, dims))
+
+
+def mass_variant(dtype: torch.dtype, group: int, head_dim: int, **flags: bool) -> Variant:
+    like = attention_variant(dtype, group, head_dim, **flags)
+    constants = {name: value for name, value in like.constants.items() if name != "WHOLE"} | {"CHUNK": 8}
+    return Variant(triton_chunks._mass_kernel, constants, like.types)
+
+
+def merge_variant(head_dim: int, *, running: bool) -> Variant:
+    constants = {"HEAD_DIM": head_dim, "TILE_DIM": triton_attention.power_of_two(head_dim), "RUNNING": running}
+    return Variant(triton_attention._merge_kernel, constants, FLOATS, num_warps=1)
+
+
+def chunk_variants(dtype: torch.dtype, head_dim: int, chunk: int) -> list[Variant]:
+    """Gathering and copying chunks."""
+    power = triton_attention.power_of_two
+    constants = {"CHUNK": chunk, "HEAD_DIM": head_dim, "TILE_CHUNK": power(chunk), "TILE_DIM": power(head_dim)}
+    types = dict.fromkeys(["blocks", "block", "out", "k", "v"], POINTERS[dtype]) | {"indices": "*i64"}
+    return [
+        Variant(kernel, constants, types, 2) for kernel in (triton_chunks._gather_kernel, triton_chunks._copy_kernel)
+    ]
+
+
+def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
+    """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
+    captured, without a window and with one, and a prefill with a window."""
+    for dtype, head_dim in itertools.product(dtypes, head_dims):
+        for group in groups:
+            yield "attention", attention_variant(dtype, group, head_dim)
+            yield "attention", attention_variant(dtype, group, head_dim, on_device=True)
+            yield "attention", attention_variant(dtype, group, head_dim, on_device=True, windowed=True)
+            yield "attention", attention_variant(dtype, group, head_dim, windowed=True, whole=True)
+            yield "mass of chunks", mass_variant(dtype, group, head_dim)
+        for variant in chunk_variants(dtype, head_dim, 8):
+            yield "copies of chunks", variant
+    for head_dim in head_dims:
+        yield "merge", merge_variant(head_dim, running=False)
+        yield "merge", merge_variant(head_dim, running=True)
+
+
+def unusual_variants() -> Iterator[tuple[str, Variant]]:
     for dtype, group, head_dim in [(torch.bfloat16, 1, 64), (torch.bfloat16, 4, 256), (torch.float32, 8, 128)]:
-        rows, keys, dims = triton_attention.tile_sizes(group, head_dim, dtype)
-        windowed = on_device = head_dim == 64
-        types = dict.fromkeys("qkv", POINTERS[dtype]) | dict.fromkeys(FLOATS, "*fp32") | {"scale_log2": "fp32"}
-        constants = {
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "TILE_ROWS": rows,
-            "TILE_KEYS": keys,
-            "TILE_DIM": dims,
-            "WINDOWED": windowed,
-            "ON_DEVICE": on_device,
-        }
-        if on_device:
-            types["diagonal"] = "*i64"
+        flags = {"windowed": head_dim == 64, "on_device": head_dim == 64}
         for whole in (False, True):
-            compile_kernel(triton_attention._attend_kernel, capability, types, constants | {"WHOLE": whole}, 4)
-        constants["CHUNK"] = 8
-        compile_kernel(triton_chunks._mass_kernel, capability, types | {"lse": "*fp32", "mass": "*fp32"}, constants, 4)
+            yield "attention", attention_variant(dtype, group, head_dim, whole=whole, **flags)
+        yield "mass of chunks", mass_variant(dtype, group, head_dim, **flags)
     for running in (False, True):
-        constants = {"HEAD_DIM": 80, "TILE_DIM": 128, "RUNNING": running}
-        compile_kernel(triton_attention._merge_kernel, capability, dict.fromkeys(FLOATS, "*fp32"), constants, 1)
-    pointers = {"blocks": "*bf16", "indices": "*i64", "out": "*bf16"}
-    constants = {"CHUNK": 12, "HEAD_DIM": 80, "TILE_CHUNK": 16, "TILE_DIM": 128}
-    compile_kernel(triton_chunks._gather_kernel, capability, pointers, constants, 2)
-    pointers = {"block": "*bf16", "indices": "*i64", "k": "*bf16", "v": "*bf16"}
-    compile_kernel(triton_chunks._copy_kernel, capability, pointers, constants, 2)
+        yield "merge", merge_variant(80, running=running)
+    for variant in chunk_variants(torch.bfloat16, 80, 12):
+        yield "copies of chunks", variant
+
+
+def checked(name: str, variant: Variant, capability: int) -> Usage:
+    """Its usage, unless that is too much."""
+    usage = compile_variant(variant, capability)
+    if usage.spilled or usage.shared > SHARED_MEMORY:
+        sys.exit(f"{name} {variant.constants} on sm_{capability}: {usage}")
+    return usage
+
+
+def tabulate(capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> None:
+    """Prints a row for each kernel and tile: the most that any variant takes, and the least occupancy."""
+    rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
+    for name, variant in usual_variants(dtypes, head_dims, groups):
+        tile = " x ".join(str(size) for key, size in variant.constants.items() if key.startswith("TILE_"))
+        row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
+        for capability, found in row.items():
+            usage = checked(name, variant, capability)
+            found.append((usage, usage.occupancy(capability, variant.num_warps)))
+    print("| kernel | tile |", " | ".join(f"sm_{capability}" for capability in capabilities), "|")
+    print("|---" * (2 + len(capabilities)) + "|")
+    for (name, tile), row in sorted(rows.items()):
+        print("|", " | ".join((name, tile, *map(_cell, row.values()))), "|")
+
+
+def _cell(found: list[tuple[Usage, float]]) -> str:
+    registers, shared = max(usage.registers for usage, _ in found), max(usage.shared for usage, _ in found)
+    return f"{registers}, {shared / 1024:.0f} KiB, {min(of for _, of in found):.0%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--unusual", type=int, metavar="90")
+    parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 8])
+    options = parser.parse_args()
+    if options.unusual:
+        for name, variant in unusual_variants():
+            print(name, variant.constants, checked(name, variant, options.unusual))
+        return
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    tabulate(options.capabilities, dtypes, options.head_dims, options.groups)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -1,4 +1,5 @@
-"""What streamed blocks ask of the link: no memory of their own to send a block, and no block that no row sees."""
+"""What streamed blocks ask of the link (no memory of their own to send a block, and no block that no row sees), and how
+they give what they hold to attention."""
 
 from typing import Any
 
@@ -88,3 +89,33 @@ def test_a_store_that_failed_is_the_error_of_the_next_pass(decoder, link):
     link.store(torch.zeros(4), torch.zeros(3))
     with pytest.raises(LinkError):
         decoder.forward(torch.tensor([1]), cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_resident", [0, 3])
+def test_a_prefill_attends_to_all_that_came_before(decoder, link, num_resident, dtype):
+    """In 16 bits in one piece, where a flash kernel starts once."""
+    given = {"dtype": dtype, "device": CPU}
+    placement = Placement.streaming(1400, SIZE, num_resident, 4)
+    streamed: Any = StreamedBlocks(decoder.part, link, placement, **given)
+    plain: Any = DeviceBlocks(decoder.part, **given, capacity=1400, block_size=SIZE)
+    start = 0
+    for stop in (520, 530, 1100, 1101):  # prefills, the second of which takes up what is there, and steps
+        n = stop - start
+        for blocks in (streamed, plain):
+            blocks.prepare(start, n)
+        for layer in range(decoder.config.num_layers):
+            k, v = torch.randn(2, decoder.part.num_kv_heads, n, decoder.part.head_dim).to(dtype)
+            found = []
+            for blocks in (streamed, plain):
+                blocks.append(layer, start, k, v)
+                if n <= 512:  # a step, which leaves out what a window hides
+                    list(blocks.pieces(layer, 0, stop))
+                    continue
+                pieces = [(position, piece.clone()) for position, piece in blocks.pieces(layer, 0, stop)]
+                pieces.sort(key=lambda piece: piece[0])
+                found.append(torch.cat([piece for _, piece in pieces], dim=2)[:, :, :stop])
+                if blocks is streamed:
+                    assert len(pieces) == (1 if dtype == torch.bfloat16 else -(-stop // SIZE))
+            assert not found or torch.equal(*found)
+        start = stop

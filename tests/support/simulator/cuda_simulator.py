@@ -7,7 +7,7 @@ belongs to the stream that is current, and the host runs ahead of it.
 *Detection.* Each stream and the host has a vector clock (Lamport's happens-before, as in race detectors). Each piece
 of memory knows who read and wrote it last. An access that no chain of stream order, events, waits and synchronisation
 puts behind an earlier conflicting one raises `Race`: in some order that CUDA allows it goes wrong, whether or not it
-did this time. So does memory that is freed while another stream may still use it, unless `record_stream` was called.
+did this time. So does memory that is freed while another stream may still use it.
 
 *Execution.* Without a seed copies run at once. With one, those on streams of their own run at a random time between
 the earliest and the latest that CUDA allows; their targets hold NaN meanwhile. Computation runs in step.
@@ -58,8 +58,6 @@ class Memory:
     """`None` of what was made of nothing: it is where the first operation wants it that takes something else too."""
     pinned: bool = False
     accesses: list[Access] = field(default_factory=list)
-    recorded: set[int] = field(default_factory=set)
-    """Streams that the allocator waits for before it gives the memory to others."""
 
 
 class SimulatedStream:
@@ -148,9 +146,6 @@ class SimulatedRuntime:
 
     def record_event(self) -> SimulatedEvent:
         return SimulatedEvent(self.simulator.current)
-
-    def keep_for(self, tensor: Tensor, stream: SimulatedStream) -> None:
-        self.simulator.memory(tensor).recorded.add(stream.number)
 
     def synchronize(self) -> None:
         self.simulator.synchronize()
@@ -263,7 +258,7 @@ class Simulator:
         for access in memory.accesses:
             if access.stream in (HOST, memory.allocated_on) and not memory.pinned:
                 continue
-            if owner.get(access.stream, 0) < access.time and access.stream not in memory.recorded:
+            if owner.get(access.stream, 0) < access.time:
                 self.races.append(f"memory is freed while stream {access.stream} may still run {access.what}")
 
     def access(self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str) -> None:

@@ -1,0 +1,272 @@
+"""Counts what the host does for a pass, without a GPU: `python tests/support/simulator/count_operations.py`.
+
+PyTorch's operations are counted on a CPU, with what a GPU would launch in place of the attention and chunk kernels:
+one for each kernel of Triton's or of a flash package, and nothing computed. Keys and values are in as many blocks as
+the 131,072 tokens of Llama-2-7B would be, but heads and weights are tiny, as the counts do not depend on them, and two
+layers are counted, which its 32 repeat.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triforce.kernels import attention, chunks
+from triforce.kernels.selection import use_kernels
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.graphs.passes import Graphs, Passes
+from triforce.offload.planning.placement import Placement
+from triforce.offload.planning.shape_steps import RandomWeights
+from triforce.offload.speculation import distribution, noise
+from triforce.offload.speculation.noise import CommonNoise
+from triforce.offload.speculation.sampling import Sampler
+from triforce.offload.transfer.device_blocks import DeviceBlocks
+from triforce.offload.transfer.link import Traffic
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.decoder import Decoder
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the next ones are, if this is run as a script
+from recorder import Recorder
+from tiny import random_tokens, save_llama
+
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
+LAYERS, CONTEXT, BLOCK, CHUNK, BUDGET, ROWS = 32, 131072, 1024, 8, 4096, 9
+ROOM = 2048
+"""Tokens behind the context that there is room for."""
+
+_MEMORY_ONLY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach"}
+"""Operations that start no kernel, besides those that give views."""
+
+
+class Counting(TorchDispatchMode):
+    """Counts, within, `operations` of PyTorch and `launches`; others are counted by `count`."""
+
+    current: Counting | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self):
+        Counting.current = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Counting.current = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts["operations"] += 1
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and name not in _MEMORY_ONLY:
+            self.counts["launches"] += 1
+        return result
+
+
+def count(name: str, number: int = 1) -> None:
+    if Counting.current is not None:
+        Counting.current.counts[name] += number
+
+
+class CountingLink:
+    """A link across which nothing goes."""
+
+    def host_memory(self, shape, dtype):
+        return torch.zeros(1, dtype=dtype).expand(shape)  # what nobody reads takes no memory
+
+    def fetch(self, source, buffer):
+        count("copies across the link")
+        return self
+
+    def store(self, source, target):
+        return self.fetch(source, target)
+
+    def wait(self) -> None:
+        pass
+
+    def wait_for_stores(self) -> None:
+        pass
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+
+class CountedGraphs(Recorder):
+    """Captures that count as one launch."""
+
+    def capture(self, run, pool):
+        self.captures += 1
+        result = run()
+
+        def replay() -> None:
+            self.replays += 1
+            count("launches")
+
+        return replay, result
+
+
+def attend_nothing(q, k, v, **options: Any):
+    """Two kernels of Triton's."""
+    count("launches", 2)
+    return torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:2], dtype=torch.float32)
+
+
+def flash_nothing(q, k, v, scale, causal):
+    count("launches")
+    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+
+
+def one_kernel(result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    def run(*args: Any, **_: Any) -> Any:
+        count("launches")
+        return result(*args)
+
+    return run
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Within, the choices of a GPU with Triton."""
+    from triforce.kernels.triton import attention as triton_attention
+    from triforce.kernels.triton import chunks as triton_chunks
+
+    def backend(q, flash_mask, plain_rows):
+        few = q.shape[1] <= attention.FEW_ROWS
+        return attention.choose_backend((8, 0), frozenset({"triton"}), DTYPE, 128, few, flash_mask)
+
+    gathered = lambda blocks, chosen, size: blocks.new_empty(chosen.shape[0], chosen.shape[1] * size, blocks.shape[-1])  # noqa: E731
+    sort = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
+    with ExitStack() as patches:
+        patches.enter_context(use_kernels(layers="plain"))
+        for owner, name, stub in [
+            (attention, "_backend_of", backend),
+            (attention, "_FLASH", {"flash_cuda": flash_nothing}),
+            (triton_attention, "attend_triton", attend_nothing),
+            (triton_chunks, "chunk_mass_triton", one_kernel()),
+            (triton_chunks, "copy_chunks_triton", one_kernel()),
+            (triton_chunks, "gather_chunks_triton", one_kernel(gathered)),
+            (chunks, "usable_packages", lambda _: {"triton"}),
+            (distribution, "_likeliest", sort),
+            (noise, "_mostly_zero", lambda _: False),
+        ]:
+            patches.enter_context(patch.object(owner, name, stub))
+        yield
+
+
+def decoder_of(num_layers: int, vocab_size: int = 64) -> Decoder:
+    raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 16}
+    raw |= {"num_hidden_layers": num_layers, "num_attention_heads": 2, "max_position_embeddings": 2 * CONTEXT}
+    config = ModelConfig.from_json(raw | {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}, Path("counted"))
+    return Decoder(config, RandomWeights(DTYPE, CPU), CPU)  # pyright: ignore[reportArgumentType]
+
+
+def cache_of(decoder: Decoder, streams: bool) -> FullCache:
+    capacity = CONTEXT + ROOM
+    if streams:
+        place = Placement.streaming(capacity, BLOCK, 0, CHUNK)
+        blocks: Any = StreamedBlocks(decoder.part, CountingLink(), place, dtype=DTYPE, device=CPU)  # pyright: ignore
+    else:
+        blocks = DeviceBlocks(decoder.part, dtype=DTYPE, device=CPU, capacity=capacity, block_size=capacity)
+    return FullCache(decoder.part, decoder.rope, blocks, chunk_size=CHUNK)
+
+
+def counted(run: Callable[[], Any]) -> Counter[str]:
+    with Counting() as mode:
+        run()
+    return mode.counts
+
+
+def passes_of(streams: bool) -> Iterator[tuple[str, Counter[str]]]:
+    """A prefill, a verification and a retrieval cache's pass of the target."""
+    where = "streamed" if streams else "resident"
+    tokens = torch.zeros(CONTEXT, dtype=torch.int64)
+    of_layers: list[list[Counter[str]]] = []
+    for num_layers in (1, 2):
+        decoder = decoder_of(num_layers)
+        cache = cache_of(decoder, streams)
+        found = [counted(lambda: decoder.forward(tokens, cache))]  # noqa: B023
+        found.append(counted(lambda: decoder.forward(tokens[:ROWS], cache, num_logits=ROWS)))  # noqa: B023
+        if not streams:
+            cache.rollback(CONTEXT)
+            retrieval = RetrievalCache(cache, decoder.rope, budget=BUDGET, chunk_size=CHUNK)
+            retrieval.refresh()
+            found.append(counted_replay(decoder, retrieval, 4))
+        of_layers.append(found)
+    names = [f"prefill of {CONTEXT:,} tokens, {where}", f"verification of {ROWS} rows, {where}"]
+    for name, one, two in zip([*names, "pass of the retrieval cache"], *of_layers, strict=False):
+        yield name, Counter({what: one[what] + (LAYERS - 1) * (two[what] - one[what]) for what in two})
+
+
+def counted_replay(decoder: Decoder, cache: Any, rows: int) -> Counter[str]:
+    passes = Passes(decoder, cache, Graphs(CountedGraphs()))
+    tokens = torch.zeros(rows, dtype=torch.int64)
+
+    def step() -> None:
+        length = cache.length
+        passes.forward(tokens, rows)
+        cache.rollback(length)
+
+    for _ in range(2):
+        step()
+    return counted(step)
+
+
+def draft_token() -> Counter[str]:
+    """One of a small model's: its pass, the distribution, and the draw."""
+    decoder = decoder_of(2, vocab_size=32000)
+    cache = StreamingCache(decoder)
+    decoder.forward(torch.zeros(cache.sinks + cache.window, dtype=torch.int64), cache)
+    counts = counted_replay(decoder, cache, 1)
+    sampler = Sampler(Sampling(seed=1), CommonNoise(1), frozenset())
+    logits = torch.randn(1, 32000)
+    return counts + counted(lambda: sampler.draw(sampler.distribution(logits), CONTEXT))
+
+
+def captures_of_a_run() -> Counter[str]:
+    """Captures of a run of three tiers for 200 tokens, and those of the next one."""
+    with tempfile.TemporaryDirectory() as directory, use_kernels(attention="plain", layers="plain"):
+        root = Path(directory)
+        save_llama(root / "target", num_key_value_heads=2)
+        save_llama(root / "draft", seed=9, num_hidden_layers=1)
+        lengths: dict[str, Any] = {"draft_length": 3, "block_length": 7, "budget": 64}
+        engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", **lengths)
+        engine._capture = recorder = Recorder()
+        found = Counter[str]()
+        for name in ("first run", "second run"):
+            before = recorder.captures
+            engine.generate(random_tokens(300, seed=3), Sampling(seed=1), 200)
+            found[name] = recorder.captures - before
+        return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    rows: list[tuple[str, Counter[str]]] = []
+    with as_on_a_gpu():
+        rows.append(("draft token", draft_token()))
+        rows += passes_of(streams=False)
+        rows += passes_of(streams=True)
+    columns = ["launches", "operations", "copies across the link"]
+    print("| what |", " | ".join(columns), "|")
+    print("|---" * (1 + len(columns)) + "|")
+    for name, counts in rows:
+        print("|", name, "|", " | ".join(f"{counts[column]:,}" for column in columns), "|")
+    print("captures:", dict(captures_of_a_run()))
+
+
+if __name__ == "__main__":
+    main()
