@@ -28,7 +28,7 @@ from triforce.offload.caches.streaming import StreamingCache
 from triforce.offload.graphs.passes import Graphs, Passes
 from triforce.offload.planning.placement import Placement
 from triforce.offload.planning.shape_steps import RandomWeights
-from triforce.offload.speculation import distribution, noise
+from triforce.offload.speculation import noise, sampling
 from triforce.offload.speculation.noise import CommonNoise
 from triforce.offload.speculation.sampling import Sampler
 from triforce.offload.transfer.device_blocks import DeviceBlocks
@@ -160,7 +160,7 @@ def as_on_a_gpu() -> Iterator[None]:
             (triton_chunks, "copy_chunks_triton", one_kernel()),
             (triton_chunks, "gather_chunks_triton", one_kernel(gathered)),
             (chunks, "usable_packages", lambda _: {"triton"}),
-            (distribution, "_likeliest", sort),
+            (sampling, "_likeliest", sort),
             (noise, "_mostly_zero", lambda _: False),
         ]:
             patches.enter_context(patch.object(owner, name, stub))

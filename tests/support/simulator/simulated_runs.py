@@ -29,7 +29,7 @@ from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.planning import placement
 from triforce.offload.planning.placement import Placement
-from triforce.offload.speculation import distribution, noise
+from triforce.offload.speculation import noise, sampling
 from triforce.offload.transfer import streamed_blocks
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
@@ -53,7 +53,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(use_kernels(attention="plain", layers="plain"))
         likeliest = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
-        patches.enter_context(patch.object(distribution, "_likeliest", likeliest))
+        patches.enter_context(patch.object(sampling, "_likeliest", likeliest))
         patches.enter_context(patch.object(noise, "_mostly_zero", lambda _: False))
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
