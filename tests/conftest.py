@@ -86,6 +86,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have the names of folders too
                 item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        items[:] = long_ones_first(items)
     named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
     if config.stash[EXTENT] != "fast" or named:
         return
@@ -93,6 +95,22 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
     items[:] = [item for item in items if item not in slow]
+
+
+def long_ones_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Two workers begin with half of the tests each, and whoever is done takes over half of what the other has left. So
+    files with many slow tests are dealt to the beginnings of both halves, and the last tests are short. Those marked
+    `alone` come at the very end, where nobody waits long for the other one's test."""
+    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files["" if item.get_closest_marker("alone") else item.nodeid.partition("::")[0]].append(item)
+    alone = files.pop("", [])
+    slow = {name: sum(item.get_closest_marker("slow") is not None for item in of) for name, of in files.items()}
+    halves: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    for index, name in enumerate(sorted(files, key=lambda name: -slow[name])):
+        half = halves[index % 2] if slow[name] else min(halves, key=len)
+        half += files[name]
+    return [*halves[0], *halves[1], *alone]
 
 
 def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:

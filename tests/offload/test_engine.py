@@ -38,7 +38,7 @@ def test_without_a_seed_one_is_drawn_and_reported(pair):
 
 def test_fixed_lengths_stay(pair):
     engine = Engine.load(*pair, device="cpu", budget=8, draft_length=5, block_length=9)
-    stats = engine.generate(random_tokens(200), Sampling(temperature=0.0), 60).stats
+    stats = engine.generate(random_tokens(200), Sampling(temperature=0.0), 20).stats
     assert (stats["settings"]["draft_length"], stats["settings"]["block_length"]) == (5, 9)
 
 

@@ -71,11 +71,9 @@ def test_greedy_equals_transformers_for_every_budget_and_refresh(pairs, budget, 
     check_both(pairs, "gqa", budget=budget, refresh=refresh, draft_length=3, block_length=7)
 
 
-@pytest.mark.parametrize(
-    ("draft_length", "block_length"),
-    [(1, 1), (5, 2), pytest.param(1, 20, marks=pytest.mark.slow), pytest.param(8, 40, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("draft_length", "block_length"), [(1, 1), (5, 2), (1, 20), (8, 40)])
 @pytest.mark.parametrize("chunk_size", [1, 8, 31])
+@pytest.mark.slow(keep=3)
 def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_length, block_length, chunk_size):
     check_both(pairs, "mha", budget=62, chunk_size=chunk_size, draft_length=draft_length, block_length=block_length)
 

@@ -14,11 +14,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from triforce.cli.app import main, run
+from triforce.cli.compare.baselines import process, worker
 from triforce.cli.terminal.stopping import Signals
 
 VOCABULARY = 320
@@ -103,6 +106,8 @@ class Fork:
             code = call()
         except SystemExit as end:
             code = end.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -136,23 +141,43 @@ class Fork:
             self.wait(60)
 
 
-def triforce(*arguments: object) -> Callable[[], None]:
-    """What a fork calls to be the command."""
+def triforce(*arguments: object, anew: str | None = None) -> Callable[[], None]:
+    """What a fork calls to be the command; the package `anew` it imports again."""
 
     def call() -> None:
+        for name in [name for name in sys.modules if anew and f"{name}.".startswith(f"{anew}.")]:
+            del sys.modules[name]
         sys.argv = ["triforce", *map(str, arguments)]
         main()
 
     return call
 
 
-def run_fork(*arguments: object, stdin: bytes = b"", **environment: str) -> Outcome:
-    """Runs `triforce` in a process of its own, as `run_command` does, but in a fork of this one."""
+def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the workers of `compare` are forks."""
+
+    def start(command, *, stdin, stdout, stderr, env, start_new_session):
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        with open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), stdout.fileno(), stdout.fileno()
+            return Fork(lambda: worker.main(*command[4:]), streams, env, new_session=start_new_session)
+
+    assert process.subprocess is subprocess
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, **names))
+
+
+def run_fork(*arguments: object, stdin: bytes = b"", anew: str | None = None, **environment: str) -> Outcome:
+    """Runs `triforce` in a process of its own, as `run_command` does, but in a fork of this one.
+
+    Args:
+        anew: a package that it imports again, as it reads the environment only then.
+    """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-        fork = Fork(triforce(*arguments), (given.fileno(), out.fileno(), err.fileno()), environment)
+        fork = Fork(triforce(*arguments, anew=anew), (given.fileno(), out.fileno(), err.fileno()), environment)
         try:
             code = fork.wait(120)
         finally:

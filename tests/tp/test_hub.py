@@ -1,6 +1,6 @@
 """Models of the hub, through its real client and a small stand-in for its server: what is fetched, and what may fail.
 
-Each case runs in a process of its own, as the client reads its settings when it is imported.
+Each case runs in a process of its own, which imports the client anew: it reads its settings when it is imported.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import in_shards, to_bin
-from command import TRIFORCE, check_refusal, run_command, save_tokenizer
+from command import TRIFORCE, check_refusal, run_fork, save_tokenizer
 from tiny import save_llama
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -139,7 +139,7 @@ def run(hub, tmp_path):
 
     def generate(*arguments, **environment):
         settings = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-        return run_command("generate", *PROMPT, *arguments, **(settings | environment))
+        return run_fork("generate", *PROMPT, *arguments, anew="huggingface_hub", **(settings | environment))
 
     return generate
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import spmd
-from command import TRIFORCE, check_refusal, run_command
+from command import TRIFORCE, check_refusal, run_command, run_fork
 from spmd import ENVIRONMENT, run_jobs, torchrun
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
@@ -117,7 +117,7 @@ def test_two_launches_of_torchrun_are_one_run(models):
 
 @pytest.mark.slow
 def test_heads_that_do_not_divide_are_refused_with_the_counts_that_work(pair):
-    outcome = run_command("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 3)
+    outcome = run_fork("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 3)
     check_refusal(outcome, 2, "4 heads", "3 ranks", "1, 2, 4")
 
 
@@ -126,7 +126,7 @@ def test_heads_are_checked_before_any_rank_is_started(pair, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    print('a rank')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 16)
-    check_refusal(run_command(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
+    check_refusal(run_fork(*arguments, PYTHONPATH=path), 2, "4 heads", "16 ranks")
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_engine_refuses_ranks_that_nobody_started(pair):
 @pytest.mark.slow
 def test_command_joins_torchrun_and_rank_0_alone_speaks(pair):
     arguments = ("generate", "--model", pair[0], "--prompt", "It was", "--temperature", 0, "--dtype", "float32")
-    alone = run_command(*arguments, "--max-new-tokens", 20)
+    alone = run_fork(*arguments, "--max-new-tokens", 20)
     command = torchrun("--standalone", "--nproc-per-node", 2, "-m", "triforce.cli", *arguments)
     joined = subprocess.run(
         [*command, "--max-new-tokens", "20"], capture_output=True, timeout=120, env=os.environ | ENVIRONMENT
@@ -176,7 +176,7 @@ def test_port_that_is_taken_is_named_with_the_remedy(pair):
         taken.listen()
         port = taken.getsockname()[1]
         command = ("generate", "--model", pair[0], "--prompt", "A", "--device", "cpu")
-        outcome = run_command(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        outcome = run_fork(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     check_refusal(outcome, 1, f"127.0.0.1:{port}", "taken", "--master-port")
 
 
@@ -268,7 +268,7 @@ def test_signal_to_the_launcher_ends_all_ranks_cleanly(number, code):
 @pytest.mark.slow
 def test_run_under_nohup_outlives_its_terminal(pair):
     """A shell that ends hangs up on the launcher; the ranks have sessions of their own."""
-    arguments = ("--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2, "--max-new-tokens", 300)
+    arguments = ("--model", pair[0], "--prompt", "A", "--device", "cpu", "--gpus", 2, "--max-new-tokens", 100)
     process = subprocess.Popen(
         [*TRIFORCE, "generate", *map(str, arguments), "--ignore-eos", "--tiers", "1"],
         stdout=subprocess.PIPE,
@@ -281,7 +281,7 @@ def test_run_under_nohup_outlives_its_terminal(pair):
     process.send_signal(signal.SIGHUP)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert b"300 tokens" in err
+    assert b"100 tokens" in err
 
 
 @pytest.mark.slow

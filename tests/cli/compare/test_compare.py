@@ -7,18 +7,16 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import strange_systems
 import torch
-from command import TEXT, TRIFORCE, VOCABULARY, Fork, check_refusal, run_here, save_tokenizer, undocumented
+from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, fork_workers, run_here, save_tokenizer, undocumented
 from strange_systems import FLIPPED_AT
 from tiny import greedy_oracle, save_llama
 from transformers import LlamaForCausalLM
 from triforce.cli.compare import comparison
-from triforce.cli.compare.baselines import process, worker
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.process import WorkerError, run_worker
@@ -77,16 +75,7 @@ def compare(pair, capfd, monkeypatch):
 @pytest.fixture
 def forked_workers(monkeypatch):
     """Workers that are forks: processes of their own still, without the start of an interpreter."""
-
-    def start(command, *, stdin, stdout, stderr, env, start_new_session):
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
-        with open(os.devnull, "rb") as nothing:
-            streams = nothing.fileno(), stdout.fileno(), stdout.fileno()
-            return Fork(lambda: worker.main(*command[4:]), streams, env, new_session=start_new_session)
-
-    assert process.subprocess is subprocess
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, **names))
+    fork_workers(monkeypatch)
 
 
 def rows_of(outcome):
@@ -255,6 +244,7 @@ def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact
     assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_json_on_stdout_is_alone_there(compare, capfd):
     outcome, _ = compare("autoregressive", json="-")
     assert outcome.code == 0, outcome

@@ -55,9 +55,9 @@ def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
 def test_captured_passes_emit_the_sampled_tokens_of_passes_as_they_come(pairs, refresh):
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=6)
     engine, recorder = recorded_engine(pairs["llama"], refresh=refresh)
-    got = engine.generate(PROMPT, sampling, 120)
+    got = engine.generate(PROMPT, sampling, 60)
     engine._capture = None
-    want = engine.generate(random_tokens(5), sampling, 1), engine.generate(PROMPT, sampling, 120)
+    want = engine.generate(random_tokens(5), sampling, 1), engine.generate(PROMPT, sampling, 60)
     assert got.token_ids == want[1].token_ids
     assert got.stats["acceptance"] == want[1].stats["acceptance"]
     assert recorder.replays > 50, recorder.counts
