@@ -30,7 +30,7 @@ from triforce.offload.planning.placement import Placement
 from triforce.offload.planning.shape_steps import RandomWeights
 from triforce.offload.speculation import noise, sampling
 from triforce.offload.speculation.noise import CommonNoise
-from triforce.offload.speculation.sampling import Sampler
+from triforce.offload.speculation.sampler import Sampler
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import Traffic
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
