@@ -32,6 +32,7 @@ __all__ = [
     "attend",
     "attend_blocks",
     "choose_backend",
+    "goes_on",
     "merge_partials",
     "new_running",
     "takes_blocks",
@@ -39,6 +40,10 @@ __all__ = [
 
 _SEGMENT = 16384
 """Keys of a blocked cache that are copied together for a flash kernel, which bounds the copy."""
+
+_PADDED_SPLIT = 256
+"""Keys of a partial result of the plain implementation where rows are padded: blocks are whole splits, so that bits do
+not depend on where blocks end."""
 
 _FLASH: dict[str, FlashKernel] = {"flash_cpu": flash_cpu, "flash_cuda": flash_cuda, "flash_package": flash_package}
 
@@ -108,20 +113,33 @@ def attend(
         fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
         tile = TILE_ROWS if n <= FEW_ROWS else None
-        out, here = attend_plain(
-            grouped, k, v, scale, diagonal, window, scratch or Scratch(), fused_mass, tile, selected().padded
-        )
-        out, lse = out.reshape(num_heads, n, head_dim), here.reshape(num_heads, n)
-        if running is not None:
-            here = lse
-            out, lse = add_partial(running, out, here)
-            if fused_mass is not None:
-                fused_mass.mul_(torch.where(here == float("-inf"), 0.0, (here - lse).exp()).unsqueeze(-1))
+        padded, scratch = selected().padded, scratch or Scratch()
+        if padded and running is not None:
+            fused_mass = None
+        split = _PADDED_SPLIT if padded and running is not None else m
+        out, lse = q.new_empty(0), q.new_empty(0)
+        for first in range(0, max(m, 1), max(split, 1)):
+            keys, values = k[:, first : first + split], v[:, first : first + split]
+            seen = None if diagonal is None else diagonal - first
+            out, lse = attend_plain(grouped, keys, values, scale, seen, window, scratch, fused_mass, tile, padded)
+            out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+            if running is not None:
+                here = lse
+                out, lse = add_partial(running, out, here)
+                if fused_mass is not None:
+                    fused_mass.mul_(torch.where(here == float("-inf"), 0.0, (here - lse).exp()).unsqueeze(-1))
     if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first
         chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)
     return out, lse
+
+
+def goes_on(q: Tensor, block: Tensor) -> bool:
+    """Whether calls of `attend` for one block after another should go on from one another (`running`): those of a step,
+    and of more rows where the compiled kernels then give the bits of one call."""
+    plain_rows = has_plain_rows(q, block, block)
+    return q.shape[1] <= FEW_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
 
 
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:

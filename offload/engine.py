@@ -34,6 +34,7 @@ from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
 from .planning.memory import plan_here
+from .planning.placement import SPLITS
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan, make_plan
 from .settings import Settings
@@ -87,11 +88,7 @@ class Engine:
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
         self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
-        # Whether tokens cannot depend on how many are verified together. In 32 bits the last bits that do decide one
-        # token in millions.
-        self._exact = target.dtype.itemsize > 2 or (
-            self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
-        )
+        self._exact = self._rows_are_independent()
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
         self._graphs = Graphs()  # of the last run
@@ -250,15 +247,28 @@ class Engine:
         answer itself. On several ranks each must call it, with the same tokens.
 
         Raises:
-            UsageError, CapacityError: see `stream`.
+            UsageError: sampling without a seed; see `stream`.
+            CapacityError: see `stream`.
         """
-        run = self.stream(prompt_ids, sampling, len(answer_ids) + 1, ignore_eos=True, tiers=1, reuse=0)
+        if not sampling.greedy and sampling.seed is None:
+            raise UsageError("tokens can be drawn again with a seed, or at temperature 0, only")
         drawn: list[int] = []
-        for token in answer_ids:
-            drawn += next(run).tokens
-            run.replace_last(token)
-        run.close()
+        run = self.stream(prompt_ids, sampling, max(1, len(answer_ids)), ignore_eos=True, tiers=1, reuse=0)
+        try:
+            for token in answer_ids:
+                drawn += next(run).tokens
+                run.replace_last(token)
+        finally:
+            run.close()
         return drawn
+
+    def _rows_are_independent(self) -> bool:
+        """Whether tokens cannot depend on how many are verified together, which decides about near-ties only. Sums over
+        three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""
+        target, chunk_size = self.target, self.settings.planned_chunk_size
+        if target.ranks.size > 2 or SPLITS[0] % chunk_size:
+            return False
+        return self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
 
     def _end_run(self, prompt_length: int) -> None:
         """Ends the run under way, before one whose prompt has so many tokens."""

@@ -104,7 +104,7 @@ class Generation(Iterator[Round]):
         self._rounds.close()
 
     def replace_last(self, token: int) -> None:
-        """Goes on as if the newest token were another one."""
+        """Goes on as if the newest token were another one; statistics keep the one that was drawn."""
         self._context[-1] = token
 
     @property

@@ -1,8 +1,8 @@
 """Attention to the keys and values of one layer that lie in blocks, and the share of it that each chunk gets.
 
 Blocks are attended one by one, in the order of their positions, each call of a step going on from the one before; where
-the compiled kernels take all blocks of a layer, in one call. Both give the same bits. Where blocks are stored and how
-they move is not known here.
+the compiled kernels take all blocks of a layer, in one call. Both give the same bits, but for the many rows of a
+prefill that flash kernels or PyTorch's operations compute. Where blocks are stored and how they move is not known here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.attention import FEW_ROWS, Scratch, attend, attend_blocks, merge_partials, new_running, takes_blocks
+from ...kernels.attention import Scratch, attend, attend_blocks, goes_on, merge_partials, new_running, takes_blocks
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ class BlockAttention:
         head_dim]`."""
         n = rows.q.shape[1]
         masses: list[_BlockMass] = []
-        running = new_running(rows.q) if n <= FEW_ROWS else None
+        running: Tensor | None = None
         whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
         for position, block in blocks:
+            if whole is None and goes_on(rows.q, block):
+                running = new_running(rows.q)
             in_every_window = position > rows.stop - 1 - rows.window
             mass = self._room_for_mass(f"mass {len(masses)}", rows, block.shape[2] // self._chunk_size)
             out, lse = attend(

@@ -79,7 +79,7 @@ def block_size_for(capacity: int, chunk_size: int) -> int:
     splits = -(-capacity // split)
     most = min(LARGEST_BLOCK // split, -(-splits // 4))
     # Of the larger sizes the one that leaves the least room unused.
-    size = min(range(most, most // 2, -1), key=lambda size: -splits % size)
+    size = min(range(most, most // 4, -1), key=lambda size: -splits % size)
     return _whole_chunks(size * split, chunk_size)
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import TEXT, check_refusal, run_command, run_fork, run_here
+from command import TEXT, check_refusal, run_command, run_here
 from triforce.tp.weights.registry import PRESETS
 
 SEVEN = "yarn-llama-2-7b-128k"
@@ -67,13 +67,11 @@ def test_values_are_checked_when_they_are_parsed(capfd, command, option, value, 
 @pytest.mark.slow
 def test_threads_are_those_that_were_asked_for(pair):
     common = ("--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--max-new-tokens", 4, "--json", "-")
-    # A fork computes with one thread before it is told otherwise, so a new process shows what `auto` is.
-    for start, threads, want in (
-        (run_fork, ("--threads", 2), 2), (run_command, ("--threads", "auto"), 1), (run_fork, (), 1)
-    ):  # fmt: skip
-        outcome = start("generate", *common, *threads)
+    # New processes: a fork of one that has computed with two threads would wait for the other one for ever.
+    for threads, want in (("--threads", 2), 2), (("--threads", "auto"), 1), ((), 1):
+        outcome = run_command("generate", *common, *threads)
         assert json.loads(outcome.out)["threads"] == want, outcome
-    outcome = run_fork("compare", *common, "--repeat", 1, "--baseline", "autoregressive", "--threads", 2)
+    outcome = run_command("compare", *common, "--repeat", 1, "--baseline", "autoregressive", "--threads", 2)
     document = json.loads(outcome.out)
     assert document["threads"] == document["machine"]["threads"] == 2
     assert all("2 threads" in system["ran"] for system in document["systems"])
@@ -81,7 +79,7 @@ def test_threads_are_those_that_were_asked_for(pair):
 
 @pytest.mark.slow
 def test_each_rank_computes_with_the_threads_asked_for(pair):
-    outcome = run_fork(
+    outcome = run_command(
         "generate", "--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--max-new-tokens", 4, "--json", "-",
         "--gpus", 2, "--device", "cpu", "--threads", 2,
     )  # fmt: skip

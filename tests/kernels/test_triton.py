@@ -175,7 +175,7 @@ def test_merged_blocks_equal_the_whole(device):
 @both
 @pytest.mark.parametrize("n", [2, FEW_ROWS + 1])
 def test_attend_passes_its_arguments_on(device, n):
-    q, k, v = random_qkv((2, 1, 32), n, 290)
+    q, k, v = random_qkv((2, 1, 32), n, 560)
     for diagonal, window in [(None, None), (200, None), (torch.tensor(200), 40)]:
         there = diagonal.to(device) if isinstance(diagonal, torch.Tensor) else diagonal
         with use_kernels(attention="triton"):

@@ -35,9 +35,11 @@ class Audit:
     """Triforce's answer against what its target draws token by token, in passes of one row, after the same tokens."""
 
     tokens: int
-    agree: int
-    first_difference: int | None
+    agree: int = 0
+    first_difference: int | None = None
     """Within the answer, from 0."""
+    failure: str | None = None
+    """Why nothing was drawn again."""
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Row:
 
     @property
     def answers_agree(self) -> bool:
-        """Whether all runs gave the same tokens, as greedy ones in float32 must."""
+        """Whether all runs gave the same tokens, as exact ones that are greedy or have a seed must."""
         return all(run.token_ids == self.runs[0].token_ids for run in self.runs)
 
 
@@ -101,10 +103,14 @@ class Comparison:
 
     @property
     def wrong(self) -> str | None:
-        """What must not be: other tokens than plain decoding's where rounding is no excuse."""
+        """What must not be: an audit that failed, or other tokens than plain decoding's where rounding is no excuse."""
+        if self.audit and self.audit.failure:
+            return f"the audit failed: {self.audit.failure}"
         if not self.triforce.runs or not self.triforce.runs[0].details["settings"]["exact"]:
             return None
-        for row in self.own_rows[1:]:
+        for row in self.own_rows if self.job.one_text else []:
+            if not row.answers_agree:
+                return f"two runs of {row.entry.name} differ, which must not be"
             if row.difference:
                 return f"triforce and {row.entry.name} differ from token {row.difference.index} on, which must not be"
         if self.audit and self.audit.agree < self.audit.tokens:
@@ -166,12 +172,13 @@ def compare(
 
 
 def _audit(comparison: Comparison, settings: dict[str, Any], limit_s: float) -> None:
-    """Computes the first answer again. Where that fails, the comparison has no audit."""
+    """Computes the first answer again."""
     answer = comparison.triforce.runs[0].token_ids
     job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "settings": settings})
     try:
         drawn: list[int] = run_worker(TRIFORCE.module, "audit", job, limit_s)
-    except WorkerError:
+    except WorkerError as error:
+        comparison.audit = Audit(len(answer), failure=str(error))
         return
     same = [ours == theirs for ours, theirs in zip(answer, drawn, strict=True)]
     comparison.audit = Audit(len(same), sum(same), None if all(same) else same.index(False))
@@ -206,7 +213,7 @@ def find_differences(comparison: Comparison, limit_s: float) -> None:
         if index is not None:
             row.difference = Difference(index, row.runs[0].token_ids[index], answer[index])
             different.append((row, row.difference))
-    if not different:
+    if not different or not comparison.job.greedy:  # with noise, logits do not explain a draw
         return
     candidates = [[found.index, found.triforce_token, found.token] for _, found in different]
     job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})

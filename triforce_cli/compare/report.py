@@ -132,6 +132,8 @@ def _notes(document: dict[str, Any]) -> list[str]:
     audit = document["audit"]
     if audit is None:
         return _differences(document)
+    if audit["failure"]:
+        return [f"audit: failed: {audit['failure']}", *_differences(document)]
     words = f"audit: {audit['agree']:,} of {audit['tokens']:,} tokens are what decoding token by token draws"
     first = audit["first_difference"]
     return [words if first is None else f"{words}; the first other one is token {first}", *_differences(document)]
@@ -141,6 +143,8 @@ def _differences(document: dict[str, Any]) -> list[str]:
     different = [one["name"] for one in document["systems"] if one.get("first_difference")]
     if not different:
         return []
+    if document["sampling"]["temperature"] > 0:
+        return ["A seed's text depends on rounding where two tokens all but tie; with --exact on it must be the same."]
     if document["dtype"] == "float32":
         return [f"In float32 these texts are the same; {', '.join(different)} computed something else."]
     return [

@@ -224,7 +224,7 @@ def test_sampling_reaches_every_system_and_only_own_texts_are_compared(compare, 
 def test_an_audit_draws_every_token_again(compare, tmp_path, sampling):
     outcome, document = compare("autoregressive", "--audit", json_path=tmp_path / "runs.json", **sampling)
     assert outcome.code == 0, outcome
-    assert document["audit"] == {"tokens": TOKENS, "agree": TOKENS, "first_difference": None}
+    assert document["audit"] == {"tokens": TOKENS, "agree": TOKENS, "first_difference": None, "failure": None}
     assert f"audit: {TOKENS} of {TOKENS} tokens are what decoding token by token draws" in outcome.out
 
 
@@ -240,6 +240,12 @@ def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact
     assert found.wrong is None
     found.audit = comparison.Audit(3, 2, 1)
     assert found.wrong == ("the audit disagrees from token 1 on, which must not be" if exact else None)
+    found.audit = comparison.Audit(3, failure="no memory")
+    assert found.wrong == "the audit failed: no memory"
+    found.audit = None
+    found.rows[0].runs.append(replace(found.rows[0].runs[0], token_ids=[1, 2, 4]))
+    assert found.wrong == ("two runs of triforce differ, which must not be" if exact else None)
+    found.rows[0].runs.pop()
     found.rows[1].difference = comparison.Difference(2, 5, 3)
     assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
 
