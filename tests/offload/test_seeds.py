@@ -88,7 +88,8 @@ def texts(checkpoints, family: str, dtype: str, exact: str, plain: bool, seed: i
 
 @pytest.mark.parametrize(("dtype", "exact", "plain"), ARITHMETICS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 3))])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow(keep=3)
 def test_a_seed_is_one_text(checkpoints, family, dtype, exact, plain, seed):
     got, want = texts(checkpoints, family, dtype, exact, plain, seed)
     assert got == want
@@ -121,6 +122,7 @@ def test_a_follow_up_continues_the_text_of_its_seed(checkpoints):
     assert engine.generate(PROMPT, replace(sampling, seed=5), 30, ignore_eos=True).token_ids != whole
 
 
+@pytest.mark.slow
 def test_on_two_ranks_a_seed_is_one_text(checkpoints):
     job = {"model": str(checkpoints / "mistral-window"), "draft": str(checkpoints / "draft"), "prompt": PROMPT}
     job |= {"new_tokens": 40, "temperature": 1.0, "seed": 6}

@@ -27,6 +27,7 @@ def decoders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.slow(keep=1)
 def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoders, part):
     for seed in range(part, HISTORIES, 4):
         play(decoders, seed, deferred=bool(seed // 4 % 2))
