@@ -112,22 +112,18 @@ def attend(
     else:
         fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-        tile = TILE_ROWS if n <= FEW_ROWS else None
-        padded, scratch = selected().padded, scratch or Scratch()
+        tile, padded, scratch = TILE_ROWS if n <= FEW_ROWS else None, selected().padded, scratch or Scratch()
+        splits = [(k, v)]
         if padded and running is not None:
-            fused_mass = None
-        split = _PADDED_SPLIT if padded and running is not None else m
+            splits, fused_mass = list(zip(k.split(_PADDED_SPLIT, 1), v.split(_PADDED_SPLIT, 1), strict=True)), None
         out, lse = q.new_empty(0), q.new_empty(0)
-        for first in range(0, max(m, 1), max(split, 1)):
-            keys, values = k[:, first : first + split], v[:, first : first + split]
-            seen = None if diagonal is None else diagonal - first
+        for i, (keys, values) in enumerate(splits):
+            seen = None if diagonal is None else diagonal - i * _PADDED_SPLIT
             out, lse = attend_plain(grouped, keys, values, scale, seen, window, scratch, fused_mass, tile, padded)
-            out, lse = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
-            if running is not None:
-                here = lse
-                out, lse = add_partial(running, out, here)
-                if fused_mass is not None:
-                    fused_mass.mul_(torch.where(here == float("-inf"), 0.0, (here - lse).exp()).unsqueeze(-1))
+            out, here = out.reshape(num_heads, n, head_dim), lse.reshape(num_heads, n)
+            out, lse = (out, here) if running is None else add_partial(running, out, here)
+            if fused_mass is not None and running is not None:
+                fused_mass.mul_(torch.where(here == float("-inf"), 0.0, (here - lse).exp()).unsqueeze(-1))
     if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first

@@ -38,7 +38,7 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     return out, peak.add_(total.log_())
 
 
-_EMPTY = -1e30
+EMPTY = -1e30
 """The peak of no scores: finite, so that differences from it are."""
 
 
@@ -54,7 +54,7 @@ def new_running(q: Tensor) -> Tensor:
     """
     num_heads, n, head_dim = q.shape
     running = q.new_zeros(num_heads, n, head_dim + 16, dtype=accumulation_dtype(q.dtype))
-    running[..., head_dim] = _EMPTY
+    running[..., head_dim] = EMPTY
     return running
 
 
@@ -63,7 +63,7 @@ def add_partial(running: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
     `running`; returns both over all keys so far."""
     head_dim = out.shape[2]
     sums, peak, total = running[..., :head_dim], running[..., head_dim], running[..., head_dim + 1]
-    here = lse.clamp_min(_EMPTY)
+    here = lse.clamp_min(EMPTY)
     higher = torch.maximum(peak, here)
     old, new = torch.exp(peak - higher), torch.exp(here - higher).masked_fill_(lse == float("-inf"), 0.0)
     sums.mul_(old.unsqueeze(-1)).addcmul_(out.to(sums.dtype), new.unsqueeze(-1))

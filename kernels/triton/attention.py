@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..partials import EMPTY, new_running
+
 LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
 
@@ -34,8 +36,7 @@ _MOST_PARTS = 64 * 2**20
 """Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
 launches, each going on from the one before."""
 
-_EMPTY: tl.constexpr = tl.constexpr(-1e30)
-"""The peak where there are no scores: finite, so that differences from it are."""
+_EMPTY: tl.constexpr = tl.constexpr(EMPTY)
 
 _NUM_STAGES = 2
 
@@ -81,8 +82,7 @@ def attend_triton(
     keys_per_split = KEYS_PER_SPLIT if split else max(1, m)
     first, stop, launch = splits_to_launch(m, diagonal, window, keys_per_split, out.numel() + 2 * lse.numel())
     if running is None and stop - first > launch:
-        running = q.new_zeros(num_heads, n, head_dim + 16, dtype=torch.float32)
-        running[..., head_dim] = _EMPTY.value
+        running = new_running(q)
     merges = split or running is not None
     for begin in range(first, stop, launch):
         splits = min(launch, stop - begin)

@@ -43,9 +43,8 @@ class FreshNoise:
         """
         reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
         total = reach[:, -1:]
-        point = (
-            torch.empty_like(total).uniform_(generator=self.generator).mul_(total)
-        )  # below the total, rounded or not
+        share = torch.empty_like(total).uniform_(generator=self.generator)
+        point = share.mul_(total)  # below the total, rounded or not
         return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
 
 
@@ -103,7 +102,7 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     if _mostly_zero(weights):
         return _race_of_some(weights, keys)
     tokens = torch.arange(vocab, device=weights.device)
-    rows = max(1, _AT_ONCE.get(weights.device.type, 2**22) // vocab)
+    rows = max(1, _AT_ONCE[weights.device.type] // vocab)
     parts = [
         _exponential(some.unsqueeze(1), tokens).div_(part).min(dim=-1)
         for part, some in zip(weights.split(rows), keys.split(rows), strict=True)
