@@ -1,6 +1,8 @@
 """What every test starts from, however pytest was started; and which tests run: the fast ones, all, or a campaign."""
 
 import fcntl
+import functools
+import gc
 import os
 import random
 import signal
@@ -10,10 +12,6 @@ from pathlib import Path, PurePosixPath
 
 import hypothesis
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # tiny models: handing a hundred numbers to a second core costs more than it saves
@@ -57,13 +55,35 @@ def pytest_cmdline_main(config):
         option.numprocesses, option.dist = 2, "worksteal"
 
 
+@functools.cache
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def only_distributes(config) -> bool:
+    """Whether this process runs no test, as workers of pytest-xdist do: it need not wait for PyTorch."""
+    return bool(getattr(config.option, "numprocesses", 0)) and not hasattr(config, "workerinput")
+
+
 def pytest_configure(config):
+    if not only_distributes(config):
+        if not has_gpu():
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
+        gc.disable()  # until all tests are imported
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
     hypothesis.settings.register_profile("campaign", hypothesis.settings.get_profile("full"))
     hypothesis.settings.load_profile(config.stash[EXTENT])
+
+
+def pytest_collection_finish():
+    """What was imported stays: no later collection looks through it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session):
@@ -82,7 +102,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not torch.cuda.is_available():
+    if not has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have the names of folders too
                 item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
@@ -123,7 +143,7 @@ def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
     for name, cases in tests.items():
         marker = cases[0].get_closest_marker("slow")
         keep = marker.kwargs.get("keep", 0) if marker else 0
-        able = [case for case in cases if torch.cuda.is_available() or not case.get_closest_marker("gpu")]
+        able = [case for case in cases if has_gpu() or not case.get_closest_marker("gpu")]
         slow.update(set(cases) - set(random.Random(name).sample(able, min(keep, len(able)))))
     return slow
 
@@ -161,6 +181,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
