@@ -146,7 +146,8 @@ class ModelContexts:
         named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame
         manifest = Manifest(*named, self.store.segment_tokens)
         parts = dict.fromkeys((held.start, held.stop) for held in map(self._heads_of, range(self._ranks.size)))
-        return SaveOrder(self.store.directory(request.save), manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required)
+        where = self.store.directory(request.save)
+        return SaveOrder(where, manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required)
 
     def _heads_of(self, rank: int) -> slice:
         return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size)).kv_heads

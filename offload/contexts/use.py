@@ -88,7 +88,11 @@ class ContextUse:
 
     def begin(self, full: FullCache) -> None:
         """Restores what is saved into `full`, in place of what that holds, as far as it is undamaged; and prepares to
-        save. Every rank calls it."""
+        save. Every rank calls it.
+
+        Raises:
+            ContextError: nothing can be saved, where that is required.
+        """
         prefix, order = self.prefix, self._order
         # What is saved under a name goes on from what is saved, or its segments would be of two computations.
         if prefix and (prefix.tokens > full.length or (order and order.directory == prefix.directory)):
