@@ -5,16 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.library import instructions
 from ..kernels.layers import rows_are_independent
-from ..kernels.packages import usable_packages
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -23,13 +20,15 @@ from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, published_settings
-from .caches.full import FullCache
-from .caches.kept import KeptCache
-from .caches.recent_mass import RECENT_ROWS
+from .caches.kept import KeptCache, reusable
 from .caches.refreshing import RefreshingCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
 from .checks import checked_prompt
+from .contexts.home import user_store
+from .contexts.manifest import ContextError, Manifest
+from .contexts.model import ContextPlan, ContextRequest, ModelContexts
+from .contexts.store import ContextStore
 from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
@@ -37,6 +36,7 @@ from .planning.memory import plan_here
 from .planning.placement import SPLITS
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan, make_plan
+from .run_document import run_identity
 from .settings import Settings
 from .speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from .speculation.refresh import RefreshPolicy
@@ -58,6 +58,7 @@ class _RunOrder:
     ignore_eos: bool
     tiers: int
     reuse: int | None
+    contexts: ContextPlan
 
 
 class Engine:
@@ -69,10 +70,6 @@ class Engine:
     On several ranks every rank has an engine and starts the same runs, with the same methods or with `follow`. Each
     draws the same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
     """
-
-    REREAD_TOKENS: ClassVar[int] = RECENT_ROWS
-    """Tokens at the end of a prompt that `stream(reuse=...)` must leave to be read again, if the retrieval cache is to
-    choose chunks as it does after the whole prompt was read."""
 
     def __init__(
         self, target: Decoder, draft: Decoder | None, settings: Settings, names: tuple[str, str | None] = ("", None)
@@ -93,6 +90,9 @@ class Engine:
         self._capture = capture_for(target.device)
         self._graphs = Graphs()  # of the last run
         self._running: Generation | None = None
+        self.contexts: ModelContexts | None = None
+        """The saved contexts that runs may start from and save to; an engine that was loaded from files has them."""
+        self._context = ContextRequest()
 
     @classmethod
     def load(
@@ -105,7 +105,9 @@ class Engine:
         gpus: int = 1,
         resident: float | None = None,
         link_gbps: float | None = None,
-        context: int | None = None,
+        capacity: int | None = None,
+        context: str | None = None,
+        store: ContextStore | None = None,
         tiers: int = 3,
         budget: int | None = None,
         chunk_size: int | None = None,
@@ -125,7 +127,9 @@ class Engine:
             resident: GiB of the KV cache kept on each device, the rest streams from host memory; `None`: on a GPU as
                 much as fits, on a CPU all.
             link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
-            context: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
+            capacity: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
+            context: the saved context that runs start from, as far as their prompts begin like it.
+            store: where saved contexts are; `None`: those of this user.
             tiers, budget, chunk_size, draft_length, block_length, refresh, exact: see `Settings`; what is left open is
                 as published for the preset, or planned.
 
@@ -145,12 +149,15 @@ class Engine:
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
-        request = RunRequest(target_config, draft_config, kind, context or 1, settings, ranks.size)
+        request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
         plan_here(request, where, ranks).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
-        return cls(target, small, settings, (str(model), str(draft or model) if small else None))
+        engine = cls(target, small, settings, (str(model), str(draft or model) if small else None))
+        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target)
+        engine._context = ContextRequest(name=context)
+        return engine
 
     def generate(
         self,
@@ -175,6 +182,7 @@ class Engine:
         tiers: int | None = None,
         reuse: int | None = None,
         on_prefill: Callable[[float], None] | None = None,
+        contexts: ContextRequest | None = None,
     ) -> Generation:
         """Prepares a run; iterating over it does the work, one event a round.
 
@@ -187,8 +195,10 @@ class Engine:
             reuse: leading tokens to take over from the run before at most; `None` is all that are the same, and 0 gives
                 its memory back first.
             on_prefill: called with the share of the prefill done, 0 to 1.
+            contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
 
         Raises:
+            ContextError: the context that is asked for cannot be used.
             UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have.
             CapacityError: more tokens than the model's positions or the memory hold.
         """
@@ -200,8 +210,32 @@ class Engine:
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
         fresh_seed = secrets.randbelow(2**31)
-        order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse)
+        plan = ContextPlan()
+        if self.contexts and self.target.ranks.rank == 0:
+            plan = self.contexts.plan(prompt, contexts or self._context, reusable(prompt))
+        order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse, plan)
         return self._start(self.target.ranks.share(order), on_prefill)
+
+    def read(
+        self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
+    ) -> Manifest:
+        """Reads a text and saves its keys and values as the context `name`; what of it is saved already is not read.
+
+        Raises:
+            ContextError: another text has this name, or it cannot be written.
+            UsageError, CapacityError: see `stream`.
+        """
+        if self.contexts is None:
+            raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
+        prompt = checked_prompt(token_ids, self.target.config, 1)
+        if self.contexts.missing(name, prompt):
+            save = ContextRequest(save=name, required=True)
+            run = self.stream(prompt, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=save)
+            for _ in run:
+                pass
+            if run.warnings:
+                raise ContextError("; ".join(run.warnings))
+        return self.contexts.store.load(name)
 
     def follow(self) -> Generation | None:
         """Prepares the run that rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
@@ -331,8 +365,19 @@ class Engine:
             graphs=graphs,
             sampler=sampler,
             refresh=RefreshPolicy(self.settings.refresh),
-            identity=self._identity(sampling, order.fresh_seed, len(tiers), plan.budget if speculates else 0, full),
+            identity=run_identity(
+                self.target,
+                self._names,
+                self.settings,
+                sampling,
+                tiers=len(tiers),
+                seed=order.fresh_seed if sampling.seed is None else sampling.seed,
+                budget=plan.budget if speculates else 0,
+                exact=self._exact,
+                resident_bytes=full.blocks.resident_bytes,
+            ),
             on_prefill=on_prefill,
+            saved=self.contexts.use(order.contexts) if self.contexts else None,
         )
         return self._running
 
@@ -353,28 +398,3 @@ class Engine:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
         now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
         return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
-
-    def _identity(
-        self, sampling: Sampling, fresh_seed: int, tiers: int, budget: int, full: FullCache
-    ) -> dict[str, Any]:
-        device = self.target.device
-        return {
-            "version": version("triforce-cli"),
-            "model": self._names[0],
-            "draft": self._names[1] if tiers == 3 else None,
-            "device": device.type,
-            "device_name": device_name(device),
-            "world_size": self.target.ranks.size,
-            "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "seed": fresh_seed if sampling.seed is None else sampling.seed,
-            "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
-            "settings": {
-                "tiers": tiers,
-                "budget": budget,
-                "chunk_size": self.settings.planned_chunk_size,
-                "refresh": self.settings.refresh,
-                "exact": self._exact,
-                "resident_bytes": full.blocks.resident_bytes,
-            },
-        }

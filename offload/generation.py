@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..tp.devices import synchronize, to_device
+from ..tp.model.decoder import forward_work
 from .caches.full import FullCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache, prefill_streaming
+from .contexts.use import ContextUse
 from .graphs.passes import Graphs
 from .planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from .rank_agreement import RankAgreement
@@ -66,6 +69,7 @@ class Generation(Iterator[Round]):
         refresh: RefreshPolicy,
         identity: dict[str, Any],
         on_prefill: Callable[[float], None] | None,
+        saved: ContextUse | None = None,
     ) -> None:
         """Args:
         context: the prompt; grows by the generated tokens. The first `full.length` of them are in `full` already.
@@ -73,6 +77,7 @@ class Generation(Iterator[Round]):
         graphs: what captures their passes.
         identity: the part of the JSON that is known before the run.
         on_prefill: called with the share of the prefill done, 0 to 1.
+        saved: the saved contexts that it starts from and saves.
         """
         self._context = context
         self._max_new_tokens = max_new_tokens
@@ -82,6 +87,8 @@ class Generation(Iterator[Round]):
         self._refresh = refresh
         self._identity = identity
         self._on_prefill = on_prefill
+        self.saved = saved
+        """The saved contexts that the run starts from and saves, if any."""
         self._agreement = RankAgreement(self._top.decoder.ranks, len(tiers))
         self._traffic_before = full.blocks.traffic()
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
@@ -117,7 +124,8 @@ class Generation(Iterator[Round]):
     def warnings(self) -> list[str]:
         """What the run had to do without so far, a line each."""
         failure = self._graphs.failure
-        return [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+        found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+        return found + (self.saved.warnings if self.saved else [])
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far."""
@@ -128,20 +136,51 @@ class Generation(Iterator[Round]):
             host_peak_bytes=host_peak_bytes(),
             device_peak_bytes=device_peak_bytes(decoder.device),
         )
-        return run_document(self._identity, statistics, self.lengths, self.warnings)
+        identity = self._identity | {"context": self.saved.name if self.saved else None}
+        return run_document(identity, statistics, self.lengths, self.warnings)
 
     def _run(self) -> Generator[Round, None, None]:
-        yield self._prefill()
-        began = time.perf_counter()
-        while self.statistics.finish_reason == "interrupted":
-            event, began = self._round(began)
-            yield event
+        whole = False
+        try:
+            yield self._prefill()
+            began = time.perf_counter()
+            while self.statistics.finish_reason == "interrupted":
+                event, began = self._round(began)
+                yield event
+            whole = True
+        finally:
+            if self.saved:
+                self.saved.finish(together=whole)
+
+    def _read_prompt(self) -> Tensor:
+        """Restores what is saved of the prompt and computes the rest, in parts where it is to be saved; the logits
+        after its last token."""
+        decoder, full, saved = self._top.decoder, self._full, self.saved
+        if saved:
+            saved.begin(full)
+        start, stop = full.length, len(self._context)
+        self.statistics = replace(self.statistics, reused_tokens=start)
+        logits = torch.empty(0)
+        for end in saved.stops(start, stop) if saved else [stop]:
+            pending = to_device(self._context[full.length : end], decoder.device)
+            logits = decoder.forward(pending, full, on_progress=self._progress(start, full.length, end))
+            if saved:
+                saved.save(full)
+        return logits
+
+    def _progress(self, start: int, first: int, end: int) -> Callable[[float], None] | None:
+        """What to call with the share done of the tokens `first` to `end`, where all from `start` on are to be read."""
+        report, config = self._on_prefill, self._top.decoder.config
+        if report is None:
+            return None
+        done, part = forward_work(config, start, first - start), forward_work(config, first, end - first)
+        whole = forward_work(config, start, len(self._context) - start)
+        return lambda share: report((done + share * part) / whole)
 
     def _prefill(self) -> Round:
         began = time.perf_counter()
-        decoder, sampler = self._top.decoder, self._sampler
-        pending = to_device(self._context[self._full.length :], decoder.device)
-        logits = decoder.forward(pending, self._full, on_progress=self._on_prefill)
+        sampler = self._sampler
+        logits = self._read_prompt()
         token = read(sampler.draw(sampler.distribution(logits), len(self._context)))[0]
         if self._retrieval:
             self._retrieval.refresh()

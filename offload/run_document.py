@@ -3,9 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
+from ..kernels.cpu.library import instructions
+from ..kernels.packages import usable_packages
+from ..tp.devices import device_name
+from ..tp.model.decoder import Decoder
+from .settings import Settings
+from .speculation.sampling import Sampling
 from .statistics import Statistics, ratio
+
+
+def run_identity(
+    target: Decoder,
+    names: tuple[str, str | None],
+    settings: Settings,
+    sampling: Sampling,
+    *,
+    tiers: int,
+    seed: int,
+    budget: int,
+    exact: bool,
+    resident_bytes: int,
+) -> dict[str, Any]:
+    """The part of a run's document that is known before it.
+
+    Args:
+        names: of target and draft.
+        tiers, budget: of this run; the budget in tokens, 0 without a retrieval cache.
+        seed: that the run draws with, given or not.
+        exact: whether its tokens cannot depend on lengths and tiers.
+        resident_bytes: of the KV cache, on the device.
+    """
+    device = target.device
+    return {
+        "version": version("triforce-cli"),
+        "model": names[0],
+        "draft": names[1] if tiers == 3 else None,
+        "device": device.type,
+        "device_name": device_name(device),
+        "world_size": target.ranks.size,
+        "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "seed": seed,
+        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
+        "settings": {
+            "tiers": tiers,
+            "budget": budget,
+            "chunk_size": settings.planned_chunk_size,
+            "refresh": settings.refresh,
+            "exact": exact,
+            "resident_bytes": resident_bytes,
+        },
+    }
 
 
 def run_document(

@@ -17,7 +17,7 @@ class Statistics:
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    """Leading prompt tokens whose keys and values were still there from the run before."""
+    """Leading prompt tokens whose keys and values were there already: from the run before, or saved."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "interrupted"
     """`length`, `eos`, or `interrupted` as long as neither happened."""

@@ -25,6 +25,7 @@ ENVIRONMENT = {
 UNSET = {
     *("LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
     *("TTY_INTERACTIVE", "CI", "GITHUB_ACTIONS", "PYTHONSAFEPATH", "PYTHONIOENCODING", "PYTHONUNBUFFERED"),
+    *("TRIFORCE_CONTEXTS_MAX",),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 }
 """Not set for them, as is every variable that begins with one of `UNSET_PREFIXES`."""
@@ -92,7 +93,7 @@ def pytest_sessionstart(session):
             del os.environ[name]
     home = tempfile.TemporaryDirectory(prefix="triforce-tests-")
     session.config.add_cleanup(home.cleanup)
-    os.environ.update(ENVIRONMENT, HF_HOME=home.name)
+    os.environ.update(ENVIRONMENT, HF_HOME=home.name, TRIFORCE_HOME=home.name)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) == signal.SIG_IGN:
             # As under nohup. It still has no effect here, but processes that tests start do not inherit a handler as

@@ -1,6 +1,23 @@
-"""Formatting numbers for people. It imports nothing, so that it works in a broken installation too."""
+"""Numbers of bytes, as people write and read them. Imports nothing heavy: it works in a broken installation too."""
+
+from __future__ import annotations
+
+import re
 
 
 def gib(num_bytes: float) -> str:
     """`num_bytes` in GiB, or in MiB below half a GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def parse_size(text: str) -> int:
+    """The bytes of a size such as `500MB`, `20 GB` (powers of 1,000) or `8GiB` (powers of 1,024).
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{text!r} is no size; give one such as 20GB or 500MiB")
+    power = " KMGT".index((found[2] or " ").upper())
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)

@@ -14,6 +14,9 @@ from .bench.request import Asked as BenchRequest
 from .compare.command import EPILOG as COMPARE_EPILOG
 from .compare.command import compare
 from .compare.request import Asked as CompareRequest
+from .contexts.command import READ_EPILOG, read
+from .contexts.command import app as contexts
+from .contexts.request import ReadRequest
 from .doctor import doctor
 from .generate.command import EPILOG, generate
 from .generate.request import GenerateRequest
@@ -52,6 +55,8 @@ app = typer.Typer(
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
 app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
+app.command("read", epilog=READ_EPILOG)(command(ReadRequest, read))
+app.add_typer(contexts, name="contexts")
 app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(
     command(BenchRequest, bench)
 )

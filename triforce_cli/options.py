@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
 import typer
 
@@ -24,6 +24,7 @@ from .parameters import (
     FILE,
     JSON_FILE,
     MODEL,
+    NAME,
     REFRESH,
     TEXT,
     Kind,
@@ -41,10 +42,17 @@ _GROUPS = (MEASURING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED,
 Options = TypeVar("Options")
 
 
-def option(group: str, kind: Kind, help: str) -> Any:
-    """An option with a value, named after its field."""
+def option(group: str, kind: Kind, help: str, *names: str) -> Any:
+    """An option with a value, named after its field where it has no `names`."""
     parser: dict[str, Any] = {"parser": kind.parse} if kind.parse else {}
-    return typer.Option(metavar=kind.metavar, help=help, autocompletion=kind.complete, rich_help_panel=group, **parser)
+    return typer.Option(
+        *names, metavar=kind.metavar, help=help, autocompletion=kind.complete, rich_help_panel=group, **parser
+    )
+
+
+def argument(metavar: str, help: str) -> Any:
+    """A value that stands without an option's name."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
 def flag(name: str, group: str, help: str) -> Any:
@@ -73,11 +81,16 @@ def command(request_type: type[Options], function: Callable[[Options, Call], Non
                     annotation=hints[field.name],
                 )
             )
-    parameters[1:] = sorted(parameters[1:], key=lambda one: _GROUPS.index(_info(one.annotation).rich_help_panel))
+    parameters[1:] = sorted(parameters[1:], key=lambda one: _place(_info(one.annotation)))
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+def _place(info: Any) -> int:
+    """Where `--help` shows an option; arguments come before all."""
+    return _GROUPS.index(info.rich_help_panel) if info.rich_help_panel else -1
 
 
 def _info(annotation: Any) -> Any:
@@ -88,6 +101,27 @@ def _info(annotation: Any) -> Any:
 
 AutoTokens = int | None
 """`None` is auto."""
+
+
+class EngineOptions(Protocol):
+    """What an engine is loaded with; see `Engine.load`."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def draft(self) -> str | None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def gpus(self) -> int: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def most_tiers(self) -> int: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +135,53 @@ class ReportRequest:
     debug: Annotated[bool, flag("--debug", OUTPUT, "Show tracebacks of errors.")] = False
 
 
+TARGET = option(
+    MACHINE,
+    MODEL,
+    "A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub (owner/name), "
+    "which is downloaded once.",
+)
+DTYPE = option(
+    MACHINE,
+    choice("auto", "float32", "bfloat16", "float16"),
+    "Number format of weights and KV cache; auto is the checkpoint's. Only in float32 is greedy text certain to be the "
+    "same for all lengths and tiers: in 16 bits near-ties may round either way.",
+)
+DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
+THREADS = option(
+    MACHINE,
+    AUTO_OR_THREADS,
+    "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores.",
+)
+RESIDENT = option(
+    SPECULATION,
+    AUTO_OR_GIB,
+    "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On a CPU "
+    "auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
+)
+CONTEXT = option(
+    PROMPT,
+    NAME,
+    "Start from a text that [bold]triforce read[/] has saved: no prompt file is needed, and nothing is read again.",
+)
+TIERS = option(
+    SPECULATION,
+    choice("1", "2", "3"),
+    "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
+    "2: the same without the small model; 1: plain decoding on the full cache.",
+)
+GPUS = option(
+    MACHINE,
+    whole(1),
+    "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(ReportRequest):
     """What every command can be asked for that plans or runs a model; `None` is `auto`, or not given."""
 
-    model: Annotated[
-        str,
-        option(
-            MACHINE,
-            MODEL,
-            "A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub "
-            "(owner/name), which is downloaded once.",
-        ),
-    ] = EMBEDDED
+    model: Annotated[str, TARGET] = EMBEDDED
     draft: Annotated[
         str | None,
         option(
@@ -123,15 +191,7 @@ class ModelRequest(ReportRequest):
             "Default: the preset's own, else none.",
         ),
     ] = None
-    dtype: Annotated[
-        str,
-        option(
-            MACHINE,
-            choice("auto", "float32", "bfloat16", "float16"),
-            "Number format of weights and KV cache; auto is the checkpoint's. Only in float32 is greedy text certain "
-            "to be the same for all lengths and tiers: in 16 bits near-ties may round either way.",
-        ),
-    ] = "auto"
+    dtype: Annotated[str, DTYPE] = "auto"
     gpus: int = 1
     budget: Annotated[AutoTokens, option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens.")] = None
     chunk_size: Annotated[
@@ -154,15 +214,7 @@ class ModelRequest(ReportRequest):
             SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass on the full cache, which verifies them (γ2).",
         ),
     ] = None  # fmt: skip
-    resident: Annotated[
-        float | None,
-        option(
-            SPECULATION,
-            AUTO_OR_GIB,
-            "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On "
-            "a CPU auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
-        ),
-    ] = None
+    resident: Annotated[float | None, RESIDENT] = None
 
     @property
     def most_tiers(self) -> int:
@@ -189,17 +241,8 @@ class Request(ModelRequest):
         option(PROMPT, FILE, "Text file to read; [bold]-[/] is stdin. Without it and --prompt: a built-in text."),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
-    device: Annotated[
-        str, option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        option(
-            MACHINE,
-            AUTO_OR_THREADS,
-            "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores.",
-        ),
-    ] = None
+    device: Annotated[str, DEVICE] = "auto"
+    threads: Annotated[int | None, THREADS] = None
     temperature: Annotated[float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding.")] = 0.6
     top_p: Annotated[
         float, option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all.")
@@ -243,19 +286,6 @@ class Request(ModelRequest):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters by name, the seed among them."""
         return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
-
-
-TIERS = option(
-    SPECULATION,
-    choice("1", "2", "3"),
-    "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
-    "2: the same without the small model; 1: plain decoding on the full cache.",
-)
-GPUS = option(
-    MACHINE,
-    whole(1),
-    "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
-)
 
 
 def new_tokens(least: int, help: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from ..tp.units import parse_size
 from ..tp.weights.registry import PRESETS
 
 
@@ -129,6 +130,16 @@ def complete_model(incomplete: str) -> list[str]:
     return words(*PRESETS)(incomplete) + directories
 
 
+def complete_context(incomplete: str) -> list[str]:
+    """Saved contexts that begin with what is typed."""
+    from ..offload.contexts.home import contexts_root
+
+    root = contexts_root()
+    return words(*sorted(one.name for one in root.iterdir() if one.is_dir()))(incomplete) if root.is_dir() else []
+
+
+SIZE = _number("SIZE", "a size such as 20GB or 500MiB", lambda value: parse_size(str(value)), lambda size: size >= 0)
+NAME = Kind("NAME", complete=complete_context)
 FILE = Kind("FILE")
 JSON_FILE = Kind("PATH|-")
 TEXT = Kind("TEXT")

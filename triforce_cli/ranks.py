@@ -10,11 +10,11 @@ from ..tp.parallel.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
 from .call import Call
-from .options import Request
+from .options import EngineOptions
 from .terminal.streams import tell
 
 
-def leads(request: Request, call: Call) -> bool:
+def leads(request: EngineOptions, call: Call) -> bool:
     """Whether this process reads, prints and writes. If not, its work is done when this returns.
 
     Raises:
@@ -23,7 +23,9 @@ def leads(request: Request, call: Call) -> bool:
     """
     place = Place.from_environment()
     if place is None and request.gpus > 1:
-        target, _ = find_pair(request.model, request.wanted_draft, tell)  # one download for all ranks
+        target, _ = find_pair(
+            request.model, request.draft if request.most_tiers == 3 else "none", tell
+        )  # one download for all ranks
         with call.signals.held():  # importing PyTorch may swallow what a signal raises
             from ..tp.model.config import ModelConfig
             from ..tp.parallel.split import check_split

@@ -179,6 +179,11 @@ class FullCache:
         if self.blocks.move_from(other.blocks, length):
             self._filled = [length] * len(self._filled)
 
+    def restored(self, length: int) -> None:
+        """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else."""
+        self._filled = [length] * len(self._filled)
+        self._mass.forget()
+
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
         self.blocks.rollback(self.length)

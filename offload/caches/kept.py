@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from ...tp.devices import synchronize
@@ -12,6 +13,7 @@ from ..planning.run_plan import RunPlan
 from ..transfer.link import Link, LinkError
 from ..transfer.make import make_blocks, make_link
 from .full import FullCache
+from .recent_mass import RECENT_ROWS
 
 
 class KeptCache:
@@ -35,7 +37,7 @@ class KeptCache:
         """
         if reuse == 0:
             self._drop()
-        old, shared = self._cache, self._shared_tokens(prompt)
+        old, shared = self._cache, self.shared_tokens(prompt)
         shared = shared if reuse is None else min(shared, reuse)
         plan = self._plan(request, replaces=old)
         if old and old.capacity >= request.context and (shared or old.blocks.block_size == plan.placement.block_size):
@@ -79,8 +81,17 @@ class KeptCache:
             synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self._cache, self.context = None, []
 
-    def _shared_tokens(self, prompt: list[int]) -> int:
-        """Leading tokens of `prompt` that the cache holds, without the last: its logits give the first new token."""
+    def shared_tokens(self, prompt: list[int]) -> int:
+        """Leading tokens of `prompt` that the cache holds, of those that a run may take over."""
         known = self.context[: self._cache.length] if self._cache else []
-        pairs = zip(known, prompt[:-1], strict=False)
-        return next((i for i, (have, want) in enumerate(pairs) if have != want), min(len(known), len(prompt) - 1))
+        limit = min(len(known), reusable(prompt))
+        return next(
+            (i for i, (have, want) in enumerate(zip(known[:limit], prompt, strict=False)) if have != want), limit
+        )
+
+
+def reusable(prompt: Sequence[int]) -> int:
+    """How many tokens of a prompt need not be read again where they are known. The last ones are: from the last one's
+    logits the first new token is drawn, and from the attention of `RECENT_ROWS` chunks are chosen, as after a reading
+    of the whole prompt."""
+    return max(0, len(prompt) - RECENT_ROWS)

@@ -7,7 +7,7 @@ whose memory holds the whole cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -75,6 +75,21 @@ class Blocks(Protocol):
         """Says that tokens from `length` on are forgotten in every layer."""
         ...
 
+    def drain(self) -> None:
+        """Waits until no copy is under way, so that tokens can be exported or restored."""
+        ...
+
+    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
+        """Keys and values of tokens `start` to `stop` in host memory, in pieces `[2, num_kv_heads, any, head_dim]` in
+        the order of positions. They stay as they are while tokens are added behind them."""
+        ...
+
+    def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
+        """Takes the first `stop` tokens of a layer from elsewhere, in place of all that were there: `read` fills pieces
+        `[2, num_kv_heads, any, head_dim]` in host memory, `stop` tokens in the order of positions. Layers may be
+        restored at the same time by several threads."""
+        ...
+
     def move_from(self, other: Blocks, length: int) -> bool:
         """Moves the first `length` tokens of `other` to these, which are empty, layer by layer, so that hardly any are
         held twice; whether that could be done. `other` must not be used afterwards."""
@@ -133,6 +148,24 @@ class DeviceBlocks:
     def rollback(self, length: int) -> None:
         pass
 
+    def drain(self) -> None:
+        pass
+
+    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
+        return [piece.cpu() for piece in pieces_of(self._layers[layer], start, stop)]
+
+    def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
+        blocks = self._layers[layer]
+        places = pieces_of(blocks, 0, stop)
+        pieces = [on_host(place) for place in places]
+        read(pieces)
+        for place, piece in zip(places, pieces, strict=True):
+            if piece is not place:
+                place.copy_(piece)
+        if stop % self.block_size:
+            blocks[stop // self.block_size][:, :, stop % self.block_size :].zero_()
+        self._clean[layer] = -(-stop // self.block_size)
+
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, DeviceBlocks):
             return False
@@ -171,10 +204,21 @@ def write_tokens(blocks: Tensor, start: int, k: Tensor, v: Tensor, clean: int) -
 
 def read_tokens(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Keys and values of tokens `start` to `stop` of `blocks`, each `[num_kv_heads, stop - start, head_dim]`."""
-    block_size = blocks.shape[3]
-    parts = []
-    for index in range(start // block_size, -(-stop // block_size)):
-        offset = index * block_size
-        parts.append(blocks[index][:, :, max(start - offset, 0) : stop - offset])
+    parts = pieces_of(blocks, start, stop)
     k, v = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return k, v
+
+
+def pieces_of(blocks: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Tokens `start` to `stop` of `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie, in
+    pieces `[2, num_kv_heads, any, head_dim]`."""
+    block_size = blocks.shape[3]
+    return [
+        blocks[index][:, :, max(start - index * block_size, 0) : stop - index * block_size]
+        for index in range(start // block_size, -(-stop // block_size))
+    ]
+
+
+def on_host(place: Tensor) -> Tensor:
+    """`place` itself where it is in host memory, else memory of its shape there."""
+    return place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)

@@ -9,7 +9,7 @@ the ring, while it goes on: a prompt's keys and values leave the device once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels.chunks import copy_chunks, gather_chunks
 from ...tp.model.config import ModelConfig
 from ..planning.placement import OPEN_SLACK, Placement
-from .device_blocks import Blocks, read_tokens, write_tokens
+from .device_blocks import Blocks, on_host, pieces_of, read_tokens, write_tokens
 from .link import Link, Traffic
 from .ring import Ring
 
@@ -78,8 +78,7 @@ class StreamedBlocks:
         if not isinstance(other, StreamedBlocks):
             return False
         other.rollback(length)
-        other._ring.stop()  # a pass that was broken off has left copies under way, from memory that is freed here
-        other._link.wait_for_stores()
+        other.drain()  # copies may be under way from memory that is freed here
         whole = length // self.block_size
         resident = min(whole, self.num_resident)
         for layer, stretch in enumerate(self._open):
@@ -103,6 +102,33 @@ class StreamedBlocks:
             return rest[0], rest[1]
         k, v = read_tokens(blocks, 0, self._base)
         return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
+
+    def drain(self) -> None:
+        self._ring.stop()  # a pass that was broken off has left copies under way
+        self._link.wait_for_stores()
+
+    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
+        edge = self.num_resident * self.block_size
+        places = pieces_of(self._resident[layer], min(start, edge), min(stop, edge, self._base)) if start < edge else []
+        if max(start, edge) < min(stop, self._base):
+            places += pieces_of(self._host[layer], max(start, edge) - edge, min(stop, self._base) - edge)
+        if stop > self._base:
+            # A copy: the open stretch moves on with the tokens to come.
+            places.append(self._open[layer][:, :, max(start - self._base, 0) : stop - self._base].clone())
+        return [place.cpu() for place in places]
+
+    def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
+        whole = stop // self.block_size
+        resident = min(whole, self.num_resident)
+        places = [*self._resident[layer][:resident], *self._host[layer][: whole - resident]]
+        if rest := stop % self.block_size:
+            places.append(self._open[layer][:, :, :rest])
+        pieces = [on_host(place) for place in places]
+        read(pieces)
+        for place, piece in zip(places, pieces, strict=True):
+            if piece is not place:
+                place.copy_(piece)
+        self._base, self._workspace = whole * self.block_size, None
 
     def traffic(self) -> Traffic:
         return self._link.traffic()

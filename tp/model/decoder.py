@@ -186,24 +186,25 @@ class Decoder:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
 
 
+def forward_work(config: ModelConfig, start: int, n: int) -> float:
+    """Multiplications of a forward of `n` tokens after `start` others, attention included."""
+    attention = 2 * config.num_heads * config.head_dim * (start + n / 2)
+    return n * (config.num_parameters + config.num_layers * attention)
+
+
 class _Progress:
     """Reports the progress of a forward as a share of its multiplications, attention included."""
 
     def __init__(self, config: ModelConfig, start: int, n: int, callback: Callable[[float], None] | None) -> None:
-        self._callback = callback
-        self._linear = config.num_parameters / config.num_layers
-        self._attention = 2 * config.num_heads * config.head_dim
+        self._callback, self._config = callback, config
         self._start, self._n, self._row = start, n, 0
         self._done = 0.0
-        self._total = config.num_layers * self._cost(0, n)
-
-    def _cost(self, row: int, n: int) -> float:
-        return n * (self._linear + self._attention * (self._start + row + n / 2))
+        self._total = forward_work(config, start, n)
 
     def add(self, n: int) -> None:
         if self._callback is None:
             return
-        self._done += self._cost(self._row, n)
+        self._done += forward_work(self._config, self._start + self._row, n) / self._config.num_layers
         self._row = (self._row + n) % self._n
         self._callback(min(1.0, self._done / self._total))
 

@@ -29,12 +29,13 @@ class Tokenizer:
     """A model's tokenizer.
 
     `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`; `decode(ids)` leaves special
-    tokens out; `chat(content)` renders one message of the user with the model's chat template, and is `None` without.
+    tokens out; `chat(content, system)` renders one message of the user, after a system message if that is given, with
+    the model's chat template, and is `None` without.
     """
 
     encode: Callable[[str, bool], list[int]]
     decode: Callable[[Sequence[int]], str]
-    chat: Callable[[str], str] | None = None
+    chat: Callable[[str, str | None], str] | None = None
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -85,10 +86,11 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         # Cleaning up spaces would change characters that were shown already.
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(content: str) -> str:
-        message = {"role": "user", "content": content}
+    def chat(content: str, system: str | None) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": content})
         try:
-            return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may fail in any way
             raise ModelError(f"the chat template in {directory} fails: {error}") from error
 

@@ -99,7 +99,7 @@ def measure(
     for step in order:
         prompt = token_ids[: step.context - new_tokens]
         # The last tokens are read again: their attention chooses the first content of the retrieval cache.
-        reuse = max(1, len(prompt) - engine.REREAD_TOKENS) if step.repeat else 0
+        reuse = None if step.repeat else 0
         watch.begin(step)
         generation = engine.stream(
             prompt, sampling, new_tokens, ignore_eos=True, tiers=step.tiers, reuse=reuse, on_prefill=watch.prefill

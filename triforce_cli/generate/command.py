@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...tp.errors import UsageError
 from ...tp.weights.registry import find_pair
 from ..call import Call
 from .request import GenerateRequest
@@ -18,6 +19,10 @@ EPILOG = """[bold]Examples[/]
 
   A question about a book, to a larger model, downloaded where it is not there yet:
   [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
+
+  A book that is read once and asked often:
+  [cyan]triforce read book.txt[/]
+  [cyan]triforce generate --context book --ask "Who is Levin?"[/]
 
   From a pipe:
   [cyan]man bash | triforce generate --prompt-file - --max-new-tokens 64[/]
@@ -43,13 +48,31 @@ def generate(request: GenerateRequest, call: Call) -> None:
     from .prompt import read_ask, read_source
 
     request = replace(request, ask=read_ask(request.ask, tell))
+    _check_context_options(request)
     if not leads(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
-        source = read_source(request.prompt_file, request.prompt, tell)
+        source = None if request.context else read_source(request.prompt_file, request.prompt, tell)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
             run(request, source, directories, json_file, call.signals)
+
+
+def _check_context_options(request: GenerateRequest) -> None:
+    """Raises:
+    UsageError: options that exclude each other.
+    """
+    if request.context is None:
+        return
+    excluded = {
+        "--prompt-file": request.prompt_file is not None,
+        "--prompt": request.prompt is not None,
+        "--save-context": request.save_context is not None,
+        "--no-context": request.no_context,
+    }
+    for name, given in excluded.items():
+        if given:
+            raise UsageError(f"--context and {name} are both given, but the saved context is the text; give one")

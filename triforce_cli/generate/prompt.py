@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...tp.errors import CapacityError, TriforceError, UsageError
 
 if TYPE_CHECKING:
+    from ...offload.contexts.manifest import Frame
     from ...tp.model.config import ModelConfig
     from ...tp.weights.tokenizer import Tokenizer
 
@@ -46,13 +47,22 @@ def read_source(prompt_file: Path | None, prompt: str | None, tell: Callable[[st
         return Source(_checked(read_option("--prompt", prompt, tell), "--prompt"), "")
     if prompt_file is None:
         return Source(_built_in_text(), "the built-in prompt (the Python language reference)", built_in=True)
-    if str(prompt_file) == "-":
+    return read_file(prompt_file, "--prompt-file", tell)
+
+
+def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
+    """The text of a file, or of standard input for `-`; `option` is what gave its name.
+
+    Raises:
+        TriforceError: nothing readable there, or no text.
+    """
+    if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:
-            raise TriforceError("--prompt-file is -, but there is no standard input")
+            raise TriforceError(f"{option} is -, but there is no standard input")
         if sys.stdin.isatty():
             tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
         return Source(_checked(_decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
-    return Source(_checked(_decoded(_read(prompt_file), str(prompt_file), tell), str(prompt_file)), prompt_file.name)
+    return Source(_checked(_decoded(_read(path, option), str(path), tell), str(path)), path.name)
 
 
 def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
@@ -78,15 +88,15 @@ def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
     return read_option("--ask", ask, tell)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, option: str) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except FileNotFoundError as error:
-        raise TriforceError(f"--prompt-file {path} does not exist; give a text file, or - for stdin") from error
+        raise TriforceError(f"{option} {path} does not exist; give a text file, or - for stdin") from error
     except IsADirectoryError as error:
-        raise TriforceError(f"--prompt-file {path} is a directory; give a text file in it") from error
+        raise TriforceError(f"{option} {path} is a directory; give a text file in it") from error
     except OSError as error:
-        raise TriforceError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
+        raise TriforceError(f"{option} {path} cannot be read: {error.strerror or error}") from error
 
 
 def _decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
@@ -135,14 +145,63 @@ class Prompt:
 
     token_ids: list[int]
     dropped: int = 0
+    text_tokens: int | None = None
+    """How many leading ids are the text without the question; `None` where both were encoded together."""
+
+
+def read_text(text: str, system: str | None, raw: bool, tokenizer: Tokenizer) -> tuple[list[int], Frame]:
+    """The ids of a text that questions will follow, and what surrounds it: the beginning of a user's message by the
+    model's chat template, unless `raw` or it has none.
+
+    Raises:
+        UsageError: `system` where there is no such message; a text without tokens.
+    """
+    from ...offload.contexts.manifest import Frame
+
+    frame = Frame(chat=tokenizer.chat is not None and not raw, system=system)
+    if system and not frame.chat:
+        reason = "--raw leaves it out" if raw else "this model has no chat template that it could stand in"
+        raise UsageError(f"--system is given, but {reason}; put it into the text")
+    before, _, special = _surroundings(text, "", tokenizer, frame) if frame.chat else ("", "", True)
+    token_ids = tokenizer.encode(before + text, special)
+    if not token_ids:
+        raise UsageError("the text gives no token; give a longer one")
+    return token_ids, frame
+
+
+def continue_context(
+    token_ids: list[int], frame: Frame, ask: str | None, tokenizer: Tokenizer, config: ModelConfig, max_new_tokens: int
+) -> Prompt:
+    """A saved context's ids and the question after them, with the rest of the frame.
+
+    Raises:
+        UsageError: no question, where the text stands in a user's message.
+        CapacityError: too long for the model's positions.
+    """
+    from ...offload.checks import check_context
+
+    if frame.chat and ask is None:
+        raise UsageError("the context holds the beginning of a user's message; give the question with --ask")
+    _, after, _ = _surroundings(tokenizer.decode(token_ids[-16:]), ask, tokenizer, frame)
+    prompt = [*token_ids, *(tokenizer.encode(after, False) if after else [])]
+    check_context(config, len(prompt), max_new_tokens)
+    return Prompt(prompt, text_tokens=len(token_ids))
 
 
 def build_prompt(
-    source: Source, ask: str | None, tokenizer: Tokenizer, config: ModelConfig, max_new_tokens: int, truncate: str
+    source: Source,
+    ask: str | None,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    max_new_tokens: int,
+    truncate: str,
+    *,
+    apart: bool = False,
 ) -> Prompt:
     """The ids of the context and the instruction after it, cut to the model's positions as `truncate` says.
 
-    Only the context is ever cut: `truncate` is `head`, `tail` or `middle` (the part that goes), or `error`.
+    Only the context is ever cut: `truncate` is `head`, `tail` or `middle` (the part that goes), or `error`. With
+    `apart` both are encoded for themselves, so that the context's ids do not depend on the instruction.
 
     Raises:
         CapacityError: too long, with `error`, or an instruction that leaves no room.
@@ -153,12 +212,18 @@ def build_prompt(
     limit = config.max_position_embeddings - max_new_tokens
     if source.built_in:
         source = _cut_built_in(source, tokenizer, limit - len(tokenizer.encode(before + after, special)))
-    token_ids = tokenizer.encode(before + source.text + after, special)
+    text_tokens = None
+    if apart:
+        token_ids = tokenizer.encode(before + source.text, special)
+        text_tokens = len(token_ids)
+        token_ids += tokenizer.encode(after, False) if after else []
+    else:
+        token_ids = tokenizer.encode(before + source.text + after, special)
     if not token_ids:
         raise UsageError("the prompt gives no token; give a longer text")
     if len(token_ids) <= limit or truncate == "error":
         check_context(config, len(token_ids), max_new_tokens)
-        return Prompt(token_ids)
+        return Prompt(token_ids, text_tokens=text_tokens)
 
     if truncate == "tail":  # the text before the question may now end inside a line
         before, after, special = _surroundings("", ask, tokenizer)
@@ -176,7 +241,7 @@ def build_prompt(
             f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
         )
     kept = cut(context, room, truncate)
-    return Prompt([*first, *kept, *last], dropped=len(context) - len(kept))
+    return Prompt([*first, *kept, *last], dropped=len(context) - len(kept), text_tokens=len(first) + len(kept))
 
 
 @dataclass(frozen=True)
@@ -218,15 +283,19 @@ def cut(tokens: list[int], room: int, part: str) -> list[int]:
     return tokens[: room - end] + tokens[len(tokens) - end :]
 
 
-def _surroundings(context: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str, str, bool]:
-    """The text before and after the context, and whether encoding adds the tokens that begin a text (BOS)."""
+def _surroundings(
+    context: str, ask: str | None, tokenizer: Tokenizer, frame: Frame | None = None
+) -> tuple[str, str, bool]:
+    """The text before and after the context, and whether encoding adds the tokens that begin a text (BOS). Without a
+    frame there is that of a user's message where there is a question and a chat template."""
     if ask is None:
         return "", "", True
     gap = "\n" * (2 - min(2, len(context) - len(context.rstrip("\n"))))
-    if tokenizer.chat is None:
+    if tokenizer.chat is None or (frame and not frame.chat):
         return "", gap + ask, True
     marker = f"context-{secrets.token_hex(8)}"
-    before, found, after = tokenizer.chat(f"{marker}{gap}{ask}").partition(marker)
+    system = frame.system if frame else None
+    before, found, after = tokenizer.chat(f"{marker}{gap}{ask}", system).partition(marker)
     if not found:
         raise TriforceError("the model's chat template leaves the text out; give the question inside the prompt")
     return before, after, False

@@ -13,7 +13,7 @@ from ..terminal.streams import tell
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ...offload import Engine
+    from ...offload import Engine, Generation
     from .prompt import Prompt
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -48,6 +48,13 @@ def report_choices(
         "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
     }
     _print_rows(console, rows)
+
+
+def report_context(generation: Generation) -> None:
+    """What a saved context saves the run from reading."""
+    saved = generation.saved
+    if saved and saved.prefix:
+        tell(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read")
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..options import GPUS, OUTPUT, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
-from ..parameters import TEXT, choice
+from ..options import CONTEXT, GPUS, OUTPUT, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
+from ..parameters import NAME, TEXT, choice
 
 ASK = option(
     PROMPT, TEXT, "A question or an instruction, put after the text through the model's chat template if it has one."
@@ -24,6 +24,16 @@ class GenerateRequest(Request):
 
     ask: Annotated[str | None, ASK] = None
     truncate: Annotated[str, TRUNCATE] = "error"
+    context: Annotated[str | None, CONTEXT] = None
+    save_context: Annotated[
+        str | None,
+        option(
+            PROMPT, NAME, "Save what is read under this name, without the question; [bold]--context NAME[/] finds it."
+        ),
+    ] = None
+    no_context: Annotated[
+        bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
+    ] = False
     gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens to write.")] = 256
     ignore_eos: Annotated[

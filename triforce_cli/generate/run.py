@@ -12,29 +12,33 @@ import torch
 from rich.console import Console
 
 from ...offload import Engine, Generation, Round, Sampling
+from ...offload.contexts.home import user_store
+from ...offload.contexts.manifest import Frame
+from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import set_threads
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
-from ..options import Request
+from ..options import EngineOptions
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing
-from .prompt import Source, build_prompt
-from .report import prefill_progress, report_choices, report_statistics
+from .prompt import Prompt, Source, build_prompt, continue_context
+from .report import prefill_progress, report_choices, report_context, report_statistics
 from .request import GenerateRequest
 
 
 def run(
     request: GenerateRequest,
-    source: Source,
+    source: Source | None,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
+    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's; without a
+    source the text is a saved context.
 
     Raises:
         TriforceError: the request cannot be met; nothing was written.
@@ -49,9 +53,17 @@ def run(
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
     with signals.allowed():
-        prompt = build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate)
+        prompt = _prompt(request, source, tokenizer, config)
         engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
-        report_choices(console, engine, request.model, source.name, prompt, request.max_new_tokens)
+        name = source.name if source else f"the context {request.context}"
+        report_choices(console, engine, request.model, name, prompt, request.max_new_tokens)
+    contexts = ContextRequest(
+        name=request.context,
+        find=not request.no_context,
+        save=request.save_context,
+        save_tokens=prompt.text_tokens,
+        frame=Frame(chat=request.ask is not None and tokenizer.chat is not None),
+    )
 
     live = request.live and LiveDisplay.possible(console)
     output = None if json_file.on_stdout else TextOutput(deferred=live and same_terminal(sys.stdout, sys.stderr))
@@ -61,8 +73,14 @@ def run(
     try:
         with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
             generation = engine.stream(
-                prompt.token_ids, sampling, request.max_new_tokens, ignore_eos=request.ignore_eos, on_prefill=on_prefill
+                prompt.token_ids,
+                sampling,
+                request.max_new_tokens,
+                ignore_eos=request.ignore_eos,
+                on_prefill=on_prefill,
+                contexts=contexts,
             )
+            report_context(generation)
             step(generation, signals)  # the first token is taken from the statistics, like all others
         name = Path(request.model).name
         with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
@@ -78,8 +96,21 @@ def run(
     engine.close()
 
 
-def load_engine(request: Request, context: int | None) -> Engine:
-    """The engine that `request` asks for, checked to hold `context` tokens, if those are known; see `Engine.load`."""
+def _prompt(request: GenerateRequest, source: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
+    """Raises:
+    TriforceError: it is too long, or there is no such context.
+    """
+    if source is None:
+        assert request.context
+        store = user_store()
+        manifest, token_ids = store.load(request.context), store.token_ids(request.context)
+        return continue_context(token_ids, manifest.frame, request.ask, tokenizer, config, request.max_new_tokens)
+    apart = request.save_context is not None
+    return build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate, apart=apart)
+
+
+def load_engine(request: EngineOptions, capacity: int | None) -> Engine:
+    """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
     set_threads(request.threads)
     return Engine.load(
         request.model,
@@ -87,13 +118,13 @@ def load_engine(request: Request, context: int | None) -> Engine:
         device=request.device,
         dtype=request.dtype,
         gpus=request.gpus,
-        context=context,
+        capacity=capacity,
         tiers=request.most_tiers,
         **request.settings,
     )
 
 
-def follow(request: Request) -> None:
+def follow(request: EngineOptions) -> None:
     """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
 
     Raises:

@@ -128,7 +128,7 @@ def test_memory_is_checked_before_weights_are_read(tmp_path, monkeypatch):
     available = psutil.virtual_memory()._replace(available=2**20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
     with pytest.raises(CapacityError):
-        Engine.load(tmp_path, device="cpu", context=1000)
+        Engine.load(tmp_path, device="cpu", capacity=1000)
 
 
 def test_a_budget_beyond_the_context_takes_no_more_than_the_context(tmp_path):

@@ -71,7 +71,7 @@ def _engine(job: Job) -> Engine:
         draft="none" if alone else job.asked_draft,
         device=job.device,
         dtype=job.dtype,
-        context=len(job.prompt_ids) + job.max_new_tokens,
+        capacity=len(job.prompt_ids) + job.max_new_tokens,
         tiers=1 if alone else 3,
         **settings,
     )

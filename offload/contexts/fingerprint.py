@@ -1,0 +1,62 @@
+"""The fingerprint of a model: what keys and values depend on. KV of another fingerprint is never used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ...tp.weights.weight_files import weight_files
+from .disk import Disk
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...tp.model.config import ModelConfig
+
+_CACHE = "fingerprints.json"
+_NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings")
+"""What a configuration says beyond keys and values; the number format in use counts, not the checkpoint's."""
+
+
+def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store: Path) -> str:
+    """The hash of a model's weights, configuration (its RoPE scaling among it) and number format.
+
+    Hashing the weights reads them once; their hashes are kept in `store` by name, size and time of change.
+
+    Raises:
+        ModelError: see `weight_files`.
+    """
+    described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
+    described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store)}
+    return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+
+
+def _weight_hashes(files: list[Path], store: Path) -> list[str]:
+    known = _known(store / _CACHE)
+    found = {}
+    for path in files:
+        stat = path.stat()
+        key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        found[key] = known.get(key) or _hash(path)
+    if store.is_dir() and not found.keys() <= known.keys():
+        Disk().write_whole(store / _CACHE, json.dumps(known | found).encode())
+    return sorted(found.values())  # shards may have other names in another copy
+
+
+def _known(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _hash(path: Path) -> str:
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            state.update(piece)
+    return state.hexdigest()

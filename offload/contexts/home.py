@@ -1,0 +1,31 @@
+"""Where a user's saved contexts are, and how much they may take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from ...tp.errors import UsageError
+from ...tp.units import parse_size
+from .store import ContextStore
+
+
+def contexts_root() -> Path:
+    """`$TRIFORCE_HOME/contexts`, else `contexts` in the user's cache directory."""
+    home = os.environ.get("TRIFORCE_HOME")
+    return (Path(home).expanduser() if home else user_cache_path("triforce", appauthor=False)) / "contexts"
+
+
+def user_store() -> ContextStore:
+    """The contexts of this user, with `TRIFORCE_CONTEXTS_MAX` as their quota, if it is set.
+
+    Raises:
+        UsageError: that is no size.
+    """
+    quota = os.environ.get("TRIFORCE_CONTEXTS_MAX")
+    try:
+        return ContextStore(contexts_root(), parse_size(quota) if quota else None)
+    except ValueError as error:
+        raise UsageError(f"TRIFORCE_CONTEXTS_MAX: {error}") from error

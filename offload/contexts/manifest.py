@@ -1,0 +1,181 @@
+"""A context's manifest: what is saved, in which files, as JSON that checks itself.
+
+What a manifest names is on the disk whole: files are written and synced before it is replaced. It is not trusted: a
+damaged or edited one is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ...tp.errors import TriforceError
+from .disk import Disk
+from .segment import SEGMENT, Contents, SegmentFile, Shape
+
+FILE_NAME = "manifest.json"
+VERSION = 1
+
+
+class ContextError(TriforceError):
+    """A saved context that is not there, damaged, in use, or another model's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file with some KV heads of a segment."""
+
+    file: str
+    kv_heads: tuple[int, int]
+    """The first, and the one behind the last."""
+    checksum: str
+    """Of the checksums within."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of a context that were saved together."""
+
+    first: int
+    tokens: int
+    chain: str
+    """Of all token ids up to the last of these; see `segment.chained`."""
+    parts: tuple[Part, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.tokens
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What surrounds the text of a context, so that a question can be put behind it."""
+
+    chat: bool = False
+    """Whether the text stands in a user's message, as the model's chat template begins one."""
+    system: str | None = None
+
+
+NO_FRAME = Frame()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A saved context. `tokens` are those it is to have, of which `segments` are there."""
+
+    model: str
+    """As it was named; what counts is the fingerprint."""
+    fingerprint: str
+    shape: Shape
+    tokens: int
+    created: float
+    """Seconds since 1970."""
+    frame: Frame = NO_FRAME
+    segment_tokens: int = SEGMENT
+    """Of every segment but the last, which may have fewer."""
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def saved(self) -> int:
+        """Tokens whose keys and values are there."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def complete(self) -> bool:
+        return self.saved == self.tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.saved * self.shape.token_bytes
+
+    def chain_before(self, index: int) -> str:
+        """The chain that segment `index` goes on from."""
+        return self.segments[index - 1].chain if index else self.fingerprint
+
+    def contents(self, segment: Segment, part: Part) -> Contents:
+        """What a file must hold."""
+        return Contents(self.shape, self.fingerprint, segment.first, segment.tokens, segment.chain, part.kv_heads)
+
+    def open(self, directory: Path, segment: Segment, part: Part) -> SegmentFile:
+        """Raises:
+        DamagedError: it is not there, or holds something else.
+        """
+        return SegmentFile(directory / part.file, self.contents(segment, part), part.checksum)
+
+    def write(self, disk: Disk, directory: Path) -> None:
+        """Puts it in place of the one in `directory`, durably."""
+        described = {"format": VERSION, **asdict(self)}
+        content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
+        disk.write_whole(directory / FILE_NAME, content.encode())
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Raises:
+        ContextError: there is none, it is damaged, or a newer version wrote it.
+        """
+        path = directory / FILE_NAME
+        try:
+            raw = json.loads(path.read_bytes())
+            checksum = raw.pop("checksum")
+        except FileNotFoundError as error:
+            raise ContextError(f"there is no context {directory.name!r}: {path} does not exist") from error
+        except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise _damaged(directory, str(error)) from error
+        version = raw.get("format")
+        if isinstance(version, int) and version > VERSION:
+            raise ContextError(
+                f"the context {directory.name!r} was saved by a newer triforce (format {version}; this one knows "
+                f"{VERSION}); update triforce, or save it anew under another name"
+            )
+        if checksum != _checksum(raw):
+            raise _damaged(directory, "its checksum is not that of its contents")
+        try:
+            return cls._from_raw(raw)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(directory, f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any]) -> Manifest:
+        segments = tuple(
+            Segment(one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"])))
+            for one in raw["segments"]
+        )
+        known = {name: raw[name] for name in ("model", "fingerprint", "tokens", "created", "segment_tokens")}
+        found = cls(**known, shape=Shape(**raw["shape"]), frame=Frame(**raw["frame"]), segments=segments)
+        at, most = 0, found.segment_tokens
+        for one in segments:
+            whole = one.tokens == most or one is segments[-1]
+            if one.first != at or not 0 < one.tokens <= most or not whole or one.stop > found.tokens:
+                raise ValueError(f"its segment at {one.first} does not go on from {at}")
+            if _heads(one.parts) != list(range(found.shape.num_kv_heads)):
+                raise ValueError(f"its segment at {one.first} lacks KV heads")
+            at = one.stop
+        return found
+
+
+def _part(raw: dict[str, Any]) -> Part:
+    name = raw["file"]
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise ValueError(f"it names the file {name!r}")
+    first, stop = raw["kv_heads"]
+    return Part(name, (int(first), int(stop)), raw["checksum"])
+
+
+def _heads(parts: Sequence[Part]) -> list[int]:
+    return [head for part in parts for head in range(*part.kv_heads)]
+
+
+def _checksum(described: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+
+
+def _damaged(directory: Path, reason: str) -> ContextError:
+    name = directory.name
+    return ContextError(
+        f"the manifest of the context {name!r} is damaged ({reason}); remove it with: triforce contexts rm {name}"
+    )

@@ -1,0 +1,157 @@
+"""The saved contexts of one model: which of them a run starts from, and what it is to save."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ...tp.model.decoder import Decoder
+from ...tp.parallel.ranks import Ranks
+from ...tp.parallel.split import Split
+from .fingerprint import fingerprint
+from .manifest import NO_FRAME, ContextError, Frame, Manifest
+from .segment import Shape
+from .store import ContextStore, SavedPrefix
+from .use import ContextUse, HeldHeads, SaveOrder
+
+LEAST_FOUND = 256
+"""Tokens that a context must share with a prompt to be found by itself: a few are read faster than looked up."""
+
+_DIFFERENT_END = 16
+"""Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
+
+
+@dataclass(frozen=True)
+class ContextRequest:
+    """What a run is to do with saved contexts."""
+
+    name: str | None = None
+    """The context to start from."""
+    find: bool = False
+    """Whether to look for one that the prompt begins with, where none is named."""
+    save: str | None = None
+    """The name under which to save the prompt."""
+    save_tokens: int | None = None
+    """How many leading tokens of it to save; `None` is all."""
+    frame: Frame = NO_FRAME
+    """Of what is saved."""
+    required: bool = False
+    """Whether the run is to fail where it cannot be saved, and not just to say so."""
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """What rank 0 has decided for all."""
+
+    prefix: SavedPrefix | None = None
+    save: SaveOrder | None = None
+
+
+class ModelContexts:
+    """The contexts in a store, as one model in one number format may use them."""
+
+    def __init__(self, store: ContextStore, directory: Path, name: str, target: Decoder) -> None:
+        """Args:
+        directory: of the model.
+        name: what manifests call it.
+        """
+        self.store, self._directory, self._name = store, directory, name
+        config = target.config
+        dtype = str(target.dtype).removeprefix("torch.")
+        self.shape = Shape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self._directory, self._config, self._dtype, self.store.root)
+
+    def missing(self, name: str, token_ids: Sequence[int]) -> int:
+        """How many of the tokens are not saved under this name yet.
+
+        Raises:
+            ContextError: another text or another model's KV is, or the context is damaged.
+        """
+        return len(token_ids) - self._own(name, token_ids)[1]
+
+    def saved_tokens(self, name: str) -> int:
+        """Tokens that are saved under this name; 0 where nothing is."""
+        try:
+            return self.store.load(name).saved
+        except ContextError:
+            return 0
+
+    def plan(self, prompt: list[int], request: ContextRequest, reusable: int) -> ContextPlan:
+        """What a run does, on rank 0.
+
+        Args: `reusable` tokens of the prompt at most may be restored.
+
+        Raises:
+            UsageError: an impossible name.
+            ContextError: the named context cannot be used, or not be saved to.
+        """
+        wanted = request.name or request.save
+        if wanted:
+            self.store.directory(wanted)
+        if not self._rope_is_fixed(len(prompt)):
+            if wanted:
+                raise ContextError(
+                    f"{self._config.name} scales RoPE dynamically: beyond {self._config.rope.original_positions:,} "
+                    "tokens keys depend on the prompt's length, so they can neither be saved nor shared"
+                )
+            return ContextPlan()
+        prefix = None
+        if request.name:
+            prefix = self.store.prefix_of(request.name, self.fingerprint, prompt)
+        elif request.find and self.store.any_of_shape(self.shape):
+            prefix = self.store.find(self.fingerprint, prompt, LEAST_FOUND)
+        save = None
+        if request.save:
+            token_ids = prompt[: request.save_tokens]
+            own, saved = self._own(request.save, token_ids)
+            if saved < len(token_ids):
+                save = self._order(request, token_ids)
+                prefix = own or prefix or self.store.find(self.fingerprint, token_ids, 1)
+        if prefix and prefix.tokens > reusable:
+            prefix = SavedPrefix(prefix.directory, prefix.manifest, reusable) if reusable else None
+        return ContextPlan(prefix, save)
+
+    def use(self, plan: ContextPlan) -> ContextUse | None:
+        """The contexts of a run, on any rank."""
+        if not plan.prefix and not plan.save:
+            return None
+        held = self._heads_of(self._ranks.rank)
+        writes = self._ranks.rank == 0 or self._heads_of(self._ranks.rank - 1) != held
+        return ContextUse(self.store, self._ranks, HeldHeads(held.start, held.stop, writes), plan.prefix, plan.save)
+
+    def _own(self, name: str, token_ids: Sequence[int]) -> tuple[SavedPrefix | None, int]:
+        """What is saved under a name already: what it shares with the text, and how many tokens of this are there."""
+        if not (self.store.directory(name) / "manifest.json").exists():
+            return None, 0
+        prefix = self.store.prefix_of(name, self.fingerprint, token_ids)
+        shared = prefix.tokens if prefix else 0
+        saved = self.store.load(name).saved
+        if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
+            raise ContextError(
+                f"the context {name!r} holds another text: it differs from this one at token {shared:,}; give another "
+                f"name, or remove it with: triforce contexts rm {name}"
+            )
+        return prefix, shared
+
+    def _order(self, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
+        assert request.save
+        named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame
+        manifest = Manifest(*named, self.store.segment_tokens)
+        parts = dict.fromkeys((held.start, held.stop) for held in map(self._heads_of, range(self._ranks.size)))
+        where = self.store.directory(request.save)
+        return SaveOrder(where, manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required)
+
+    def _heads_of(self, rank: int) -> slice:
+        return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size)).kv_heads
+
+    def _rope_is_fixed(self, prompt_tokens: int) -> bool:
+        rope = self._config.rope
+        return rope.type != "dynamic" or prompt_tokens <= rope.original_positions

@@ -1,0 +1,269 @@
+"""The saved contexts of a user: a directory for each, found by name, or by the token ids that they begin with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ...tp.errors import UsageError
+from .disk import Disk
+from .manifest import FILE_NAME, ContextError, Manifest, Segment
+from .segment import SEGMENT, DamagedError, chained
+
+_LOCK = ".lock"
+_NAME = re.compile(r"\w[\w .+@=-]{0,99}")
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """The leading tokens of a prompt that are saved, and where."""
+
+    directory: Path
+    manifest: Manifest
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those that hold the tokens; of the last one perhaps a part."""
+        return tuple(one for one in self.manifest.segments if one.first < self.tokens)
+
+
+class ContextStore:
+    """A directory of saved contexts. It holds no state: other processes may change it at any time."""
+
+    def __init__(
+        self, root: Path, most_bytes: int | None = None, *, segment_tokens: int = SEGMENT, disk: Disk | None = None
+    ) -> None:
+        """Args:
+        most_bytes: what all contexts together may take on the disk.
+        segment_tokens: of the segments of new contexts.
+        """
+        self.root, self.most_bytes, self.segment_tokens = root, most_bytes, segment_tokens
+        self.disk = disk or Disk()
+
+    def directory(self, name: str) -> Path:
+        """Where the context of this name is, or would be.
+
+        Raises:
+            UsageError: a name that no context can have.
+        """
+        if not _NAME.fullmatch(name) or name.endswith(" "):
+            raise UsageError(
+                f"{name!r} cannot be the name of a context: a name has up to 100 letters, digits, spaces and any of "
+                "_.+@=-, and begins with a letter or a digit"
+            )
+        return self.root / name
+
+    def names(self) -> list[str]:
+        """The contexts that are there, whole or not."""
+        try:
+            return sorted(one.name for one in self.root.iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ContextError(f"the contexts in {self.root} cannot be listed: {error.strerror or error}") from error
+
+    def load(self, name: str) -> Manifest:
+        """Raises:
+        UsageError: an impossible name.
+        ContextError: there is no such context, or its manifest is damaged or too new.
+        """
+        directory = self.directory(name)
+        if not directory.is_dir():
+            known = ", ".join(self.names()) or "none"
+            raise ContextError(f"there is no context {name!r} in {self.root}; there are: {known}")
+        return Manifest.load(directory)
+
+    def token_ids(self, name: str) -> list[int]:
+        """The token ids of a context, as far as it is saved.
+
+        Raises:
+            ContextError: as `load`, or a segment is damaged.
+        """
+        manifest = self.load(name)
+        return [token for index in range(len(manifest.segments)) for token in self._ids(name, manifest, index)]
+
+    def _ids(self, name: str, manifest: Manifest, index: int) -> list[int]:
+        segment = manifest.segments[index]
+        try:
+            with manifest.open(self.directory(name), segment, segment.parts[0]) as file:
+                return file.token_ids(manifest.chain_before(index))
+        except DamagedError as error:
+            raise damaged(name, segment, segment.parts[0].file, error) from error
+
+    def prefix_of(self, name: str, fingerprint: str, token_ids: Sequence[int]) -> SavedPrefix | None:
+        """What the context of this name shares with a prompt; `None` if that is nothing.
+
+        Raises:
+            ContextError: as `load`; it is another model's; or what it shares cannot be told as a segment is damaged.
+        """
+        manifest = self.load(name)
+        if manifest.fingerprint != fingerprint:
+            raise ContextError(
+                f"the context {name!r} was read by another model than this one: {manifest.model} in "
+                f"{manifest.shape.dtype} (fingerprint {manifest.fingerprint[:8]}, not {fingerprint[:8]}); give the "
+                "--model and --dtype that it was read with, or read the text again under another name"
+            )
+        shared = 0
+        for index, segment in enumerate(manifest.segments):
+            wanted = token_ids[segment.first : segment.stop]
+            if len(wanted) == segment.tokens and chained(manifest.chain_before(index), wanted) == segment.chain:
+                shared = segment.stop
+                continue
+            saved = self._ids(name, manifest, index)
+            pairs = enumerate(zip(saved, wanted, strict=False))
+            shared += next((i for i, (have, want) in pairs if have != want), min(len(saved), len(wanted)))
+            break
+        return SavedPrefix(self.directory(name), manifest, shared) if shared else None
+
+    def find(self, fingerprint: str, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
+        """The context that shares the most leading tokens with a prompt, if it shares at least so many; of several the
+        one used last. Damaged ones and other models' are passed over."""
+        found: list[tuple[int, float, SavedPrefix]] = []
+        for name in self.names():
+            try:
+                prefix = self.prefix_of(name, fingerprint, token_ids)
+            except ContextError:
+                continue
+            if prefix and prefix.tokens >= least:
+                found.append((prefix.tokens, self.used(name), prefix))
+        return max(found, key=lambda one: one[:2])[2] if found else None
+
+    def any_of_shape(self, manifest_shape: object) -> bool:
+        """Whether some context has keys and values of this shape, so that a fingerprint is worth its time."""
+        for name in self.names():
+            try:
+                if self.load(name).shape == manifest_shape:
+                    return True
+            except ContextError:
+                continue
+        return False
+
+    def used(self, name: str) -> float:
+        """When a context was last saved or restored, in seconds since 1970; 0 if that is not known."""
+        try:
+            return (self.directory(name) / FILE_NAME).stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def note_use(self, name: str) -> None:
+        """Notes that a context is used now."""
+        with suppress(OSError):  # a read-only store serves as well
+            os.utime(self.directory(name) / FILE_NAME)
+
+    def disk_bytes(self, names: Sequence[str] | None = None) -> int:
+        """What contexts take on the disk, all of them by default; files that several share count once."""
+        sizes: dict[tuple[int, int], int] = {}
+        for name in self.names() if names is None else names:
+            for path in self._files(name):
+                try:
+                    stat = path.stat()
+                except OSError:
+                    continue
+                sizes[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+        return sum(sizes.values())
+
+    def free_bytes(self) -> int:
+        """What the disk has room for."""
+        place = self.root
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def _files(self, name: str) -> list[Path]:
+        try:
+            return list(self.directory(name).iterdir())
+        except OSError:
+            return []
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[Path]:
+        """Keeps other processes from changing a context. Its directory, made if it is not there.
+
+        Raises:
+            UsageError: an impossible name.
+            ContextError: another process is saving it, or the place cannot be written.
+        """
+        directory = self.directory(name)
+        try:
+            self.disk.make_directory(directory)
+            with FileLock(directory / _LOCK, timeout=0, mode=0o600):
+                yield directory
+        except Timeout as error:
+            raise ContextError(
+                f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
+            ) from error
+        except OSError as error:
+            raise ContextError(f"{directory} cannot be written: {error.strerror or error}") from error
+
+    def remove(self, name: str) -> None:
+        """Raises:
+        UsageError, ContextError: there is no such context, or it is in use.
+        """
+        if not self.directory(name).is_dir():
+            self.load(name)
+        with self.locked(name) as directory:
+            # The manifest goes first: whatever happens next, what is left is no context that lacks files.
+            self.disk.remove(directory / FILE_NAME)
+            self.disk.sync_directory(directory)
+            for path in self._files(name):
+                if path.name != _LOCK:
+                    self.disk.remove(path)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
+        """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,
+        nor one that another process is saving. Their names."""
+        removed: list[str] = []
+        for name in sorted(self.names(), key=self.used):
+            if self.disk_bytes() <= most_bytes:
+                break
+            if name in keep:
+                continue
+            try:
+                self.remove(name)
+            except ContextError:
+                continue
+            removed.append(name)
+        return removed
+
+    def verify(self, name: str) -> Iterator[tuple[Segment, str | None]]:
+        """Checks every checksum of a context: of each segment, what is wrong with it, if anything.
+
+        Raises:
+            ContextError: see `load`.
+        """
+        manifest = self.load(name)
+        for index, segment in enumerate(manifest.segments):
+            wrong = None
+            for part in segment.parts:
+                try:
+                    with manifest.open(self.directory(name), segment, part) as file:
+                        file.token_ids(manifest.chain_before(index))
+                        size = segment.tokens * manifest.shape.row_bytes
+                        halves = [memoryview(bytearray(size))], [memoryview(bytearray(size))]
+                        for layer in range(manifest.shape.num_layers):
+                            for head in range(*part.kv_heads):
+                                file.read(layer, head, *halves)
+                except DamagedError as error:
+                    wrong = f"{part.file}: {error}"
+            yield segment, wrong
+
+
+def damaged(name: str, segment: Segment, file: str, error: Exception) -> ContextError:
+    """The message about a segment that cannot be used."""
+    return ContextError(
+        f"the context {name!r} is damaged in positions {segment.first:,} to {segment.stop:,} ({file}: {error}); read "
+        "the text again under this name to mend it"
+    )

@@ -1,0 +1,94 @@
+"""One run of `triforce read`: from a checked request to a saved context."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import IO, cast
+
+from rich.console import Console
+
+from ...offload import Engine, Generation, Sampling
+from ...offload.contexts.estimate import reading_seconds
+from ...offload.contexts.manifest import ContextError
+from ...offload.contexts.model import ContextRequest, ModelContexts
+from ...tp.model.config import ModelConfig
+from ...tp.units import gib
+from ...tp.weights.tokenizer import Tokenizer
+from ..generate.prompt import read_text
+from ..generate.report import prefill_progress
+from ..generate.run import load_engine, step
+from ..terminal.output import JsonFile
+from ..terminal.stopping import Signals, Stop
+from ..terminal.streams import Unfailing, tell
+from .report import describe
+from .request import ReadRequest
+
+
+def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, signals: Signals) -> None:
+    """Reads and saves. `directory` is the model's.
+
+    Raises:
+        TriforceError: it cannot be read or saved.
+        Stop: it was interrupted; whole segments are saved.
+    """
+    name = request.name
+    assert name
+    tokenizer = Tokenizer.load(directory)
+    token_ids, frame = read_text(text, request.system, request.raw, tokenizer)
+    with signals.allowed():
+        from ...offload.checks import check_context
+
+        check_context(ModelConfig.load(directory), len(token_ids), 1)
+        engine = load_engine(request, len(token_ids) + 1)
+        contexts = engine.contexts
+        assert contexts
+        missing = contexts.missing(name, token_ids)
+        if missing:
+            _announce(engine, contexts, name, len(token_ids), missing)
+    seconds = 0.0
+    if missing:
+        console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+        saved = ContextRequest(save=name, frame=frame, required=True)
+        with prefill_progress(console, missing) as on_prefill:
+            generation = engine.stream(token_ids, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=saved)
+            seconds = _read(generation, contexts, name, signals)
+        if generation.warnings:
+            raise ContextError("; ".join(generation.warnings))
+    described = describe(contexts.store, name)
+    json_file.write(described | {"read_tokens": missing, "read_s": seconds})
+    done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
+    tell(f"{done}; ask it with: triforce generate --context '{name}'{_model_option(request)} --ask TEXT")
+    engine.finish()
+    engine.close()
+
+
+def _read(generation: Generation, contexts: ModelContexts, name: str, signals: Signals) -> float:
+    """Reads to the end; the seconds it took."""
+    try:
+        while step(generation, signals) is not None:
+            pass
+    except Stop:
+        generation.close()
+        saved = contexts.saved_tokens(name)
+        tell(f"{saved:,} tokens of the context {name} are saved; the same command goes on from there")
+        raise
+    return generation.statistics.prefill_s
+
+
+def _announce(engine: Engine, contexts: ModelContexts, name: str, tokens: int, missing: int) -> None:
+    before = f"; {tokens - missing:,} of them are saved already" if missing < tokens else ""
+    tell(f"context {name}: {tokens:,} tokens{before}")
+    seconds = reading_seconds(engine.target, tokens - missing, missing)
+    about = f", about {_duration(seconds)}" if seconds is not None else ""
+    size, free = missing * contexts.shape.token_bytes, contexts.store.free_bytes()
+    tell(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _model_option(request: ReadRequest) -> str:
+    model = f" --model {request.model}" if request.model != type(request).model else ""
+    return model + (f" --dtype {request.dtype}" if request.dtype != "auto" else "")
