@@ -6,12 +6,31 @@ import gc
 import os
 import random
 import signal
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path, PurePosixPath
 
 import hypothesis
 import pytest
+
+GPU_DRIVERS = ("nvidiactl", "nvhost-ctrl-gpu", "dxg", "kfd")
+"""What is in /dev where a driver is that PyTorch may find a GPU by."""
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU. Where there is no driver, nobody waits for PyTorch's import: the process that
+    distributes the tests to workers needs none."""
+    if sys.platform == "linux" and not any(Path("/dev", name).exists() for name in GPU_DRIVERS):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not has_gpu():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # tiny models: handing a hundred numbers to a second core costs more than it saves
@@ -56,23 +75,9 @@ def pytest_cmdline_main(config):
         option.numprocesses, option.dist = 2, "worksteal"
 
 
-@functools.cache
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def only_distributes(config) -> bool:
-    """Whether this process runs no test, as workers of pytest-xdist do: it need not wait for PyTorch."""
-    return bool(getattr(config.option, "numprocesses", 0)) and not hasattr(config, "workerinput")
-
-
 def pytest_configure(config):
-    if not only_distributes(config):
-        if not has_gpu():
-            os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
-        gc.disable()  # until all tests are imported
+    if not getattr(config.option, "numprocesses", 0) or hasattr(config, "workerinput"):
+        gc.disable()  # until all tests are imported; not in the process that only distributes tests to workers
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
@@ -112,7 +117,7 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
     if config.stash[EXTENT] != "fast" or named:
         return
-    slow = slow_cases(items)
+    slow = slow_cases(items, whole=not config.option.keyword and not config.option.markexpr)
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
     items[:] = [item for item in items if item not in slow]
@@ -134,8 +139,9 @@ def long_ones_first(items: list[pytest.Item]) -> list[pytest.Item]:
     return [*halves[0], *halves[1], *alone]
 
 
-def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Those marked `slow`, but the cases that `keep` lets stay: so many of a test's, always the same."""
+def slow_cases(items: list[pytest.Item], whole: bool) -> set[pytest.Item]:
+    """Those marked `slow`, but the cases that `keep` lets stay: so many of a test's, always the same, or those with
+    these ids. `whole`: all cases of a test are here, so that an id that none has is an error."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
@@ -145,7 +151,13 @@ def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
         marker = cases[0].get_closest_marker("slow")
         keep = marker.kwargs.get("keep", 0) if marker else 0
         able = [case for case in cases if has_gpu() or not case.get_closest_marker("gpu")]
-        slow.update(set(cases) - set(random.Random(name).sample(able, min(keep, len(able)))))
+        if isinstance(keep, int):
+            kept = random.Random(name).sample(able, min(keep, len(able)))
+        else:
+            kept = [case for case in able if case.name.partition("[")[2].removesuffix("]") in keep]
+            if whole and len(kept) < len(keep):
+                raise pytest.UsageError(f"{name} has not all of the cases that are to be kept: {', '.join(keep)}")
+        slow.update(set(cases) - set(kept))
     return slow
 
 

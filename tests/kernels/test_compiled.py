@@ -39,7 +39,7 @@ def need(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 5, 13, 130])
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=6)
 def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
     need(level)
     for m in (1, 63, 64, 200, 2300):

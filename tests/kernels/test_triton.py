@@ -73,6 +73,7 @@ def test_every_diagonal_equals_sdpa_in_float64(device, n, diagonal):
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("diagonal", [0, 100, 300, 900])
 @pytest.mark.parametrize("window", [1, 200])
+@pytest.mark.slow(keep=5)
 def test_a_window_equals_sdpa_in_float64(device, n, diagonal, window):
     check(attend_triton, (2, 1, 32), n, 290, device=device, diagonal=diagonal, window=window)
 
@@ -135,6 +136,7 @@ def test_a_row_gives_the_same_bits_alone_and_with_others(device, group, dtype):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.slow(keep=1)
 def test_a_diagonal_on_the_device_is_read_at_the_call(device, dtype):
     q, k, v = (x.to(device) for x in random_qkv((4, 2, 32), 3, 300))
     diagonal = torch.zeros((), dtype=dtype, device=device)
@@ -173,7 +175,7 @@ def test_merged_blocks_equal_the_whole(device):
 
 
 @both
-@pytest.mark.parametrize("n", [2, FEW_ROWS + 1])
+@pytest.mark.parametrize("n", [2, pytest.param(FEW_ROWS + 1, marks=pytest.mark.slow)])
 def test_attend_passes_its_arguments_on(device, n):
     q, k, v = random_qkv((2, 1, 32), n, 560)
     for diagonal, window in [(None, None), (200, None), (torch.tensor(200), 40)]:

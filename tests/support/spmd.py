@@ -1,5 +1,5 @@
-"""Runs jobs on several ranks: torchrun starts this file as every rank, or ranks on CPUs are forks of this process, which
-has PyTorch already; each prints what it got as JSON.
+"""Runs jobs on several ranks, each of which prints what it got as JSON: torchrun starts this file as every rank, or
+ranks on CPUs are forks of this process, which has PyTorch already.
 
 A job is {"model", "draft", "device", "dtype", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
 `Engine.load`.

@@ -25,6 +25,7 @@ from joint_distribution import (
     p_value,
     sample_counts,
 )
+from profiles import share
 from tiny import save_llama
 from triforce.offload import Engine
 from triforce.offload.speculation.acceptance import accept
@@ -116,17 +117,18 @@ def test_that_test_notices_noise_that_positions_share(engine_and_target, positio
 
 def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, monkeypatch):
     engine, target = engine_and_target
-    texts = drawn_texts(next_distributions(target, SAMPLING), 150)
+    texts = drawn_texts(next_distributions(target, SAMPLING), share(150))
     rejected = 0
     for seed, want in enumerate(texts):
         monkeypatch.setattr(engine, "settings", with_lengths(engine, 1 + seed % 3, 1 + seed % 4))
         tokens, rejections = first_tokens(engine, replace(SAMPLING, seed=seed))
         assert tokens == want, f"seed {seed}"
         rejected += sum(rejections.values())
-    assert rejected > 75, "the tiers must disagree, or this shows nothing"
+    assert rejected > len(texts) / 2, "the tiers must disagree, or this shows nothing"
 
 
 @pytest.mark.parametrize("wrong", ["the draft's draws", "noise of another position"])
+@pytest.mark.slow(keep=1)
 def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target, monkeypatch, wrong):
     """What the upper tiers emit where they accept all that is drafted, or draw with noise of the position before."""
     engine, target = engine_and_target

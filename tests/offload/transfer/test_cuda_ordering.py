@@ -26,10 +26,10 @@ def decoders(tmp_path_factory):
     return make_decoders(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 @pytest.mark.slow(keep=1)
 def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoders, part):
-    for seed in range(part, HISTORIES, 4):
+    for seed in range(10 * part, 10 * part + 10):
         play(decoders, seed, deferred=bool(seed // 4 % 2))
 
 
@@ -46,6 +46,7 @@ def wait_statements():
 
 
 @pytest.mark.parametrize("mutation", wait_statements(), ids=str)
+@pytest.mark.slow(keep=3)
 def test_a_run_without_one_of_the_waits_is_noticed(decoders, mutation):
     with mutation.applied():
         if hides_a_failed_store(decoders[0]):
@@ -151,6 +152,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.slow(keep=("None",))
 def test_whole_runs_give_the_tokens_of_transformers(models, seed):
     root, prompt, want = models
     engine = Engine.load(
