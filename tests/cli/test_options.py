@@ -29,6 +29,7 @@ def test_older_name_of_the_answers_length_is_taken_by_bench(pair, capfd):
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "compare", "models", "plan", "doctor"])
+@pytest.mark.slow(keep=("generate", "plan"))
 def test_help_shows_one_name_of_each_option(command):
     text = run_fork(command, "--help").out
     assert "--json" in text and "PATH|-" in text

@@ -47,7 +47,7 @@ def check(attend_there, shape, n, m, *, device, dtype="float32", scale=0.3, diag
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 def test_every_head_shape_equals_sdpa_in_float64(device, head_dim, group, dtype):
     check(
         attend_triton,
@@ -73,7 +73,7 @@ def test_every_diagonal_equals_sdpa_in_float64(device, n, diagonal):
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("diagonal", [0, 100, 300, 900])
 @pytest.mark.parametrize("window", [1, 200])
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=4)
 def test_a_window_equals_sdpa_in_float64(device, n, diagonal, window):
     check(attend_triton, (2, 1, 32), n, 290, device=device, diagonal=diagonal, window=window)
 
@@ -88,7 +88,7 @@ def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
 @both
 @pytest.mark.parametrize("m", [1, 15, 256, 257, 1030])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 def test_every_ragged_end_equals_sdpa_in_float64(device, m, dtype):
     check(attend_triton, (2, 2, 64), 2, m, device=device, dtype=dtype, scale=0.125)
 

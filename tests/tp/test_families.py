@@ -81,6 +81,7 @@ def assert_equal_logits(directory: Path, *parts: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=("llama-tied", "mistral-window", "qwen2-layer-types", "qwen3-bias"))
 def test_logits_of_every_family_equal_transformers(tmp_path, family):
     save_family(tmp_path, family)
     assert_equal_logits(tmp_path, max(LENGTHS), 37)
@@ -92,6 +93,7 @@ def test_a_window_ends_at_the_right_key_wherever_a_block_begins(tmp_path):
 
 
 @pytest.mark.parametrize("scaling", ROPES)
+@pytest.mark.slow(keep=("dynamic", "yarn", "llama3"))
 def test_logits_under_every_rope_scaling_equal_transformers(tmp_path, scaling):
     save_scaled(tmp_path, scaling)
     assert_equal_logits(tmp_path, max(LENGTHS), 37)
@@ -207,6 +209,7 @@ LEGACY = {
 
 
 @pytest.mark.parametrize("scaling", LEGACY)
+@pytest.mark.slow(keep=("yarn", "dynamic"))
 def test_the_spelling_of_older_checkpoints_is_read_as_transformers_reads_it(tmp_path, scaling):
     save_scaled(tmp_path, scaling if scaling in ROPES else "yarn")
     change_config(

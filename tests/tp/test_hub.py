@@ -227,6 +227,7 @@ def test_what_the_hub_refuses_is_explained(hub, run, status, code, words):
     check_refusal(run("--model", "tiny/target"), 1, *words)
 
 
+@pytest.mark.slow
 def test_without_a_network_it_says_how_to_bring_the_model(run):
     remedy = "hf download no/where --local-dir DIR"
     check_refusal(run("--model", "no/where", HF_HUB_OFFLINE="1"), 1, "'no/where'", "HF_HUB_OFFLINE", remedy)

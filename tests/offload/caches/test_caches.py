@@ -168,8 +168,8 @@ def test_rows_that_do_not_precede_a_prefills_last_ones_are_dropped(decoder):
 def test_a_run_chooses_chunks_by_the_last_accepted_tokens(tmp_path):
     save_llama(tmp_path, seed=1)
     engine = Engine.load(tmp_path, device="cpu", dtype="float32", tiers=2, budget=16, chunk_size=4, block_length=40)
-    run = engine.stream(random_tokens(100), Sampling(temperature=1.0, top_p=1.0, seed=3), 60)
-    tokens, rejected, step = random_tokens(100), 0, 20 // share(20)
+    run = engine.stream(random_tokens(100), Sampling(temperature=1.0, top_p=1.0, seed=3), share(60, 20))
+    tokens, rejected, step = random_tokens(100), 0, 2 if share(60) < 60 else 1
     for event in run:
         tokens += event.tokens
         if event.index % step:

@@ -224,6 +224,7 @@ def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, s
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights. The least time
     of up to 12 passes: what else the machine does comes on top of the floor, never off it."""

@@ -31,6 +31,7 @@ def started(engine):
 
 
 @pytest.mark.parametrize("kind", [Recorder, Careless])
+@pytest.mark.slow(keep=("Careless",))
 def test_close_leaves_no_captured_pass_alive_whoever_holds_the_run(pairs, kind):
     engine, _ = recorded_engine(pairs["llama"])
     engine._capture = recorder = kind()

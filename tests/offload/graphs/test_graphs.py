@@ -6,6 +6,7 @@ repeated too, and shows.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
             tier.step(run._context, 4, run._sampler)
         assert calls == ["tolist"] * waits, tier.name
         tier.rollback(length)
-    assert len(list(run)) > 0
+    assert len(list(itertools.islice(run, 3))) == 3, "it goes on"
 
 
 def test_a_draft_that_ends_the_text_is_cut_there(pairs):
@@ -233,8 +234,8 @@ def test_a_capture_that_fails_leaves_no_trace_but_a_warning(pairs, monkeypatch, 
 
     monkeypatch.setattr(RetrievalCache, "attend", attend)
     engine, recorder = recorded_engine(pairs["llama"])
-    result = engine.generate(PROMPT, GREEDY, 40)
-    assert result.token_ids == pairs["llama"][2][:40]
+    result = engine.generate(PROMPT, GREEDY, 24)
+    assert result.token_ids == pairs["llama"][2][:24]
     warning = "drafting goes without CUDA graphs, and slower: item waits for the device"
     assert result.stats["warnings"] == [warning]
     assert recorder.captures <= 2, "the first failure is the last try"

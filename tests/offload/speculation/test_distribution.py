@@ -109,6 +109,7 @@ def test_texts_of_seeds_follow_the_target_distribution(engine_and_target):
 @pytest.mark.parametrize(
     "position_of", [lambda _: len(PROMPT), lambda i: len(PROMPT) + min(i, 1)], ids=["all the same", "two the same"]
 )
+@pytest.mark.slow(keep=1)
 def test_that_test_notices_noise_that_positions_share(engine_and_target, position_of):
     _, target = engine_and_target
     counts = Counter(drawn_texts(next_distributions(target, SAMPLING), SEEDS, position_of))

@@ -29,6 +29,7 @@ def test_a_padded_draft_keeps_the_joint_distribution_of_three_tokens(tmp_path, d
 
 
 @pytest.mark.parametrize("draft_vocab", [80, 120])
+@pytest.mark.slow(keep=1)
 def test_greedy_tokens_do_not_depend_on_the_drafts_padding(tmp_path, draft_vocab):
     prompt = random_tokens(300, seed=3)
     want = greedy_oracle(save_llama(tmp_path / "target", seed=1), prompt, 60)
