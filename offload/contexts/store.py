@@ -66,9 +66,10 @@ class ContextStore:
         return self.root / name
 
     def names(self) -> list[str]:
-        """The contexts that are there, whole or not."""
+        """The contexts that are there, complete or not."""
         try:
-            return sorted(one.name for one in self.root.iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+            found = (one for one in self.root.iterdir() if _NAME.fullmatch(one.name))
+            return sorted(one.name for one in found if (one / FILE_NAME).exists())
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -199,7 +200,11 @@ class ContextStore:
         try:
             self.disk.make_directory(directory)
             with FileLock(directory / _LOCK, timeout=0, mode=0o600):
-                yield directory
+                try:
+                    yield directory
+                finally:
+                    if not (directory / FILE_NAME).exists():  # nothing was saved, or all of it was removed
+                        shutil.rmtree(directory, ignore_errors=True)
         except Timeout as error:
             raise ContextError(
                 f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
@@ -214,13 +219,9 @@ class ContextStore:
         if not self.directory(name).is_dir():
             self.load(name)
         with self.locked(name) as directory:
-            # The manifest goes first: whatever happens next, what is left is no context that lacks files.
+            # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
-            for path in self._files(name):
-                if path.name != _LOCK:
-                    self.disk.remove(path)
-        shutil.rmtree(directory, ignore_errors=True)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,

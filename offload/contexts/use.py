@@ -20,7 +20,7 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import ContextError, Manifest, Part, Segment
+from .manifest import FILE_NAME, ContextError, Manifest, Part, Segment
 from .segment import DamagedError, SegmentFile, byte_views, chained, write_segment
 from .store import ContextStore, SavedPrefix, damaged
 
@@ -118,19 +118,25 @@ class ContextUse:
             if not self._ranks.least([self._saver.failure is None])[0]:
                 self._saver.give_up()
                 if self._order.required:
-                    raise ContextError(f"{self._order.directory.name} could not be saved: {self._saver.failure}")
+                    raise ContextError(f"the context could not be saved whole: {self._saver.failure}")
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
 
         Args: `together` is whether every rank calls it now, and not this one alone because its run was broken off.
+
+        Raises:
+            ContextError: not all could be saved, where that is required.
         """
         saver, self._saver = self._saver, None
         if saver:
             saver.finish(together)
-            if saver.failure:
-                self.warnings.append(f"the context could not be saved whole: {saver.failure}")
         self._held.close()
+        if saver and saver.failure:
+            failure = f"the context could not be saved whole: {saver.failure}"
+            if together and self._order and self._order.required:
+                raise ContextError(failure)
+            self.warnings.append(failure)
 
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
         full.blocks.drain()
@@ -227,17 +233,15 @@ class ContextUse:
             ContextError: there is no room for what is to be saved.
         """
         store, new = self._store, max(0, len(order.token_ids) - self.restored) * order.manifest.shape.token_bytes
-        keep = [order.directory.name, *([self.prefix.name] if self.prefix else [])]
+        keep = list({order.directory.name, *([self.prefix.name] if self.prefix else [])})
         if store.most_bytes is not None:
-            removed = store.prune(store.most_bytes - new, keep)
-            self.warnings += [
-                f"removed the context {name}: the quota is reached (TRIFORCE_CONTEXTS_MAX)" for name in removed
-            ]
-            if store.disk_bytes() + new > store.most_bytes:
+            if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
-                    f"{gib(new)} more would exceed the quota of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); raise "
-                    "it, or remove contexts: triforce contexts rm NAME"
+                    f"with {gib(new)} more the contexts in use would exceed the quota of {gib(store.most_bytes)} "
+                    "(TRIFORCE_CONTEXTS_MAX); raise it, or remove some: triforce contexts rm NAME"
                 )
+            removed = store.prune(store.most_bytes - new, keep)
+            self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
         if new > store.free_bytes():
             raise ContextError(
                 f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
@@ -254,11 +258,17 @@ class ContextUse:
             if segment.stop > self.restored or segment.stop > len(order.token_ids) or not whole:
                 break
             kept.append(segment)
+        new = not (order.directory / FILE_NAME).exists()
         if prefix and kept and prefix.directory != order.directory:
-            for part in (part for segment in kept for part in segment.parts):
-                disk.remove(order.directory / part.file)
-                disk.link(prefix.directory / part.file, order.directory / part.file)
-            disk.sync_directory(order.directory)
+            new = True
+            try:
+                for part in (part for segment in kept for part in segment.parts):
+                    disk.remove(order.directory / part.file)
+                    disk.link(prefix.directory / part.file, order.directory / part.file)
+                disk.sync_directory(order.directory)
+            except OSError:  # a file system without links: the segments are written a second time
+                kept = []
+        if new:
             replace(order.manifest, segments=tuple(kept)).write(disk, order.directory)
         return kept
 
