@@ -233,7 +233,9 @@ class ContextUse:
             ContextError: there is no room for what is to be saved.
         """
         store, new = self._store, max(0, len(order.token_ids) - self.restored) * order.manifest.shape.token_bytes
-        keep = list({order.directory.name, *([self.prefix.name] if self.prefix else [])})
+        keep = [order.directory.name]
+        if self.prefix and self.prefix.name not in keep:
+            keep.append(self.prefix.name)
         if store.most_bytes is not None:
             if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
