@@ -124,7 +124,7 @@ class Manifest:
             checksum = raw.pop("checksum")
         except FileNotFoundError as error:
             raise ContextError(f"there is no context {directory.name!r}: {path} does not exist") from error
-        except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(directory, str(error)) from error
         version = raw.get("format")
         if isinstance(version, int) and version > VERSION:

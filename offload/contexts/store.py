@@ -17,7 +17,15 @@ from .disk import Disk
 from .manifest import FILE_NAME, ContextError, Manifest, Segment
 from .segment import SEGMENT, DamagedError, chained
 
-_LOCK = ".lock"
+_LOCKS = ".locks"
+"""The directory of the locks: not in the contexts' own, which may be removed."""
+
+_LONGEST_NAME = 240
+"""Bytes in UTF-8: file systems take up to 255, and its lock's name is longer."""
+
+_DIFFERENT_END = 16
+"""Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
+
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 
 
@@ -58,10 +66,10 @@ class ContextStore:
         Raises:
             UsageError: a name that no context can have.
         """
-        if not _NAME.fullmatch(name) or name.endswith(" "):
+        if not _NAME.fullmatch(name) or name.endswith(" ") or len(name.encode()) > _LONGEST_NAME:
             raise UsageError(
                 f"{name!r} cannot be the name of a context: a name has up to 100 letters, digits, spaces and any of "
-                "_.+@=-, and begins with a letter or a digit"
+                f"_.+@=- (at most {_LONGEST_NAME} bytes), and begins with a letter or a digit"
             )
         return self.root / name
 
@@ -127,6 +135,24 @@ class ContextStore:
             shared += next((i for i, (have, want) in pairs if have != want), min(len(saved), len(wanted)))
             break
         return SavedPrefix(self.directory(name), manifest, shared) if shared else None
+
+    def saved_of(self, name: str, fingerprint: str, token_ids: Sequence[int]) -> tuple[SavedPrefix | None, int]:
+        """What is saved of a text under a name that it is to have: what the two share, and how many tokens that is.
+
+        Raises:
+            ContextError: as `prefix_of`; or another text has the name.
+        """
+        if not (self.directory(name) / FILE_NAME).exists():
+            return None, 0
+        prefix = self.prefix_of(name, fingerprint, token_ids)
+        shared = prefix.tokens if prefix else 0
+        saved = prefix.manifest.saved if prefix else self.load(name).saved
+        if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
+            raise ContextError(
+                f"the context {name!r} holds another text: it differs from this one at token {shared:,}; give another "
+                f"name, or remove it with: triforce contexts rm {name}"
+            )
+        return prefix, shared
 
     def find(self, fingerprint: str, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
         """The context that shares the most leading tokens with a prompt, if it shares at least so many; of several the
@@ -198,8 +224,9 @@ class ContextStore:
         """
         directory = self.directory(name)
         try:
-            self.disk.make_directory(directory)
-            with FileLock(directory / _LOCK, timeout=0, mode=0o600):
+            self.disk.make_directory(self.root / _LOCKS)
+            with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
+                self.disk.make_directory(directory)
                 try:
                     yield directory
                 finally:
@@ -222,6 +249,14 @@ class ContextStore:
             # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
+
+    def tidy(self, name: str, segments: Sequence[Segment]) -> None:
+        """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and
+        what runs that were killed left. Whoever calls it has locked the context."""
+        named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
+        for path in self._files(name):
+            if path.name not in named and path.suffix in (".safetensors", ".new", ".probe"):
+                self.disk.remove(path)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,

@@ -112,7 +112,7 @@ class ContextUse:
 
     def save(self, full: FullCache) -> None:
         """Saves what was added to `full` up to here, if that ends a segment. Every rank calls it after each part."""
-        if self._saver and self._order and full.length <= len(self._order.token_ids):
+        if self._saver and self._order:
             self._saver.save(full)
             # Where one rank cannot write, the others need not.
             if not self._ranks.least([self._saver.failure is None])[0]:
@@ -167,11 +167,13 @@ class ContextUse:
             for segment in prefix.segments:
                 if segment.first >= stop:
                     break
+                before = manifest.chain_before(manifest.segments.index(segment))
                 for part in segment.parts:
                     heads = [head for head in range(*part.kv_heads) if head in held]
                     if heads:
                         try:
                             file = opened.enter_context(manifest.open(prefix.directory, segment, part))
+                            file.token_ids(before)  # nobody else may look at them, and they must be found damaged
                         except DamagedError as error:
                             raise _Damage(segment.first, damaged(prefix.name, segment, part.file, error)) from error
                         files.append((segment, part, file, heads))
@@ -227,7 +229,7 @@ class ContextUse:
         return _Saver(self._store, self._ranks, self._heads, order, kept)
 
     def _make_room(self, order: SaveOrder) -> None:
-        """Removes contexts that were used longest ago, where the quota asks for it.
+        """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do.
 
         Raises:
             ContextError: there is no room for what is to be saved.
@@ -251,13 +253,21 @@ class ContextUse:
             )
 
     def _kept_segments(self, order: SaveOrder) -> list[Segment]:
-        """The leading segments that hold what was restored, each there under the context's directory."""
+        """The leading segments that hold what was restored, each there under the context's directory.
+
+        Raises:
+            ContextError: another process has saved another text under the name since this run was prepared.
+        """
         prefix, disk = self.prefix, self._store.disk
         kept: list[Segment] = []
         size = order.manifest.segment_tokens
+        own, _ = self._store.saved_of(order.directory.name, order.manifest.fingerprint, order.token_ids)
+        present = own.manifest.segments if own else ()  # by now
         for segment in prefix.manifest.segments if prefix and prefix.manifest.segment_tokens == size else ():
             whole = segment.tokens == size or segment.stop == len(order.token_ids)
             if segment.stop > self.restored or segment.stop > len(order.token_ids) or not whole:
+                break
+            if prefix and prefix.directory == order.directory and segment not in present:
                 break
             kept.append(segment)
         new = not (order.directory / FILE_NAME).exists()
@@ -268,7 +278,7 @@ class ContextUse:
                     disk.remove(order.directory / part.file)
                     disk.link(prefix.directory / part.file, order.directory / part.file)
                 disk.sync_directory(order.directory)
-            except OSError:  # a file system without links: the segments are written a second time
+            except OSError:  # that context was removed by now, or the file system has no links: all is written anew
                 kept = []
         if new:
             replace(order.manifest, segments=tuple(kept)).write(disk, order.directory)
@@ -352,7 +362,7 @@ class _Saver:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
             self._manifest.write(self._store.disk, order.directory)
-            self._tidy()
+            self._store.tidy(order.directory.name, self._manifest.segments)
         else:
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
 
@@ -369,13 +379,6 @@ class _Saver:
             time.sleep(0.01)
         with SegmentFile(path, self._manifest.contents(segment, part)) as file:
             return replace(part, checksum=file.checksum)
-
-    def _tidy(self) -> None:
-        """Removes the files that the manifest does not name: superseded ones, and those of a run that was killed."""
-        named = {part.file for segment in self._manifest.segments for part in segment.parts}
-        for path in self._order.directory.glob("*.safetensors*"):
-            if path.name not in named:
-                self._store.disk.remove(path)
 
 
 def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from command import TEXT, Outcome, run_here, save_pair
 
-
 QUESTION = "Why was it so, and for whom?"
 
 
