@@ -29,8 +29,8 @@ def manifests_synced(root, events):
     return synced
 
 
-TOKENS_AFTER = (0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
-"""Tokens that are saved once so many manifests are written."""
+TOKENS_AFTER = (0, 0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
+"""Tokens that are saved once so many manifests are written, of which the first names no segment yet."""
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -75,7 +75,7 @@ def test_a_full_disk_takes_no_answer_away(tiny, tmp_path, room):
     if (root / NAME / "manifest.json").exists():
         assert [wrong for _, wrong in store_at(root).verify(NAME) if wrong] == []
         assert tiny.ask(root) == "whole"
-    left = [path for path in (root / NAME).glob(".*")] if root.exists() else []
+    left = list((root / NAME).glob(".*")) if root.exists() else []
     assert left == [], "what could not be written must not fill the disk"
     tiny.read(root)
     assert_whole(root)
