@@ -233,8 +233,6 @@ class Engine:
             run = self.stream(prompt, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=save)
             for _ in run:
                 pass
-            if run.warnings:
-                raise ContextError("; ".join(run.warnings))
         return self.contexts.store.load(name)
 
     def follow(self) -> Generation | None:

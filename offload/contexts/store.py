@@ -254,7 +254,8 @@ class ContextStore:
         named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
         for path in self._files(name):
             if path.name not in named and path.suffix in (".safetensors", ".new", ".probe"):
-                self.disk.remove(path)
+                with suppress(OSError):  # it takes room, no more
+                    self.disk.remove(path)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,

@@ -118,19 +118,28 @@ class ContextUse:
             if not self._ranks.least([self._saver.failure is None])[0]:
                 self._saver.give_up()
                 if self._order.required:
-                    raise ContextError(f"{self._order.directory.name} could not be saved: {self._saver.failure}")
+                    name = self._order.directory.name
+                    raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
 
         Args: `together` is whether every rank calls it now, and not this one alone because its run was broken off.
+
+        Raises:
+            ContextError: it could not be saved, where that is required and the run was not broken off.
         """
         saver, self._saver = self._saver, None
-        if saver:
-            saver.finish(together)
-            if saver.failure:
-                self.warnings.append(f"the context could not be saved whole: {saver.failure}")
-        self._held.close()
+        try:
+            if saver and self._order:
+                saver.finish(together)
+                if saver.failure:
+                    failed = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
+                    self.warnings.append(failed)
+                    if together and self._order.required:
+                        raise ContextError(failed)
+        finally:
+            self._held.close()
 
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
         full.blocks.drain()

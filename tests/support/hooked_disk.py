@@ -116,13 +116,13 @@ class PowerCut:
         self._root = root
         self._names: dict[Path, int | None] = {}  # as processes see them; None: a directory
         self._synced_names: dict[Path, int | None] = {}
-        self._pending: list[tuple[Path, list[tuple[Path, int | None | bool]]]] = []  # changes by directory
+        self._pending: list[tuple[Path, list[tuple[Path, int | bool | None]]]] = []  # changes by directory
         self._written: dict[int, bytes] = {}
         self._synced: dict[int, int] = {}  # bytes of each file
         for kind, *of in events:
             getattr(self, f"_{kind}")(*of)
 
-    def _change(self, directory: Path, *changes: tuple[Path, int | None | bool]) -> None:
+    def _change(self, directory: Path, *changes: tuple[Path, int | bool | None]) -> None:
         _apply(self._names, changes)
         self._pending.append((directory, list(changes)))
 
@@ -189,7 +189,7 @@ HOWS = ("lost", "names", "zeros", "kept", "mixed", "mixed")
 """Ways in which a power cut is tried."""
 
 
-def _apply(names: dict[Path, int | None], changes: Sequence[tuple[Path, int | None | bool]]) -> None:
+def _apply(names: dict[Path, int | None], changes: Sequence[tuple[Path, int | bool | None]]) -> None:
     for path, number in changes:
         if number is False:
             names.pop(path, None)
