@@ -124,7 +124,8 @@ class Manifest:
             checksum = raw.pop("checksum")
         except FileNotFoundError as error:
             raise ContextError(
-                f"the context {directory.name!r} holds nothing: {path} does not exist; read the text again under this name"
+                f"the context {directory.name!r} holds nothing: {path} does not exist; read the text again under this "
+                "name"
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(directory, str(error)) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -212,6 +212,7 @@ class ContextUse:
         if self._ranks.rank == 0:
             try:
                 self._held.enter_context(self._store.locked(order.directory.name))
+                self._held.callback(_remove_empty, order.directory)  # while it is locked
                 self._make_room(order)
                 kept = self._kept_segments(order)
                 (order.directory / f".{order.salt}.probe").touch(0o600)
@@ -380,6 +381,12 @@ class _Saver:
             time.sleep(0.01)
         with SegmentFile(path, self._manifest.contents(segment, part)) as file:
             return replace(part, checksum=file.checksum)
+
+
+def _remove_empty(directory: Path) -> None:
+    """Removes a directory that nothing was saved to."""
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:
