@@ -19,7 +19,7 @@ from .segment import Shape
 from .store import ContextStore, SavedPrefix
 from .use import ContextUse, HeldHeads, SaveOrder
 
-LEAST_FOUND = 256
+LEAST_FOUND = 64
 """Tokens that a context must share with a prompt to be found by itself: a few are read faster than looked up."""
 
 

@@ -78,9 +78,10 @@ class ContextStore:
         return self.root / name
 
     def names(self) -> list[str]:
-        """The contexts that are there, whole or not."""
+        """The contexts that are there, complete or not."""
         try:
-            return sorted(one.name for one in self.root.iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+            found = (one for one in self.root.iterdir() if _NAME.fullmatch(one.name))
+            return sorted(one.name for one in found if (one / FILE_NAME).exists())
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -236,7 +237,11 @@ class ContextStore:
             self.disk.make_directory(self.root / _LOCKS)
             with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
                 self.disk.make_directory(directory)
-                yield directory
+                try:
+                    yield directory
+                finally:
+                    if not (directory / FILE_NAME).exists():  # nothing was saved, or all of it was removed
+                        shutil.rmtree(directory, ignore_errors=True)
         except Timeout as error:
             raise ContextError(
                 f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
@@ -251,12 +256,9 @@ class ContextStore:
         if not self.directory(name).is_dir():
             self.load(name)
         with self.locked(name) as directory:
-            # The manifest goes first: whatever happens next, what is left is no context that lacks files.
+            # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
-            for path in self._files(name):
-                self.disk.remove(path)
-            shutil.rmtree(directory, ignore_errors=True)
 
     def tidy(self, name: str, segments: Sequence[Segment]) -> None:
         """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import ContextError, Manifest, Part, Segment
+from .manifest import FILE_NAME, ContextError, Manifest, Part, Segment
 from .segment import DamagedError, SegmentFile, byte_views, chained, write_segment
 from .store import ContextStore, SavedPrefix, damaged
 
@@ -131,15 +131,15 @@ class ContextUse:
         """
         saver, self._saver = self._saver, None
         try:
-            if saver and self._order:
+            if saver:
                 saver.finish(together)
-                if saver.failure:
-                    failed = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
-                    self.warnings.append(failed)
-                    if together and self._order.required:
-                        raise ContextError(failed)
         finally:
             self._held.close()
+        if saver and self._order and saver.failure:
+            failure = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
+            if together and self._order.required:
+                raise ContextError(failure)
+            self.warnings.append(failure)
 
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
         full.blocks.drain()
@@ -212,7 +212,6 @@ class ContextUse:
         if self._ranks.rank == 0:
             try:
                 self._held.enter_context(self._store.locked(order.directory.name))
-                self._held.callback(_remove_empty, order.directory)  # while it is locked
                 self._make_room(order)
                 kept = self._kept_segments(order)
                 (order.directory / f".{order.salt}.probe").touch(0o600)
@@ -239,18 +238,17 @@ class ContextUse:
             ContextError: there is no room for what is to be saved.
         """
         store, new = self._store, max(0, len(order.token_ids) - self.restored) * order.manifest.shape.token_bytes
-        keep = [order.directory.name, *([self.prefix.name] if self.prefix else [])]
+        keep = [order.directory.name]
+        if self.prefix and self.prefix.name not in keep:
+            keep.append(self.prefix.name)
         if store.most_bytes is not None:
-            enough = store.disk_bytes(keep) + new <= store.most_bytes
-            removed = store.prune(store.most_bytes - new, keep) if enough else []
-            self.warnings += [
-                f"removed the context {name}: the quota is reached (TRIFORCE_CONTEXTS_MAX)" for name in removed
-            ]
-            if store.disk_bytes() + new > store.most_bytes:
+            if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
-                    f"{gib(new)} more would exceed the quota of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); raise "
-                    "it, or remove contexts: triforce contexts rm NAME"
+                    f"with {gib(new)} more the contexts in use would exceed the quota of {gib(store.most_bytes)} "
+                    "(TRIFORCE_CONTEXTS_MAX); raise it, or remove some: triforce contexts rm NAME"
                 )
+            removed = store.prune(store.most_bytes - new, keep)
+            self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
         if new > store.free_bytes():
             raise ContextError(
                 f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
@@ -275,14 +273,17 @@ class ContextUse:
             if prefix and prefix.directory == order.directory and segment not in present:
                 break
             kept.append(segment)
+        new = not (order.directory / FILE_NAME).exists()
         if prefix and kept and prefix.directory != order.directory:
+            new = True
             try:
                 for part in (part for segment in kept for part in segment.parts):
                     disk.remove(order.directory / part.file)
                     disk.link(prefix.directory / part.file, order.directory / part.file)
+                disk.sync_directory(order.directory)
             except OSError:  # that context was removed by now, or the file system has no links: all is written anew
-                return []
-            disk.sync_directory(order.directory)
+                kept = []
+        if new:
             replace(order.manifest, segments=tuple(kept)).write(disk, order.directory)
         return kept
 
@@ -381,12 +382,6 @@ class _Saver:
             time.sleep(0.01)
         with SegmentFile(path, self._manifest.contents(segment, part)) as file:
             return replace(part, checksum=file.checksum)
-
-
-def _remove_empty(directory: Path) -> None:
-    """Removes a directory that nothing was saved to."""
-    with suppress(OSError):
-        directory.rmdir()
 
 
 def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:

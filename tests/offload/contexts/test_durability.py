@@ -31,8 +31,8 @@ def manifests_synced(root, events):
     return synced
 
 
-TOKENS_AFTER = (0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
-"""Tokens that are saved once so many manifests are written."""
+TOKENS_AFTER = (0, 0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
+"""Tokens that are saved once so many manifests are written, of which the first names no segment yet."""
 
 
 @pytest.mark.slow(keep=10)
