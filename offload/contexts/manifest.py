@@ -123,7 +123,10 @@ class Manifest:
             raw = json.loads(path.read_bytes())
             checksum = raw.pop("checksum")
         except FileNotFoundError as error:
-            raise ContextError(f"there is no context {directory.name!r}: {path} does not exist") from error
+            raise ContextError(
+                f"the context {directory.name!r} holds nothing: {path} does not exist; read the text again under this "
+                "name"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(directory, str(error)) from error
         version = raw.get("format")

@@ -29,6 +29,10 @@ _DIFFERENT_END = 16
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 
 
+class DamagedContextError(ContextError):
+    """A segment of a saved context is damaged."""
+
+
 @dataclass(frozen=True)
 class SavedPrefix:
     """The leading tokens of a prompt that are saved, and where."""
@@ -140,11 +144,17 @@ class ContextStore:
         """What is saved of a text under a name that it is to have: what the two share, and how many tokens that is.
 
         Raises:
-            ContextError: as `prefix_of`; or another text has the name.
+            ContextError: as `prefix_of`; or another text has the name, or that cannot be told.
         """
         if not (self.directory(name) / FILE_NAME).exists():
             return None, 0
-        prefix = self.prefix_of(name, fingerprint, token_ids)
+        try:
+            prefix = self.prefix_of(name, fingerprint, token_ids)
+        except DamagedContextError as error:
+            raise ContextError(
+                f"whether the context {name!r} holds this text cannot be told, as its token ids are damaged; give "
+                f"another name, or remove it with: triforce contexts rm {name}"
+            ) from error
         shared = prefix.tokens if prefix else 0
         saved = prefix.manifest.saved if prefix else self.load(name).saved
         if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
@@ -256,7 +266,8 @@ class ContextStore:
         named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
         for path in self._files(name):
             if path.name not in named and path.suffix in (".safetensors", ".new", ".probe"):
-                self.disk.remove(path)
+                with suppress(OSError):  # it takes room, no more
+                    self.disk.remove(path)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,
@@ -297,9 +308,9 @@ class ContextStore:
             yield segment, wrong
 
 
-def damaged(name: str, segment: Segment, file: str, error: Exception) -> ContextError:
+def damaged(name: str, segment: Segment, file: str, error: Exception) -> DamagedContextError:
     """The message about a segment that cannot be used."""
-    return ContextError(
+    return DamagedContextError(
         f"the context {name!r} is damaged in positions {segment.first:,} to {segment.stop:,} ({file}: {error}); read "
         "the text again under this name to mend it"
     )

@@ -118,7 +118,8 @@ class ContextUse:
             if not self._ranks.least([self._saver.failure is None])[0]:
                 self._saver.give_up()
                 if self._order.required:
-                    raise ContextError(f"the context could not be saved whole: {self._saver.failure}")
+                    name = self._order.directory.name
+                    raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
@@ -126,15 +127,17 @@ class ContextUse:
         Args: `together` is whether every rank calls it now, and not this one alone because its run was broken off.
 
         Raises:
-            ContextError: not all could be saved, where that is required.
+            ContextError: it could not be saved, where that is required and the run was not broken off.
         """
         saver, self._saver = self._saver, None
-        if saver:
-            saver.finish(together)
-        self._held.close()
-        if saver and saver.failure:
-            failure = f"the context could not be saved whole: {saver.failure}"
-            if together and self._order and self._order.required:
+        try:
+            if saver:
+                saver.finish(together)
+        finally:
+            self._held.close()
+        if saver and self._order and saver.failure:
+            failure = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
+            if together and self._order.required:
                 raise ContextError(failure)
             self.warnings.append(failure)
 

@@ -5,7 +5,9 @@ import random
 
 import pytest
 from hooked_disk import HOWS, HookedDisk, PowerCut, full_after, read_only, recording
+from killed_reader import check_killed
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
+from tiny_disk import NoDiskError, check_full_disk, small_disk
 from triforce.offload.contexts.manifest import ContextError
 from triforce.offload.contexts.model import ContextRequest
 
@@ -33,7 +35,8 @@ TOKENS_AFTER = (0, 0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
 """Tokens that are saved once so many manifests are written, of which the first names no segment yet."""
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow(keep=10)
+@pytest.mark.parametrize("seed", range(60))
 def test_after_a_power_cut_what_was_saved_is_there_and_reading_goes_on(tiny, recorded, tmp_path, seed):
     root, events = recorded
     rng = random.Random(seed)
@@ -79,6 +82,22 @@ def test_a_full_disk_takes_no_answer_away(tiny, tmp_path, room):
     assert left == [], "what could not be written must not fill the disk"
     tiny.read(root)
     assert_whole(root)
+
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("size", [24_576, 65_536, 81_920, 114_688, 147_456, 200_704])
+def test_a_full_file_system_takes_no_answer_away(tiny, tmp_path, size):
+    try:
+        with small_disk(tmp_path / "small", size) as place:
+            check_full_disk(tiny, place / "contexts")
+    except NoDiskError as error:
+        pytest.skip(f"no small file system can be mounted here: {error}")
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_reader_that_is_killed_loses_nothing(tiny, tmp_path, seed):
+    check_killed(tiny, tmp_path / "contexts", random.Random(seed))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
