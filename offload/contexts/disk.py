@@ -7,6 +7,8 @@ their owner only.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,12 +17,19 @@ class Disk:
     """Durable changes of files."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory and those above it, if they are not there."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Makes a directory and those above it durably, if they are not there."""
+        if path.is_dir():
+            return
+        self.make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        path.chmod(0o700)  # whatever the umask
+        self.sync_directory(path.parent)
 
     def create(self, path: Path) -> BinaryIO:
         """A new file, unbuffered; one that is there is emptied."""
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.fchmod(descriptor, 0o600)  # whatever the umask
+        return os.fdopen(descriptor, "wb", buffering=0)
 
     def sync(self, file: BinaryIO) -> None:
         """Waits until the file's contents are on the disk."""
@@ -46,14 +55,26 @@ class Disk:
         """Removes a name; the contents go with the last one."""
         path.unlink(missing_ok=True)
 
-    def write_whole(self, path: Path, content: bytes) -> None:
-        """Puts a file with this content in the place of `path`, durably: whatever happens, either is there whole."""
+    @contextmanager
+    def replacing(self, path: Path) -> Iterator[BinaryIO]:
+        """A new file that takes the place of `path`, durably, once it is written: whatever happens, either is there
+        whole."""
         temporary = path.with_name(f".{path.name}.new")
-        with self.create(temporary) as file:
-            write_all(file, content)
-            self.sync(file)
-        self.rename(temporary, path)
+        try:
+            with self.create(temporary) as file:
+                yield file
+                self.sync(file)
+            self.rename(temporary, path)
+        except BaseException:
+            with suppress(OSError):  # the disk may be full: what is of no use must not fill it
+                self.remove(temporary)
+            raise
         self.sync_directory(path.parent)
+
+    def write_whole(self, path: Path, content: bytes) -> None:
+        """Puts a file with this content in the place of `path`. See `replacing`."""
+        with self.replacing(path) as file:
+            write_all(file, content)
 
 
 def write_all(file: BinaryIO, content: bytes | memoryview) -> None:

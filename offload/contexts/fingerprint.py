@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+from filelock import FileLock, Timeout
 
 from ...tp.weights.weight_files import weight_files
 from .disk import Disk
@@ -17,12 +19,14 @@ if TYPE_CHECKING:
 
     from ...tp.model.config import ModelConfig
 
-_CACHE = "fingerprints.json"
+_CACHE = ".fingerprints.json"
+"""A name that no context can have."""
+
 _NOT_IN_KV = ("name", "eos_token_ids", "dtype", "max_position_embeddings")
 """What a configuration says beyond keys and values; the number format in use counts, not the checkpoint's."""
 
 
-def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store: Path) -> str:
+def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store: Path, disk: Disk) -> str:
     """The hash of a model's weights, configuration (its RoPE scaling among it) and number format.
 
     Hashing the weights reads them once; their hashes are kept in `store` by name, size and time of change.
@@ -31,11 +35,11 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         ModelError: see `weight_files`.
     """
     described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
-    described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store)}
+    described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store, disk)}
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 
 
-def _weight_hashes(files: list[Path], store: Path) -> list[str]:
+def _weight_hashes(files: list[Path], store: Path, disk: Disk) -> list[str]:
     known = _known(store / _CACHE)
     found = {}
     for path in files:
@@ -43,7 +47,9 @@ def _weight_hashes(files: list[Path], store: Path) -> list[str]:
         key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
         found[key] = known.get(key) or _hash(path)
     if store.is_dir() and not found.keys() <= known.keys():
-        Disk().write_whole(store / _CACHE, json.dumps(known | found).encode())
+        # Where it cannot be written, or another process does so now, they are hashed again next time.
+        with suppress(OSError, Timeout), FileLock(store / f"{_CACHE}.lock", timeout=0, mode=0o600):
+            disk.write_whole(store / _CACHE, json.dumps(known | found).encode())
     return sorted(found.values())  # shards may have other names in another copy
 
 

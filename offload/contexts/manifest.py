@@ -123,8 +123,11 @@ class Manifest:
             raw = json.loads(path.read_bytes())
             checksum = raw.pop("checksum")
         except FileNotFoundError as error:
-            raise ContextError(f"there is no context {directory.name!r}: {path} does not exist") from error
-        except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ContextError(
+                f"the context {directory.name!r} holds nothing: {path} does not exist; read the text again under this "
+                "name"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(directory, str(error)) from error
         version = raw.get("format")
         if isinstance(version, int) and version > VERSION:

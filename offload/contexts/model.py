@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,8 @@ from .segment import Shape
 from .store import ContextStore, SavedPrefix
 from .use import ContextUse, HeldHeads, SaveOrder
 
-LEAST_FOUND = 256
+LEAST_FOUND = 64
 """Tokens that a context must share with a prompt to be found by itself: a few are read faster than looked up."""
-
-_DIFFERENT_END = 16
-"""Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,22 @@ class ModelContexts:
 
     @cached_property
     def fingerprint(self) -> str:
-        return fingerprint(self._directory, self._config, self._dtype, self.store.root)
+        return fingerprint(self._directory, self._config, self._dtype, self.store.root, self.store.disk)
 
     def missing(self, name: str, token_ids: Sequence[int]) -> int:
-        """How many of the tokens are not saved under this name yet.
+        """How many of the tokens are not saved under this name yet, or damaged. Where all are there, every checksum is
+        looked at, and what a run that was killed has left is removed.
 
         Raises:
-            ContextError: another text or another model's KV is, or the context is damaged.
+            ContextError: another text or another model's KV is, or the context's manifest is damaged.
         """
-        return len(token_ids) - self._own(name, token_ids)[1]
+        saved = self.store.saved_of(name, self.fingerprint, token_ids)[1]
+        if saved == len(token_ids):
+            saved = min([saved, *(one.first for one, wrong in self.store.verify(name) if wrong)])
+        if saved == len(token_ids) and self._ranks.rank == 0:
+            with suppress(ContextError), self.store.locked(name):
+                self.store.tidy(name, self.store.load(name).segments)
+        return len(token_ids) - saved
 
     def saved_tokens(self, name: str) -> int:
         """Tokens that are saved under this name; 0 where nothing is."""
@@ -111,8 +116,8 @@ class ModelContexts:
         save = None
         if request.save:
             token_ids = prompt[: request.save_tokens]
-            own, saved = self._own(request.save, token_ids)
-            if saved < len(token_ids):
+            own, saved = self.store.saved_of(request.save, self.fingerprint, token_ids)
+            if saved < len(token_ids) or request.required:  # what is there may be damaged
                 save = self._order(request, token_ids)
                 prefix = own or prefix or self.store.find(self.fingerprint, token_ids, 1)
         if prefix and prefix.tokens > reusable:
@@ -126,20 +131,6 @@ class ModelContexts:
         held = self._heads_of(self._ranks.rank)
         writes = self._ranks.rank == 0 or self._heads_of(self._ranks.rank - 1) != held
         return ContextUse(self.store, self._ranks, HeldHeads(held.start, held.stop, writes), plan.prefix, plan.save)
-
-    def _own(self, name: str, token_ids: Sequence[int]) -> tuple[SavedPrefix | None, int]:
-        """What is saved under a name already: what it shares with the text, and how many tokens of this are there."""
-        if not (self.store.directory(name) / "manifest.json").exists():
-            return None, 0
-        prefix = self.store.prefix_of(name, self.fingerprint, token_ids)
-        shared = prefix.tokens if prefix else 0
-        saved = self.store.load(name).saved
-        if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
-            raise ContextError(
-                f"the context {name!r} holds another text: it differs from this one at token {shared:,}; give another "
-                f"name, or remove it with: triforce contexts rm {name}"
-            )
-        return prefix, shared
 
     def _order(self, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
         assert request.save

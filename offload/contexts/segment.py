@@ -175,10 +175,9 @@ def write_segment(
     Raises:
         OSError: the disk is full, or cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.new")
     sums = np.zeros((contents.shape.num_layers, contents.heads, contents.runs), dtype="<u8")
     padding = bytes(contents.half_bytes - contents.tokens * contents.shape.row_bytes)
-    with disk.create(temporary) as file:
+    with disk.replacing(path) as file:
         write_all(file, contents.header)
         for layer, pieces in enumerate(layers):
             for head in range(contents.heads):
@@ -194,9 +193,6 @@ def write_segment(
         ids = np.asarray(token_ids, dtype="<i4").tobytes()
         write_all(file, ids.ljust(_aligned(len(ids)), b"\0"))
         write_all(file, sums.tobytes().ljust(_aligned(sums.nbytes), b"\0"))
-        disk.sync(file)
-    disk.rename(temporary, path)
-    disk.sync_directory(path.parent)
     return xxhash.xxh3_128_hexdigest(sums.tobytes())
 
 

@@ -17,8 +17,20 @@ from .disk import Disk
 from .manifest import FILE_NAME, ContextError, Manifest, Segment
 from .segment import SEGMENT, DamagedError, chained
 
-_LOCK = ".lock"
+_LOCKS = ".locks"
+"""The directory of the locks: not in the contexts' own, which may be removed."""
+
+_LONGEST_NAME = 240
+"""Bytes in UTF-8: file systems take up to 255, and its lock's name is longer."""
+
+_DIFFERENT_END = 16
+"""Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
+
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
+
+
+class DamagedContextError(ContextError):
+    """A segment of a saved context is damaged."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +70,18 @@ class ContextStore:
         Raises:
             UsageError: a name that no context can have.
         """
-        if not _NAME.fullmatch(name) or name.endswith(" "):
+        if not _NAME.fullmatch(name) or name.endswith(" ") or len(name.encode()) > _LONGEST_NAME:
             raise UsageError(
                 f"{name!r} cannot be the name of a context: a name has up to 100 letters, digits, spaces and any of "
-                "_.+@=-, and begins with a letter or a digit"
+                f"_.+@=- (at most {_LONGEST_NAME} bytes), and begins with a letter or a digit"
             )
         return self.root / name
 
     def names(self) -> list[str]:
-        """The contexts that are there, whole or not."""
+        """The contexts that are there, complete or not."""
         try:
-            return sorted(one.name for one in self.root.iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+            found = (one for one in self.root.iterdir() if _NAME.fullmatch(one.name))
+            return sorted(one.name for one in found if (one / FILE_NAME).exists())
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -126,6 +139,30 @@ class ContextStore:
             shared += next((i for i, (have, want) in pairs if have != want), min(len(saved), len(wanted)))
             break
         return SavedPrefix(self.directory(name), manifest, shared) if shared else None
+
+    def saved_of(self, name: str, fingerprint: str, token_ids: Sequence[int]) -> tuple[SavedPrefix | None, int]:
+        """What is saved of a text under a name that it is to have: what the two share, and how many tokens that is.
+
+        Raises:
+            ContextError: as `prefix_of`; or another text has the name, or that cannot be told.
+        """
+        if not (self.directory(name) / FILE_NAME).exists():
+            return None, 0
+        try:
+            prefix = self.prefix_of(name, fingerprint, token_ids)
+        except DamagedContextError as error:
+            raise ContextError(
+                f"whether the context {name!r} holds this text cannot be told, as its token ids are damaged; give "
+                f"another name, or remove it with: triforce contexts rm {name}"
+            ) from error
+        shared = prefix.tokens if prefix else 0
+        saved = prefix.manifest.saved if prefix else self.load(name).saved
+        if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
+            raise ContextError(
+                f"the context {name!r} holds another text: it differs from this one at token {shared:,}; give another "
+                f"name, or remove it with: triforce contexts rm {name}"
+            )
+        return prefix, shared
 
     def find(self, fingerprint: str, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
         """The context that shares the most leading tokens with a prompt, if it shares at least so many; of several the
@@ -197,9 +234,14 @@ class ContextStore:
         """
         directory = self.directory(name)
         try:
-            self.disk.make_directory(directory)
-            with FileLock(directory / _LOCK, timeout=0, mode=0o600):
-                yield directory
+            self.disk.make_directory(self.root / _LOCKS)
+            with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
+                self.disk.make_directory(directory)
+                try:
+                    yield directory
+                finally:
+                    if not (directory / FILE_NAME).exists():  # nothing was saved, or all of it was removed
+                        shutil.rmtree(directory, ignore_errors=True)
         except Timeout as error:
             raise ContextError(
                 f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
@@ -214,13 +256,18 @@ class ContextStore:
         if not self.directory(name).is_dir():
             self.load(name)
         with self.locked(name) as directory:
-            # The manifest goes first: whatever happens next, what is left is no context that lacks files.
+            # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
-            for path in self._files(name):
-                if path.name != _LOCK:
+
+    def tidy(self, name: str, segments: Sequence[Segment]) -> None:
+        """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and
+        what runs that were killed left. Whoever calls it has locked the context."""
+        named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
+        for path in self._files(name):
+            if path.name not in named and path.suffix in (".safetensors", ".new", ".probe"):
+                with suppress(OSError):  # it takes room, no more
                     self.disk.remove(path)
-        shutil.rmtree(directory, ignore_errors=True)
 
     def prune(self, most_bytes: int, keep: Sequence[str] = ()) -> list[str]:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,
@@ -261,9 +308,9 @@ class ContextStore:
             yield segment, wrong
 
 
-def damaged(name: str, segment: Segment, file: str, error: Exception) -> ContextError:
+def damaged(name: str, segment: Segment, file: str, error: Exception) -> DamagedContextError:
     """The message about a segment that cannot be used."""
-    return ContextError(
+    return DamagedContextError(
         f"the context {name!r} is damaged in positions {segment.first:,} to {segment.stop:,} ({file}: {error}); read "
         "the text again under this name to mend it"
     )

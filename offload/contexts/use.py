@@ -20,7 +20,7 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import ContextError, Manifest, Part, Segment
+from .manifest import FILE_NAME, ContextError, Manifest, Part, Segment
 from .segment import DamagedError, SegmentFile, byte_views, chained, write_segment
 from .store import ContextStore, SavedPrefix, damaged
 
@@ -112,25 +112,34 @@ class ContextUse:
 
     def save(self, full: FullCache) -> None:
         """Saves what was added to `full` up to here, if that ends a segment. Every rank calls it after each part."""
-        if self._saver and self._order and full.length <= len(self._order.token_ids):
+        if self._saver and self._order:
             self._saver.save(full)
             # Where one rank cannot write, the others need not.
             if not self._ranks.least([self._saver.failure is None])[0]:
                 self._saver.give_up()
                 if self._order.required:
-                    raise ContextError(f"{self._order.directory.name} could not be saved: {self._saver.failure}")
+                    name = self._order.directory.name
+                    raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
 
         Args: `together` is whether every rank calls it now, and not this one alone because its run was broken off.
+
+        Raises:
+            ContextError: it could not be saved, where that is required and the run was not broken off.
         """
         saver, self._saver = self._saver, None
-        if saver:
-            saver.finish(together)
-            if saver.failure:
-                self.warnings.append(f"the context could not be saved whole: {saver.failure}")
-        self._held.close()
+        try:
+            if saver:
+                saver.finish(together)
+        finally:
+            self._held.close()
+        if saver and self._order and saver.failure:
+            failure = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
+            if together and self._order.required:
+                raise ContextError(failure)
+            self.warnings.append(failure)
 
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
         full.blocks.drain()
@@ -161,11 +170,13 @@ class ContextUse:
             for segment in prefix.segments:
                 if segment.first >= stop:
                     break
+                before = manifest.chain_before(manifest.segments.index(segment))
                 for part in segment.parts:
                     heads = [head for head in range(*part.kv_heads) if head in held]
                     if heads:
                         try:
                             file = opened.enter_context(manifest.open(prefix.directory, segment, part))
+                            file.token_ids(before)  # nobody else may look at them, and they must be found damaged
                         except DamagedError as error:
                             raise _Damage(segment.first, damaged(prefix.name, segment, part.file, error)) from error
                         files.append((segment, part, file, heads))
@@ -221,23 +232,23 @@ class ContextUse:
         return _Saver(self._store, self._ranks, self._heads, order, kept)
 
     def _make_room(self, order: SaveOrder) -> None:
-        """Removes contexts that were used longest ago, where the quota asks for it.
+        """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do.
 
         Raises:
             ContextError: there is no room for what is to be saved.
         """
         store, new = self._store, max(0, len(order.token_ids) - self.restored) * order.manifest.shape.token_bytes
-        keep = [order.directory.name, *([self.prefix.name] if self.prefix else [])]
+        keep = [order.directory.name]
+        if self.prefix and self.prefix.name not in keep:
+            keep.append(self.prefix.name)
         if store.most_bytes is not None:
-            removed = store.prune(store.most_bytes - new, keep)
-            self.warnings += [
-                f"removed the context {name}: the quota is reached (TRIFORCE_CONTEXTS_MAX)" for name in removed
-            ]
-            if store.disk_bytes() + new > store.most_bytes:
+            if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
-                    f"{gib(new)} more would exceed the quota of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); raise "
-                    "it, or remove contexts: triforce contexts rm NAME"
+                    f"with {gib(new)} more the contexts in use would exceed the quota of {gib(store.most_bytes)} "
+                    "(TRIFORCE_CONTEXTS_MAX); raise it, or remove some: triforce contexts rm NAME"
                 )
+            removed = store.prune(store.most_bytes - new, keep)
+            self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
         if new > store.free_bytes():
             raise ContextError(
                 f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
@@ -245,20 +256,34 @@ class ContextUse:
             )
 
     def _kept_segments(self, order: SaveOrder) -> list[Segment]:
-        """The leading segments that hold what was restored, each there under the context's directory."""
+        """The leading segments that hold what was restored, each there under the context's directory.
+
+        Raises:
+            ContextError: another process has saved another text under the name since this run was prepared.
+        """
         prefix, disk = self.prefix, self._store.disk
         kept: list[Segment] = []
         size = order.manifest.segment_tokens
+        own, _ = self._store.saved_of(order.directory.name, order.manifest.fingerprint, order.token_ids)
+        present = own.manifest.segments if own else ()  # by now
         for segment in prefix.manifest.segments if prefix and prefix.manifest.segment_tokens == size else ():
             whole = segment.tokens == size or segment.stop == len(order.token_ids)
             if segment.stop > self.restored or segment.stop > len(order.token_ids) or not whole:
                 break
+            if prefix and prefix.directory == order.directory and segment not in present:
+                break
             kept.append(segment)
+        new = not (order.directory / FILE_NAME).exists()
         if prefix and kept and prefix.directory != order.directory:
-            for part in (part for segment in kept for part in segment.parts):
-                disk.remove(order.directory / part.file)
-                disk.link(prefix.directory / part.file, order.directory / part.file)
-            disk.sync_directory(order.directory)
+            new = True
+            try:
+                for part in (part for segment in kept for part in segment.parts):
+                    disk.remove(order.directory / part.file)
+                    disk.link(prefix.directory / part.file, order.directory / part.file)
+                disk.sync_directory(order.directory)
+            except OSError:  # that context was removed by now, or the file system has no links: all is written anew
+                kept = []
+        if new:
             replace(order.manifest, segments=tuple(kept)).write(disk, order.directory)
         return kept
 
@@ -340,7 +365,7 @@ class _Saver:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
             self._manifest.write(self._store.disk, order.directory)
-            self._tidy()
+            self._store.tidy(order.directory.name, self._manifest.segments)
         else:
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
 
@@ -357,13 +382,6 @@ class _Saver:
             time.sleep(0.01)
         with SegmentFile(path, self._manifest.contents(segment, part)) as file:
             return replace(part, checksum=file.checksum)
-
-    def _tidy(self) -> None:
-        """Removes the files that the manifest does not name: superseded ones, and those of a run that was killed."""
-        named = {part.file for segment in self._manifest.segments for part in segment.parts}
-        for path in self._order.directory.glob("*.safetensors*"):
-            if path.name not in named:
-                self._store.disk.remove(path)
 
 
 def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:

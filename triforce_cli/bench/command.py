@@ -65,7 +65,7 @@ def bench(request: Asked, call: Call) -> None:
                 set_threads(request.threads)
                 run_shape(replace(request, model=request.shape), files, call)
             return
-        source = read_source(request.prompt_file, request.prompt, tell)
+        source = read_source(request.prompt_file, request.prompt, tell, request.context)
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run

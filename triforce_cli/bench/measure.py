@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...offload import Engine, Generation, Round, Sampling
+from ...offload.contexts.model import ContextRequest
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,28 @@ def measure(
     found: list[AtContext],
     watch: Watch,
     advance: Callable[[Generation], Round | None],
+    saved: str | None = None,
 ) -> None:
     """Runs `order` and appends to `found` as it goes, so that `found` has what was measured by an interrupt.
 
     Args:
         token_ids: each prompt is the beginning of these.
         advance: makes one step of a run; `None` at its end.
+        saved: the saved context that prompts are restored from, as far as they begin like it.
     """
     for step in order:
         prompt = token_ids[: step.context - new_tokens]
-        # The last tokens are read again: their attention chooses the first content of the retrieval cache.
         reuse = None if step.repeat else 0
         watch.begin(step)
         generation = engine.stream(
-            prompt, sampling, new_tokens, ignore_eos=True, tiers=step.tiers, reuse=reuse, on_prefill=watch.prefill
+            prompt,
+            sampling,
+            new_tokens,
+            ignore_eos=True,
+            tiers=step.tiers,
+            reuse=reuse,
+            on_prefill=watch.prefill,
+            contexts=ContextRequest(saved),
         )
         while advance(generation) is not None:
             watch.round(len(generation.statistics.token_ids))

@@ -61,6 +61,7 @@ def _context(at: AtContext, head: dict[str, Any]) -> dict[str, Any]:
         "context": at.context,
         "prompt_tokens": at.prompt_tokens,
         "prefill_s": at.prefill_s,
+        "restored_tokens": at.warm_up.stats["reused_tokens"],
         "resident_bytes": at.resident_bytes,
         "floor": floor_of(at, head),
         "tiers": [_tiers(at.of(count), at.of(1), greedy) for count in sorted({run.tiers for run in at.runs})],
@@ -132,7 +133,7 @@ def _cells(at: dict[str, Any], row: dict[str, Any], first: bool) -> list[str]:
         " ".join(f"{share:.2f}" for share in shares) or "-",
         f"{accepted['tokens_per_round']:.1f}" if speculates else "-",
         f"{at['floor']['ms']:.1f}" if first and at["floor"] else "",
-        f"{at['prefill_s']:.1f} s" if first and at["prefill_s"] else "",
+        f"{at['prefill_s']:.1f} s{' restored' if at['restored_tokens'] else ''}" if first and at["prefill_s"] else "",
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import GPUS, MEASURING, OUTPUT, Request, new_tokens, option
+from ..options import CONTEXT, GPUS, MEASURING, OUTPUT, Request, new_tokens, option
 from ..parameters import CHANCES, FILE, Kind, Numbers, whole, whole_numbers
 
 AUTO_CONTEXTS = (4096, 16384, 65536)
@@ -38,6 +38,7 @@ class Asked(Request):
     ] = Numbers((1, 3))  # noqa: RUF009 - a tuple
     """Ascending."""
     repeat: Annotated[int, REPEAT] = 3
+    context: Annotated[str | None, CONTEXT] = None
     shape: Annotated[
         str | None,
         option(

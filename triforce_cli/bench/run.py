@@ -90,6 +90,7 @@ def run(
             found=found,
             watch=display,
             advance=lambda generation: step(generation, call.signals),
+            saved=request.context,
         )
     engine.finish()
     engine.close()

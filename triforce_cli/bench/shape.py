@@ -67,6 +67,7 @@ def _context(times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, hea
         "context": times.context,
         "prompt_tokens": times.context,
         "prefill_s": None,
+        "restored_tokens": 0,
         "resident_bytes": times.resident_bytes,
         "floor": derived_floor(head["weight_bytes"] + times.read_bytes, times.streamed_bytes, head),
         "steps_ms": {

@@ -46,7 +46,7 @@ def compare(request: Asked, call: Call) -> None:
     if all(entry.missing() for entry in chosen):
         raise TriforceError("; ".join(f"{entry.name} is {entry.missing()}" for entry in chosen))
     with JsonFile.prepare(request.json) as json_file:
-        source = read_source(request.prompt_file, request.prompt, tell)
+        source = read_source(request.prompt_file, request.prompt, tell, request.context)
         directories = find_pair(request.model, request.draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run

@@ -90,7 +90,7 @@ def _figures(one: dict[str, Any], cuda: bool) -> list[str]:
         return ["-"] * (6 if cuda else 5)
     tbt, speedup, memory = one["tbt_ms"], one["speedup_of_triforce"]["tbt"], one["memory"]
     return [
-        f"{one['ttft_s']:.2f} s",
+        f"{one['ttft_s']:.2f} s{' restored' if one['runs'][0]['details'].get('reused_tokens') else ''}",
         f"{tbt:.1f} ms" if tbt else "-",
         f"{one['tokens_per_s']:.1f}" if tbt else "-",
         gib(memory["host_peak_bytes"]),

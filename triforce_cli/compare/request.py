@@ -9,7 +9,7 @@ import typer
 
 from ..bench.request import REPEAT
 from ..generate.request import ASK, TRUNCATE
-from ..options import MEASURING, OUTPUT, PROMPT, SAMPLING, Request, flag, new_tokens, option
+from ..options import CONTEXT, MEASURING, OUTPUT, PROMPT, SAMPLING, Request, flag, new_tokens, option
 from ..parameters import MINUTES, real, whole, words
 from .baselines.catalogue import BASELINES
 
@@ -51,6 +51,7 @@ class Asked(Request):
             "text, or with --seed.",
         ),
     ] = False
+    context: Annotated[str | None, CONTEXT] = None
     ask: Annotated[str | None, ASK] = None
     truncate: Annotated[str, TRUNCATE] = "error"
     prompt_tokens: Annotated[

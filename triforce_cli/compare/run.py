@@ -99,6 +99,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         max_new_tokens=asked.max_new_tokens,
         **asked.sampling,
         threads=asked.threads or torch.get_num_threads(),
+        context=asked.context,
         folder=folder,
     )
 

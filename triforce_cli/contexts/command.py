@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ...tp.errors import TriforceError
 from ...tp.weights.registry import find_pair
@@ -128,21 +130,20 @@ def prune(request: PruneRequest, call: Call) -> None:
         tell(f"{len(store.names())} contexts take {gib(store.disk_bytes())}")
 
 
+class _ListByDefault(TyperGroup):
+    """Commands of which `list` need not be named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args and (args[0] in self.commands or args[0] in ("-h", "--help") or not args[0].startswith("-"))
+        return super().parse_args(ctx, args if named else ["list", *args])
+
+
 app = typer.Typer(
+    cls=_ListByDefault,
     rich_markup_mode="rich",
-    invoke_without_command=True,
     no_args_is_help=False,
     help="Lists, shows, checks and removes saved contexts (texts that [bold]triforce read[/] has read).",
 )
-
-
-@app.callback(invoke_without_command=True)
-def contexts(context: typer.Context) -> None:
-    """Lists the saved contexts, where no other command is given."""
-    if context.invoked_subcommand is None:
-        list_contexts(ReportRequest(), context.obj)
-
-
 app.command("list")(command(ReportRequest, list_contexts))
 app.command("show")(command(NameRequest, show))
 app.command("verify")(command(NameRequest, verify))

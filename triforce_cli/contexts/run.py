@@ -10,13 +10,12 @@ from rich.console import Console
 
 from ...offload import Engine, Generation, Sampling
 from ...offload.contexts.estimate import reading_seconds
-from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest, ModelContexts
 from ...tp.model.config import ModelConfig
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
 from ..generate.prompt import read_text
-from ..generate.report import prefill_progress
+from ..generate.report import start_progress
 from ..generate.run import load_engine, step
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
@@ -50,11 +49,19 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     if missing:
         console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
         saved = ContextRequest(save=name, frame=frame, required=True)
-        with prefill_progress(console, missing) as on_prefill:
-            generation = engine.stream(token_ids, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=saved)
+        with start_progress(console, missing) as progress:
+            generation = engine.stream(
+                token_ids,
+                Sampling(0.0),
+                1,
+                tiers=1,
+                on_memory=progress.memory,
+                on_prefill=progress.prefill,
+                contexts=saved,
+            )
             seconds = _read(generation, contexts, name, signals)
-        if generation.warnings:
-            raise ContextError("; ".join(generation.warnings))
+        for warning in generation.warnings:
+            tell(warning)
     described = describe(contexts.store, name)
     json_file.write(described | {"read_tokens": missing, "read_s": seconds})
     done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"

@@ -52,7 +52,7 @@ def generate(request: GenerateRequest, call: Call) -> None:
     if not leads(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
-        source = None if request.context else read_source(request.prompt_file, request.prompt, tell)
+        source = read_source(request.prompt_file, request.prompt, tell, request.context)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
@@ -67,12 +67,6 @@ def _check_context_options(request: GenerateRequest) -> None:
     """
     if request.context is None:
         return
-    excluded = {
-        "--prompt-file": request.prompt_file is not None,
-        "--prompt": request.prompt is not None,
-        "--save-context": request.save_context is not None,
-        "--no-context": request.no_context,
-    }
-    for name, given in excluded.items():
+    for option, given in (("--save-context", request.save_context), ("--no-context", request.no_context)):
         if given:
-            raise UsageError(f"--context and {name} are both given, but the saved context is the text; give one")
+            raise UsageError(f"--context and {option} are both given, but the saved context is the text; give one")

@@ -32,15 +32,24 @@ class Source:
     text: str
     name: str
     built_in: bool = False
+    context: str | None = None
+    """The saved context that is the text, in place of `text`."""
 
 
-def read_source(prompt_file: Path | None, prompt: str | None, tell: Callable[[str], None]) -> Source:
+def read_source(
+    prompt_file: Path | None, prompt: str | None, tell: Callable[[str], None], context: str | None = None
+) -> Source:
     """The context that the options ask for; `tell` takes notes for stderr.
 
     Raises:
-        UsageError: both options.
+        UsageError: two of the options.
         TriforceError: nothing readable there, or no text.
     """
+    if context is not None:
+        for option, given in (("--prompt-file", prompt_file), ("--prompt", prompt)):
+            if given is not None:
+                raise UsageError(f"--context and {option} are both given, but the saved context is the text; give one")
+        return Source("", f"the context {context}", context=context)
     if prompt_file is not None and prompt is not None:
         raise UsageError("--prompt-file and --prompt are both given; give one of them")
     if prompt is not None:
@@ -169,23 +178,21 @@ def read_text(text: str, system: str | None, raw: bool, tokenizer: Tokenizer) ->
     return token_ids, frame
 
 
-def continue_context(
-    token_ids: list[int], frame: Frame, ask: str | None, tokenizer: Tokenizer, config: ModelConfig, max_new_tokens: int
-) -> Prompt:
+def _continue_context(name: str, ask: str | None, tokenizer: Tokenizer) -> Prompt:
     """A saved context's ids and the question after them, with the rest of the frame.
 
     Raises:
+        ContextError: there is no such context, or it is damaged.
         UsageError: no question, where the text stands in a user's message.
-        CapacityError: too long for the model's positions.
     """
-    from ...offload.checks import check_context
+    from ...offload.contexts.home import user_store
 
+    store = user_store()
+    frame, token_ids = store.load(name).frame, store.token_ids(name)
     if frame.chat and ask is None:
         raise UsageError("the context holds the beginning of a user's message; give the question with --ask")
     _, after, _ = _surroundings(tokenizer.decode(token_ids[-16:]), ask, tokenizer, frame)
-    prompt = [*token_ids, *(tokenizer.encode(after, False) if after else [])]
-    check_context(config, len(prompt), max_new_tokens)
-    return Prompt(prompt, text_tokens=len(token_ids))
+    return Prompt([*token_ids, *(tokenizer.encode(after, False) if after else [])])
 
 
 def build_prompt(
@@ -208,6 +215,10 @@ def build_prompt(
     """
     from ...offload.checks import check_context
 
+    if source.context is not None:
+        prompt = _continue_context(source.context, ask, tokenizer)
+        check_context(config, len(prompt.token_ids), max_new_tokens)
+        return prompt
     before, after, special = _surroundings(source.text, ask, tokenizer)
     limit = config.max_position_embeddings - max_new_tokens
     if source.built_in:
@@ -260,14 +271,20 @@ def long_prompt(source: Source, tokenizer: Tokenizer, tokens: int) -> LongPrompt
 
     Raises:
         UsageError: the text gives no token.
+        ContextError: there is no such saved context, or it is damaged.
     """
-    token_ids = tokenizer.encode(source.text, True)
-    again = tokenizer.encode(source.text, False)
+    if source.context is not None:
+        from ...offload.contexts.home import user_store
+
+        token_ids = again = user_store().token_ids(source.context)
+    else:
+        token_ids = tokenizer.encode(source.text, True)
+        again = tokenizer.encode(source.text, False)
     if not again:
         raise UsageError("the prompt gives no token; give a longer text")
     found = len(token_ids)
     while len(token_ids) < tokens:
-        token_ids += again
+        token_ids = token_ids + again
     return LongPrompt(token_ids[:tokens], source.name or "--prompt", found)
 
 

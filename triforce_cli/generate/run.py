@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 
 from ...offload import Engine, Generation, Round, Sampling
-from ...offload.contexts.home import user_store
 from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_draft
@@ -25,20 +24,19 @@ from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing
-from .prompt import Prompt, Source, build_prompt, continue_context
-from .report import prefill_progress, report_choices, report_context, report_statistics
+from .prompt import Source, build_prompt
+from .report import report_choices, report_context, report_statistics, start_progress
 from .request import GenerateRequest
 
 
 def run(
     request: GenerateRequest,
-    source: Source | None,
+    source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's; without a
-    source the text is a saved context.
+    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
 
     Raises:
         TriforceError: the request cannot be met; nothing was written.
@@ -53,10 +51,10 @@ def run(
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
     with signals.allowed():
-        prompt = _prompt(request, source, tokenizer, config)
-        engine = load_engine(request, len(prompt.token_ids) + request.max_new_tokens)
-        name = source.name if source else f"the context {request.context}"
-        report_choices(console, engine, request.model, name, prompt, request.max_new_tokens)
+        new_tokens, apart = request.max_new_tokens, request.save_context is not None
+        prompt = build_prompt(source, request.ask, tokenizer, config, new_tokens, request.truncate, apart=apart)
+        engine = load_engine(request, len(prompt.token_ids) + new_tokens)
+        report_choices(console, engine, request.model, source.name, prompt, new_tokens)
     contexts = ContextRequest(
         name=request.context,
         find=not request.no_context,
@@ -71,13 +69,14 @@ def run(
     generation: Generation | None = None
     ended: BaseException | None = None
     try:
-        with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
+        with start_progress(console, len(prompt.token_ids)) as progress:
             generation = engine.stream(
                 prompt.token_ids,
                 sampling,
                 request.max_new_tokens,
                 ignore_eos=request.ignore_eos,
-                on_prefill=on_prefill,
+                on_memory=progress.memory,
+                on_prefill=progress.prefill,
                 contexts=contexts,
             )
             report_context(generation)
@@ -94,19 +93,6 @@ def run(
         raise ended
     engine.finish()
     engine.close()
-
-
-def _prompt(request: GenerateRequest, source: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
-    """Raises:
-    TriforceError: it is too long, or there is no such context.
-    """
-    if source is None:
-        assert request.context
-        store = user_store()
-        manifest, token_ids = store.load(request.context), store.token_ids(request.context)
-        return continue_context(token_ids, manifest.frame, request.ask, tokenizer, config, request.max_new_tokens)
-    apart = request.save_context is not None
-    return build_prompt(source, request.ask, tokenizer, config, request.max_new_tokens, request.truncate, apart=apart)
 
 
 def load_engine(request: EngineOptions, capacity: int | None) -> Engine:

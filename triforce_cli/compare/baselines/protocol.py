@@ -39,6 +39,8 @@ class Job:
     threads: int
     folder: str
     """For files that one worker of a system leaves for the next."""
+    context: str | None = None
+    """The saved context that this engine restores the prompt from."""
     options: dict[str, Any] = field(default_factory=dict)
     """What only this system's module understands."""
 

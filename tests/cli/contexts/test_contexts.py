@@ -1,0 +1,156 @@
+"""`triforce read`, `triforce contexts`, and the options of other commands that saved contexts have."""
+
+import json
+import re
+import shutil
+
+import pytest
+from command import TEXT, Outcome, run_here, save_pair
+
+QUESTION = "Why was it so, and for whom?"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def triforce(pair, capfd, tmp_path, monkeypatch):
+    """Runs a command with the tiny model and a store of its own."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    (tmp_path / "book.txt").write_text(TEXT)
+
+    def run(command, *arguments, expect=0) -> Outcome:
+        models = () if command == "contexts" else ("--model", pair[0], "--device", "cpu")
+        outcome = run_here(capfd, command, *models, *arguments)
+        assert outcome.code == expect, outcome.err
+        return outcome
+
+    return run
+
+
+def answered(triforce, *arguments) -> dict:
+    fixed = ("--seed", "3", "--max-new-tokens", "12", "--ignore-eos", "--json", "-")
+    return json.loads(triforce("generate", *arguments, *fixed).out)
+
+
+def test_a_book_is_read_once_and_asked_often(triforce, tmp_path):
+    said = triforce("read", tmp_path / "book.txt").err
+    assert re.search(r"context book: \d+ tokens", said) and "free, about" in said and "--context 'book'" in said
+    tokens = json.loads(triforce("contexts", "show", "book", "--json", "-").out)["tokens"]
+    asked = answered(triforce, "--context", "book", "--ask", "What was it, and for whom was it so?")
+    assert asked["context"] == "book" and asked["reused_tokens"] == tokens < asked["prompt_tokens"]
+    again = triforce("read", tmp_path / "book.txt").err
+    assert "nothing to read" in again
+    fresh = answered(triforce, "--prompt-file", tmp_path / "book.txt", "--no-context")
+    assert fresh["context"] is None and fresh["reused_tokens"] == 0
+    found = answered(triforce, "--prompt", TEXT * 2)
+    assert found["context"] == "book" and found["reused_tokens"] > 64
+
+
+def test_the_answer_from_a_context_is_that_of_reading_afresh(triforce, tmp_path):
+    saving = answered(triforce, "--prompt-file", tmp_path / "book.txt", "--ask", QUESTION, "--save-context", "mine")
+    assert saving["context"] is None and not saving["warnings"]
+    restored = answered(triforce, "--context", "mine", "--ask", QUESTION)
+    assert restored["token_ids"] == saving["token_ids"] and restored["prompt_tokens"] == saving["prompt_tokens"]
+    assert restored["reused_tokens"] == json.loads(triforce("contexts", "show", "mine", "--json", "-").out)["tokens"]
+
+
+def test_several_files_are_one_context_in_the_order_given(triforce, tmp_path):
+    (tmp_path / "more.txt").write_text("And then it ended.")
+    triforce("read", tmp_path / "book.txt", tmp_path / "more.txt", "--as", "both")
+    (tmp_path / "joined.txt").write_text(TEXT + "And then it ended.")
+    assert "nothing to read" in triforce("read", tmp_path / "joined.txt", "--as", "both").err
+    wrong_order = triforce("read", tmp_path / "more.txt", tmp_path / "book.txt", "--as", "both", expect=1)
+    assert "holds another text: it differs from this one at token" in wrong_order.err
+
+
+def test_contexts_are_listed_shown_verified_and_removed(triforce, tmp_path):
+    assert "no contexts in" in triforce("contexts").out
+    assert json.loads(triforce("contexts", "--json", "-").out) == []
+    triforce("read", tmp_path / "book.txt", "--as", "one")
+    (listed,) = json.loads(triforce("contexts", "list", "--json", "-").out)
+    keys = {"name", "model", "dtype", "tokens", "kv_bytes", "disk_bytes", "segments", "complete", "created", "used"}
+    assert keys <= listed.keys() and listed["complete"] and listed["kv_bytes"] <= listed["disk_bytes"]
+    assert "one" in triforce("contexts").out
+    assert "as they were written" in triforce("contexts", "verify", "one").err
+    (segment,) = (tmp_path / "home" / "contexts" / "one").glob("*.safetensors")
+    with segment.open("r+b") as file:
+        file.seek(9000)
+        file.write(b"\xff\x00\xff")
+    broken = triforce("contexts", "verify", "one", expect=1)
+    assert "damaged from position 0 on; read its text again under this name to mend it" in broken.err
+    triforce("contexts", "rm", "one")
+    assert "there is no context 'one'" in triforce("contexts", "rm", "one", expect=1).err
+    assert not (tmp_path / "home" / "contexts" / "one").exists()
+
+
+def test_a_damaged_context_costs_a_reading_and_no_token(triforce, tmp_path):
+    triforce("read", tmp_path / "book.txt")
+    want = answered(triforce, "--context", "book", "--ask", QUESTION)
+    (segment,) = (tmp_path / "home" / "contexts" / "book").glob("*.safetensors")
+    content = bytearray(segment.read_bytes())
+    content[8192] ^= 4
+    segment.write_bytes(content)
+    got = answered(triforce, "--context", "book", "--ask", QUESTION)
+    assert got["token_ids"] == want["token_ids"] and got["reused_tokens"] == 0
+    assert "the context 'book' is damaged" in got["warnings"][0] and "read again from position 0" in got["warnings"][0]
+
+
+def test_prune_and_the_quota_remove_what_was_used_longest_ago(triforce, tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.txt").write_text(name + TEXT)
+        triforce("read", tmp_path / f"{name}.txt")
+    size = json.loads(triforce("contexts", "show", "first", "--json", "-").out)["disk_bytes"]
+    monkeypatch.setenv("TRIFORCE_CONTEXTS_MAX", str(int(2.5 * size)))
+    (tmp_path / "third.txt").write_text("third" + TEXT)
+    refused = triforce("read", tmp_path / "third.txt")
+    assert "removed the context first" in refused.err
+    assert [one["name"] for one in json.loads(triforce("contexts", "--json", "-").out)] == ["second", "third"]
+    monkeypatch.setenv("TRIFORCE_CONTEXTS_MAX", "1KB")
+    (tmp_path / "fourth.txt").write_text("fourth" + TEXT)
+    assert "would exceed the quota" in triforce("read", tmp_path / "fourth.txt", expect=1).err
+    assert len(json.loads(triforce("contexts", "--json", "-").out)) == 2, "nothing was removed for nothing"
+    pruned = json.loads(triforce("contexts", "prune", "--keep", f"{size}B", "--json", "-").out)
+    assert pruned == {"removed": ["second"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("generate", "--context", "nope"), 1, "there is no context 'nope'"),
+        (("generate", "--context", "../nope"), 2, "'../nope' cannot be the name of a context"),
+        (("generate", "--context", "x", "--prompt", "y"), 2, "--context and --prompt are both given"),
+        (("generate", "--context", "x", "--save-context", "y"), 2, "--context and --save-context are both given"),
+        (("read", "nope.txt"), 1, "FILE nope.txt does not exist"),
+        (("read", "book.txt", "--as", "a/b"), 2, "'a/b' cannot be the name of a context"),
+        (("read", "book.txt", "--system", "Be brief."), 2, "this model has no chat template"),
+        (("contexts", "prune", "--keep", "lots"), 2, "a size such as 20GB or 500MiB"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(triforce, tmp_path, monkeypatch, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in triforce(*arguments, expect=code).err
+
+
+def test_a_text_is_saved_in_the_frame_that_a_question_continues(triforce, pair, tmp_path, monkeypatch):
+    """With a chat template, the prompt of `--context --ask` is what the template gives for text and question."""
+    model = tmp_path / "chat"
+    shutil.copytree(pair[0], model)
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    triforce("read", tmp_path / "book.txt", "--system", "Be brief.", "--model", model)
+    from triforce.tp.weights.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(model)
+    asked = answered(triforce, "--context", "book", "--ask", QUESTION, "--model", model)
+    framed = tokenizer.encode("<system>Be brief.<user>" + TEXT, False)
+    question = tokenizer.encode(f"{QUESTION}<assistant>", False)
+    assert asked["reused_tokens"] == len(framed)
+    assert asked["prompt_tokens"] == len(framed) + len(question)
+    without = triforce("generate", "--context", "book", "--model", model, expect=2)
+    assert "give the question with --ask" in without.err

@@ -1,0 +1,190 @@
+"""Restored and kept in memory are one: what is answered after reopening a context is what is answered at once."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_tokens, save_family, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.contexts.manifest import ContextError
+from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.store import ContextStore
+
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias")
+SEGMENT = 64
+"""Tokens of a segment in these tests."""
+
+TEXT = random_tokens(900, seed=5)
+FIND = ContextRequest(find=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    save_llama(root / "draft", seed=1, num_hidden_layers=2, hidden_size=128)
+    for family in FAMILIES:
+        save_family(root / family, family, seed=1, hidden_size=128, head_dim=32)
+    return root
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ContextStore(tmp_path / "contexts", segment_tokens=SEGMENT)
+
+
+@dataclass
+class Case:
+    """A text that is read, in one or two steps, a question after it, and settings of the run that answers."""
+
+    family: str
+    dtype: str
+    text: list[int]
+    read_first: int
+    """Tokens of the text that an earlier process reads; 0 for none."""
+    question: list[int]
+    sampling: Sampling
+    settings: dict[str, Any]
+
+    @classmethod
+    def random(cls, seed: int) -> "Case":
+        rng = random.Random(seed)
+        length = rng.choice([20, 64, 65, 200, 256, 390, 700])
+        return cls(
+            family=rng.choice(FAMILIES),
+            dtype=rng.choice(["float32", "float32", "bfloat16"]),
+            text=TEXT[:length],
+            read_first=rng.choice([0, 0, length // 2, length - 3]),
+            question=random_tokens(rng.choice([0, 1, 5, 9, 40, 130]), seed=seed),
+            sampling=rng.choice([Sampling(0.0), Sampling(rng.choice([0.6, 1.2]), 0.95, 0, seed)]),
+            settings={
+                "tiers": rng.choice([1, 2, 3, 3]),
+                "budget": rng.choice([16, 64]),
+                "chunk_size": rng.choice([1, 8, 16]),
+                "block_length": rng.choice([1, 6, 20]),
+                "draft_length": rng.choice([1, 4]),
+                "refresh": rng.choice(["round", 3, "never"]),
+                "resident": rng.choice([None, None, 0.0, 2e-5]),
+            },
+        )
+
+    def engine(self, checkpoints, store: ContextStore) -> Engine:
+        pair = checkpoints / self.family, checkpoints / "draft"
+        return Engine.load(*pair, device="cpu", dtype=self.dtype, store=store, **self.settings)
+
+    def answer(self, engine: Engine, contexts: ContextRequest | None = None) -> dict[str, Any]:
+        prompt = self.text + self.question
+        return engine.generate(prompt, self.sampling, 20, ignore_eos=True, contexts=contexts).stats
+
+    def check(self, checkpoints, store: ContextStore) -> None:
+        """Reads, asks at once, asks a new engine that restores, and, where rounding allows, one that reads afresh."""
+        if self.read_first:
+            self.engine(checkpoints, store).read(self.text[: self.read_first], "book")
+        engine = self.engine(checkpoints, store)
+        saved = engine.read(self.text, "book")
+        assert saved.complete and saved.saved == len(self.text)
+        kept = self.answer(engine)
+        reopened = self.engine(checkpoints, store)
+        restored = self.answer(reopened, ContextRequest("book"))
+        assert restored["token_ids"] == kept["token_ids"]
+        expected = min(len(self.text), max(0, len(self.text + self.question) - RECENT_ROWS))
+        assert restored["reused_tokens"] == kept["reused_tokens"] == expected
+        assert restored["context"] == ("book" if expected else None) and not restored["warnings"]
+        if self.settings["tiers"] > 1:
+            assert restored["acceptance"] == kept["acceptance"], "the same chunks were chosen, the same tokens drafted"
+        for layer in range(engine.target.config.num_layers):
+            one, other = (keys_and_values(e, layer, expected) for e in (engine, reopened))
+            assert torch.equal(one, other), f"layer {layer} is not bit for bit what was saved"
+        if self.dtype == "float32":
+            assert self.answer(self.engine(checkpoints, store))["token_ids"] == kept["token_ids"]
+
+
+def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
+    """Of the first tokens of the cache that the last run used, `[2, num_kv_heads, tokens, head_dim]`."""
+    cache = engine._kept._cache
+    assert cache
+    cache.blocks.drain()
+    pieces = cache.blocks.export(layer, 0, tokens)
+    return torch.cat(pieces, dim=2).view(torch.uint8) if pieces else torch.empty(0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.slow(keep=8)
+def test_a_restored_context_answers_as_the_process_that_read_it(checkpoints, store, seed):
+    Case.random(seed).check(checkpoints, store)
+
+
+def test_the_restored_part_of_a_text_is_found_by_its_tokens(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:500], 0, TEXT[500:560], Sampling(0.0), {"budget": 64})
+    want = case.answer(case.engine(checkpoints, store))["token_ids"]
+    engine = case.engine(checkpoints, store)
+    engine.read(TEXT[:300], "half")
+    engine.read([*TEXT[:400], 7, 7, 7], "most")
+    for name in ("half", "most"):
+        assert engine.contexts and engine.contexts.saved_tokens(name)
+    found = case.answer(case.engine(checkpoints, store), FIND)
+    assert (found["context"], found["reused_tokens"], found["token_ids"]) == ("most", 400, want)
+    other = [*TEXT[1:300]]
+    assert case.engine(checkpoints, store).generate(other, Sampling(0.0), 4, contexts=FIND).stats["context"] is None
+    no_question = case.engine(checkpoints, store).generate(TEXT[:400], Sampling(0.0), 4, contexts=FIND)
+    assert no_question.stats["reused_tokens"] == 400 - RECENT_ROWS
+
+
+def test_memory_comes_before_the_disk(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:400], 0, TEXT[400:440], Sampling(0.0), {"budget": 64})
+    engine = case.engine(checkpoints, store)
+    engine.read(case.text, "book")
+    stats = case.answer(engine, FIND)
+    assert stats["reused_tokens"] == 400 and stats["context"] is None
+
+
+def test_saving_a_run_saves_its_prompt_for_the_next(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, TEXT[300:340], Sampling(0.6, seed=2), {"budget": 64})
+    saving = case.answer(case.engine(checkpoints, store), ContextRequest(save="book", save_tokens=300))
+    assert not saving["warnings"]
+    assert store.load("book").saved == 300 and store.token_ids("book") == TEXT[:300]
+    again = case.answer(case.engine(checkpoints, store), ContextRequest("book"))
+    assert again["token_ids"] == saving["token_ids"] and again["reused_tokens"] == 300
+
+
+def test_a_context_that_grew_reads_only_what_is_new(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"budget": 64})
+    case.engine(checkpoints, store).read(TEXT[:300], "book")
+    shares: list[float] = []
+    engine = case.engine(checkpoints, store)
+    grown = engine.read(TEXT[:500], "book", on_prefill=shares.append)
+    assert grown.saved == 500 and shares[-1] == 1.0 and sorted(shares) == shares
+    assert engine._running and engine._running.statistics.reused_tokens == 300
+    unchanged = case.engine(checkpoints, store)
+    assert unchanged.read(TEXT[:500], "book") == grown and unchanged._running is None, "there was nothing to read"
+
+
+def test_another_text_another_model_and_impossible_names_are_refused(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:200], 0, TEXT[:9], Sampling(0.0), {})
+    case.engine(checkpoints, store).read(case.text, "book")
+    with pytest.raises(ContextError, match="another text: it differs from this one at token 100"):
+        case.engine(checkpoints, store).read([*TEXT[:100], *TEXT[:100]], "book")
+    other = Case("qwen2", "float32", TEXT[:200], 0, [], Sampling(0.0), {})
+    with pytest.raises(ContextError, match="another model than this one"):
+        other.answer(other.engine(checkpoints, store), ContextRequest("book"))
+    sixteen = Case("llama", "bfloat16", TEXT[:200], 0, [], Sampling(0.0), {})
+    with pytest.raises(ContextError, match=r"llama in float32"):
+        sixteen.answer(sixteen.engine(checkpoints, store), ContextRequest("book"))
+    assert other.answer(other.engine(checkpoints, store), FIND)["context"] is None
+    with pytest.raises(ContextError, match="no context 'bok'"):
+        case.answer(case.engine(checkpoints, store), ContextRequest("bok"))
+
+
+def test_keys_that_depend_on_the_prompts_length_are_neither_saved_nor_shared(tmp_path, store):
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    save_llama(tmp_path / "dynamic", seed=1, rope_parameters=scaling, max_position_embeddings=256)
+    case = Case(str(tmp_path / "dynamic"), "float32", TEXT[:200], 0, TEXT[200:230], Sampling(0.0), {"tiers": 1})
+    engine = Engine.load(tmp_path / "dynamic", device="cpu", store=store, tiers=1)
+    engine.read(TEXT[:200], "short")
+    within = Engine.load(tmp_path / "dynamic", device="cpu", store=store, tiers=1)
+    assert case.answer(within, ContextRequest("short"))["reused_tokens"] == 200
+    with pytest.raises(ContextError, match="scales RoPE dynamically: beyond 256 tokens"):
+        engine.read(TEXT[:300], "long")
+    assert engine.generate(TEXT[:300], Sampling(0.0), 4, contexts=FIND).stats["context"] is None

@@ -1,0 +1,84 @@
+"""Saved contexts of a tiny model: one engine that starts on any store as a new process would, and what it must say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tiny import random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.contexts.disk import Disk
+from triforce.offload.contexts.manifest import ContextError
+from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.store import ContextStore
+
+SEGMENT = 64
+"""Tokens of a segment."""
+
+NAME = "book"
+TEXT = random_tokens(150, seed=11)
+"""Two whole segments and a part of a third."""
+
+QUESTION = random_tokens(12, seed=12)
+NEW_TOKENS = 6
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=1.0, seed=7))
+
+_REMEDY = re.compile(r"triforce contexts rm|read the text again|update triforce|another name|there are: ")
+
+
+def save_tiny_model(directory: Path) -> Path:
+    """Writes a model of two layers with two KV heads."""
+    save_llama(directory, seed=1, num_hidden_layers=2, num_key_value_heads=2)
+    return directory
+
+
+def store_at(root: Path, disk: Disk | None = None, most_bytes: int | None = None) -> ContextStore:
+    return ContextStore(root, most_bytes, segment_tokens=SEGMENT, disk=disk)
+
+
+class TinyContexts:
+    """An engine, and what it answers to `TEXT` and `QUESTION` with nothing saved."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.engine = Engine.load(model, "none", device="cpu", dtype="float32", budget=32, store=store_at(Path("none")))
+        prompt = TEXT + QUESTION
+        self.want = [self.engine.generate(prompt, s, NEW_TOKENS, reuse=0).token_ids for s in SAMPLINGS]
+
+    def on(self, root: Path, disk: Disk | None = None, most_bytes: int | None = None) -> Engine:
+        """The engine as if it had just been loaded, with the contexts in `root`."""
+        engine = self.engine
+        engine._end_run(0)
+        engine._kept.context = []
+        assert engine.contexts
+        engine.contexts.store = store_at(root, disk, most_bytes)
+        return engine
+
+    def read(self, root: Path, tokens: list[int] = TEXT, name: str = NAME, disk: Disk | None = None) -> None:
+        self.on(root, disk).read(tokens, name)
+
+    def ask(self, root: Path, name: str = NAME, which: int = 0, disk: Disk | None = None) -> str:
+        """Asks what is saved in `root`: the tokens must be those of a fresh reading, or the refusal must name the
+        context and a remedy. The outcome in a word."""
+        request = ContextRequest(name=name)
+        try:
+            result = self.on(root, disk).generate(TEXT + QUESTION, SAMPLINGS[which], NEW_TOKENS, contexts=request)
+        except ContextError as error:
+            assert name in str(error) and _REMEDY.search(str(error)), f"no help: {error}"
+            return "refused"
+        assert result.token_ids == self.want[which], f"other tokens: {result.token_ids}, not {self.want[which]}"
+        warnings, reused = result.stats["warnings"], result.stats["reused_tokens"]
+        assert all(name in line for line in warnings), warnings
+        assert bool(warnings) or reused == store_at(root).load(name).saved
+        return "damaged" if warnings else "whole"
+
+
+def assert_whole(root: Path, tokens: list[int] = TEXT, name: str = NAME) -> None:
+    """The context holds these tokens, every checksum is right, and its directory has no other files."""
+    store = store_at(root)
+    manifest = store.load(name)
+    assert manifest.saved == manifest.tokens == len(tokens)
+    assert store.token_ids(name) == tokens
+    assert [wrong for _, wrong in store.verify(name) if wrong] == []
+    named = {"manifest.json", *(part.file for segment in manifest.segments for part in segment.parts)}
+    assert {path.name for path in (root / name).iterdir() if not path.is_dir()} == named

@@ -1,0 +1,70 @@
+"""Disks so small that a context does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, TEXT, TinyContexts, assert_whole, store_at
+from triforce.offload.contexts.manifest import ContextError
+from triforce.offload.contexts.model import ContextRequest
+
+
+class NoDiskError(Exception):
+    """The system lets nobody mount one here."""
+
+
+@contextmanager
+def small_disk(place: Path, size: int) -> Iterator[Path]:
+    """A file system in memory with room for so many bytes, in whole pages.
+
+    Raises:
+        NoDiskError: nothing can be mounted.
+    """
+    place.mkdir(parents=True)
+    options = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(options, capture_output=True, text=True)
+    except OSError as error:
+        raise NoDiskError(str(error)) from error
+    if done.returncode:
+        raise NoDiskError(done.stderr.strip())
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def check_full_disk(tiny: TinyContexts, root: Path) -> str:
+    """Runs that save give their answer, `read` says what is wrong, the store stays whole, and with room the same read
+    completes. Whether it fitted."""
+    save = ContextRequest(save=NAME)
+    result = tiny.on(root).generate(TEXT + QUESTION, SAMPLINGS[0], NEW_TOKENS, contexts=save)
+    assert result.token_ids == tiny.want[0]
+    fits = not result.stats["warnings"]
+    if not fits:
+        assert "space" in " ".join(result.stats["warnings"]) or "free" in " ".join(result.stats["warnings"])
+        _check_whole(tiny, root)
+    try:
+        tiny.read(root)
+        outcome = "fits"
+    except ContextError as error:
+        assert "No space left" in str(error) or "free" in str(error), error
+        outcome = "does not fit"
+    if fits:
+        assert_whole(root, TEXT + QUESTION)
+        return outcome
+    _check_whole(tiny, root)
+    assert [path.name for path in (root / NAME).glob(".*")] == [] if (root / NAME).exists() else True
+    subprocess.run(["mount", "-o", "remount,size=16m", str(root.parent)], check=True)
+    tiny.read(root)
+    assert_whole(root)
+    return outcome
+
+
+def _check_whole(tiny: TinyContexts, root: Path) -> None:
+    if (root / NAME / "manifest.json").exists():
+        assert [wrong for _, wrong in store_at(root).verify(NAME) if wrong] == []
+        assert tiny.ask(root) == "whole"
