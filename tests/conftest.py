@@ -157,9 +157,10 @@ def slow_cases(items: list[pytest.Item], whole: bool) -> set[pytest.Item]:
         if isinstance(keep, int):
             kept = random.Random(name).sample(able, min(keep, len(able)))
         else:
-            kept = [case for case in able if case.name.partition("[")[2].removesuffix("]") in keep]
-            if whole and len(kept) < len(keep):
+            named = {case.name.partition("[")[2].removesuffix("]"): case for case in cases}
+            if whole and not named.keys() >= set(keep):
                 raise pytest.UsageError(f"{name} has not all of the cases that are to be kept: {', '.join(keep)}")
+            kept = [named[name] for name in keep if named.get(name) in able]
         slow.update(set(cases) - set(kept))
     return slow
 

@@ -80,6 +80,7 @@ def test_a_window_equals_sdpa_in_float64(device, n, diagonal, window):
 
 @both
 @pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.slow(keep=1)
 def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
     attend_there = functools.partial(attend_triton, split=False)
     check(attend_there, (2, 1, 32), FEW_ROWS, 290, device=device, diagonal=255, window=window, dtype="float16")
@@ -122,7 +123,7 @@ def test_any_call_equals_sdpa_in_float64(device, data):
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_row_gives_the_same_bits_alone_and_with_others(device, group, dtype):
     """Verification and decoding must agree wherever the matmuls do."""
     n, m = 19, 400

@@ -55,7 +55,7 @@ def inputs(device, shape, n, m, dtype="bfloat16"):
     ("dtype", "group", "window"),
     [("bfloat16", 4, None), ("bfloat16", 1, 300), ("float16", 8, None), ("float32", 2, 70)],
 )
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=("bfloat16-1-300-interpreted", "bfloat16-1-300-compiled"))
 def test_up_to_forty_rows_give_the_same_bits_alone_and_together(device, dtype, group, window):
     n, m = 40, KEYS_PER_SPLIT + 70
     q, k, v = inputs(device, (group, 1, 32), n, m, dtype)
@@ -86,6 +86,7 @@ def test_the_number_of_calls_and_of_hidden_keys_changes_no_bit(device, n, window
 
 
 @both
+@pytest.mark.slow
 def test_little_memory_for_partial_results_changes_no_bit(device, monkeypatch):
     n, m = 3, 3 * KEYS_PER_SPLIT + 100
     q, k, v = inputs(device, (4, 2, 16), n, m)

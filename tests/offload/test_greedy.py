@@ -76,14 +76,14 @@ def test_greedy_equals_transformers_for_every_shape_and_tier_count(pairs, shape,
 
 @pytest.mark.parametrize("budget", [8, 32, 160, 100_000])
 @pytest.mark.parametrize("refresh", ["round", 3, "never", "auto"])
-@pytest.mark.slow(keep=("round-32",))
+@pytest.mark.slow(keep=("round-160",))
 def test_greedy_equals_transformers_for_every_budget_and_refresh(pairs, budget, refresh):
     check_both(pairs, "gqa", budget=budget, refresh=refresh, draft_length=3, block_length=7)
 
 
 @pytest.mark.parametrize(("draft_length", "block_length"), [(1, 1), (5, 2), (1, 20), (8, 40)])
 @pytest.mark.parametrize("chunk_size", [1, 8, 31])
-@pytest.mark.slow(keep=("31-5-2",))
+@pytest.mark.slow(keep=("31-8-40",))
 def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_length, block_length, chunk_size):
     check_both(pairs, "mha", budget=62, chunk_size=chunk_size, draft_length=draft_length, block_length=block_length)
 

@@ -87,6 +87,7 @@ def test_logits_of_every_family_equal_transformers(tmp_path, family):
     assert_equal_logits(tmp_path, max(LENGTHS), 37)
 
 
+@pytest.mark.slow
 def test_a_window_ends_at_the_right_key_wherever_a_block_begins(tmp_path):
     save_family(tmp_path, "mistral-window")
     assert_equal_logits(tmp_path, 1)

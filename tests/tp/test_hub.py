@@ -221,7 +221,7 @@ def test_an_interrupt_ends_a_download_at_once_and_the_next_run_completes_it(hub,
         (500, "", ("fails to give tiny/target", "500", "try again later")),
     ],
 )
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_what_the_hub_refuses_is_explained(hub, run, status, code, words):
     hub.fail = status, code
     check_refusal(run("--model", "tiny/target"), 1, *words)

@@ -189,8 +189,8 @@ def test_follow_up_question_finds_its_book(models):
     first = engine.generate(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     for question in (random_tokens(20, seed=5), random_tokens(700, seed=6)):
         prompt = PROMPT + first.token_ids[:30] + question
-        again = engine.generate(prompt, Sampling(temperature=0.0), NEW_TOKENS)
-        fresh = load(models, budget=64).generate(prompt, Sampling(temperature=0.0), NEW_TOKENS)
+        again = engine.generate(prompt, Sampling(temperature=0.0), NEW_TOKENS // 2)
+        fresh = load(models, budget=64).generate(prompt, Sampling(temperature=0.0), NEW_TOKENS // 2)
         assert again.token_ids == fresh.token_ids
         assert again.stats["reused_tokens"] >= len(PROMPT)
 

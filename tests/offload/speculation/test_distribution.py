@@ -73,6 +73,7 @@ def test_every_outcome_of_three_tiers_adds_up_to_the_target_distribution(
     assert error < left_out + 1e-6, f"a probability differs by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_that_test_notices_a_draw_that_is_not_from_the_residual(engine_and_target, monkeypatch):
     engine, target = engine_and_target
     monkeypatch.setattr("triforce.offload.speculation.acceptance.residual", lambda target, draft: target)
@@ -129,7 +130,7 @@ def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, 
 
 
 @pytest.mark.parametrize("wrong", ["the draft's draws", "noise of another position"])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target, monkeypatch, wrong):
     """What the upper tiers emit where they accept all that is drafted, or draw with noise of the position before."""
     engine, target = engine_and_target
