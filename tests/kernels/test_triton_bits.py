@@ -100,7 +100,7 @@ def test_little_memory_for_partial_results_changes_no_bit(device, monkeypatch):
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 600])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_keys_in_several_calls_equal_sdpa_in_float64(device, dtype, window):
     """Peaks far apart too: keys grow, so that later splits outweigh earlier ones."""
     n, m = 5, 3 * KEYS_PER_SPLIT + 17

@@ -163,6 +163,7 @@ def test_greedy_tokens_under_every_rope_scaling_equal_transformers(tmp_path, sca
         assert engine.generate(prompt, GREEDY, 40).token_ids == want, f"{tiers} tiers"
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_reuses_no_key_that_was_rotated_otherwise(tmp_path):
     save_scaled(tmp_path, "dynamic")
     engine = Engine.load(tmp_path, device="cpu", budget=32)

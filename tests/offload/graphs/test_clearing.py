@@ -44,6 +44,7 @@ def test_close_leaves_no_captured_pass_alive_whoever_holds_the_run(pairs, kind):
     assert len(run.statistics.token_ids) > 6, "what it found is still there"
 
 
+@pytest.mark.slow
 def test_another_run_leaves_no_captured_pass_of_the_one_before(pairs):
     engine, recorder = recorded_engine(pairs["llama"])
     runs = [started(engine)]

@@ -288,7 +288,7 @@ def as_one_operation(function):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton's kernels are compiled")
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
-@pytest.mark.slow(keep=("retrieval_cache",))
+@pytest.mark.slow
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from triforce.kernels.triton import attention as triton_attention
