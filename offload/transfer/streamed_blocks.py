@@ -130,6 +130,7 @@ class StreamedBlocks:
         places = [*self._resident[layer][:resident], *self._host[layer][: whole - resident]]
         if rest := stop % self.block_size:
             places.append(self._open[layer][:, :, :rest])
+        self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
         pieces = [on_host(place) for place in places]
         read(pieces)
         for place, piece in zip(places, pieces, strict=True):
