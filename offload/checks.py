@@ -1,4 +1,4 @@
-"""What a run can be asked for, checked before anything is done for it."""
+"""What a run can be asked for, checked before anything is done for it; and what it can promise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.layers import rows_are_independent
 from ..tp.errors import CapacityError, UsageError
 from ..tp.model.config import ModelConfig
+from ..tp.model.decoder import Decoder
+from .planning.placement import SPLITS
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:
@@ -46,3 +49,11 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
             f"has {limit:,} positions; shorten the prompt (--truncate head|tail|middle drops that part of it) or "
             "lower --max-new-tokens"
         )
+
+
+def tokens_are_exact(target: Decoder, chunk_size: int, padded: bool) -> bool:
+    """Whether tokens cannot depend on how many are verified together, which decides about near-ties only. Sums over
+    three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""
+    if target.ranks.size > 2 or SPLITS[0] % chunk_size:
+        return False
+    return padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)

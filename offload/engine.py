@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.layers import rows_are_independent
 from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
@@ -24,7 +23,7 @@ from .caches.kept import KeptCache, reusable
 from .caches.refreshing import RefreshingCache
 from .caches.retrieval import RetrievalCache
 from .caches.streaming import StreamingCache
-from .checks import checked_prompt
+from .checks import checked_prompt, tokens_are_exact
 from .contexts.home import user_store
 from .contexts.manifest import ContextError, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
@@ -33,7 +32,6 @@ from .generation import Generation, Result
 from .graphs.passes import Graphs, Passes, capture_for
 from .planning.cost_model import PassTimes, hardware_of
 from .planning.memory import plan_here
-from .planning.placement import SPLITS
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan, make_plan
 from .run_document import run_identity
@@ -85,7 +83,7 @@ class Engine:
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
         self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
-        self._exact = self._rows_are_independent()
+        self._exact = tokens_are_exact(target, settings.planned_chunk_size, self._padded)
         self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
         self._graphs = Graphs()  # of the last run
@@ -181,6 +179,7 @@ class Engine:
         ignore_eos: bool = False,
         tiers: int | None = None,
         reuse: int | None = None,
+        on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[float], None] | None = None,
         contexts: ContextRequest | None = None,
     ) -> Generation:
@@ -194,6 +193,7 @@ class Engine:
             tiers: for this run fewer than the settings have; `None` is as many.
             reuse: leading tokens to take over from the run before at most; `None` is all that are the same, and 0 gives
                 its memory back first.
+            on_memory: called with the share of the host memory taken that blocks stream from, 0 to 1.
             on_prefill: called with the share of the prefill done, 0 to 1.
             contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
 
@@ -214,7 +214,7 @@ class Engine:
         if self.contexts and self.target.ranks.rank == 0:
             plan = self.contexts.plan(prompt, contexts or self._context, reusable(prompt))
         order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse, plan)
-        return self._start(self.target.ranks.share(order), on_prefill)
+        return self._start(self.target.ranks.share(order), on_prefill, on_memory)
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -240,7 +240,7 @@ class Engine:
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None)
-        return None if order is None else self._start(order, None)
+        return None if order is None else self._start(order)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
@@ -294,14 +294,6 @@ class Engine:
             run.close()
         return drawn
 
-    def _rows_are_independent(self) -> bool:
-        """Whether tokens cannot depend on how many are verified together, which decides about near-ties only. Sums over
-        three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""
-        target, chunk_size = self.target, self.settings.planned_chunk_size
-        if target.ranks.size > 2 or SPLITS[0] % chunk_size:
-            return False
-        return self._padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
-
     def _end_run(self, prompt_length: int) -> None:
         """Ends the run under way, before one whose prompt has so many tokens."""
         if self._running:
@@ -313,12 +305,17 @@ class Engine:
         if self.target.rope.begin(prompt_length):
             self._kept.context = []  # what the cache holds was rotated otherwise
 
-    def _start(self, order: _RunOrder, on_prefill: Callable[[float], None] | None) -> Generation:
+    def _start(
+        self,
+        order: _RunOrder,
+        on_prefill: Callable[[float], None] | None = None,
+        on_memory: Callable[[float], None] | None = None,
+    ) -> Generation:
         prompt, sampling = order.prompt, order.sampling
         self._end_run(len(prompt))
         # Memory is planned for all of the engine's tiers, as a later run may want them on the same cache.
         request = self._request(self.settings, len(prompt) + order.max_new_tokens)
-        full, plan = self._kept.prepare(prompt, request, order.reuse)
+        full, plan = self._kept.prepare(prompt, request, order.reuse, on_memory)
         speculates = order.tiers > 1
         full.begin(mass_rows=plan.mass_rows if speculates else 0)
         retrieval = streaming = None

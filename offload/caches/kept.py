@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...tp.devices import synchronize
@@ -26,11 +26,17 @@ class KeptCache:
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
 
-    def prepare(self, prompt: list[int], request: RunRequest, reuse: int | None = None) -> tuple[FullCache, RunPlan]:
+    def prepare(
+        self,
+        prompt: list[int],
+        request: RunRequest,
+        reuse: int | None = None,
+        on_memory: Callable[[float], None] | None = None,
+    ) -> tuple[FullCache, RunPlan]:
         """A full cache with room for the request's tokens that holds what it shares with `prompt` already, of that at
         most `reuse` tokens; if that is 0, the memory of the old one is given back first. Also the plan of the run.
 
-        Every rank calls it, and all decide alike: they agree on the memory there is.
+        Every rank calls it, and all decide alike: they agree on the memory there is. `on_memory`: see `StreamedBlocks`.
 
         Raises:
             CapacityError: there is not so much memory.
@@ -55,7 +61,8 @@ class KeptCache:
         if placement.streams and self._link is None:
             self._link = make_link(decoder.device, self._link_gbps)
         with shortage_explained(decoder.device):
-            blocks = make_blocks(decoder.part, placement, self._link, dtype=decoder.dtype, device=decoder.device)
+            kind = {"dtype": decoder.dtype, "device": decoder.device}
+            blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory)
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
         if old:
             self._cache.move_from(old, shared)

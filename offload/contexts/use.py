@@ -145,7 +145,7 @@ class ContextUse:
         full.blocks.drain()
         full.restored(0)
         wanted, good = prefix.tokens, -1
-        while wanted and good < wanted:
+        while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind
             try:
                 self._read(prefix, full, wanted)
                 good = wanted
@@ -153,7 +153,7 @@ class ContextUse:
                 wanted = damage.position
                 self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
         wanted = self._ranks.least([wanted])[0]
-        full.restored(good if good > 0 else 0)
+        full.restored(good)
         full.rollback(wanted)
         if wanted:
             self._store.note_use(prefix.name)

@@ -72,10 +72,10 @@ class Placement:
         return max(0, context // self.block_size - self.num_resident) if self.streams else 0
 
 
-def block_size_for(capacity: int, chunk_size: int) -> int:
+def block_size_for(capacity: int, chunk_size: int, split: int | None = None) -> int:
     """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, with little more room in all than
-    asked for. Whole splits, then whole chunks."""
-    split = _split(capacity)
+    asked for. Whole splits (of `split` tokens, if that is given), then whole chunks."""
+    split = split or _split(capacity)
     splits = -(-capacity // split)
     most = min(LARGEST_BLOCK // split, -(-splits // 4))
     # Of the larger sizes the one that leaves the least room unused.
@@ -102,13 +102,14 @@ def place_resident(
 
 
 def place_streamed(
-    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, resident_bytes: float
+    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, resident_bytes: float, *, on_gpu: bool
 ) -> Placement:
-    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream."""
+    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream. On a GPU they are whole
+    splits of its kernels, however short the context."""
     token_bytes = part.kv_bytes_per_token(dtype)
-    split = _split(capacity)
+    split = SPLITS[1] if on_gpu else _split(capacity)
     smallest = max(1, SMALLEST_COPY * part.num_layers // token_bytes // split) * split
-    size = min(block_size_for(capacity, chunk_size), _whole_chunks(smallest, chunk_size))
+    size = min(block_size_for(capacity, chunk_size, split), _whole_chunks(smallest, chunk_size))
     return Placement.streaming(capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size)
 
 

@@ -194,7 +194,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         )
 
     def streamed(resident_bytes: float) -> RunPlan:
-        return plan(place_streamed(part, request.dtype, request.context, chunk_size, resident_bytes))
+        sizes = request.context, chunk_size, resident_bytes
+        return plan(place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu))
 
     one_block = request.on_gpu and request.triton
     whole = plan(place_resident(part, request.dtype, request.context, chunk_size, one_block=one_block))
@@ -243,12 +244,14 @@ def _mass_rows(settings: Settings) -> int:
 
 
 def _retrieval_bytes(request: RunRequest, budget: int, capacity: int) -> int:
-    """Keys and values of the budget, and the attention mass of the last rows over all chunks."""
+    """Keys and values of the budget, the attention mass of the last rows over all chunks, and what a pass computes it
+    from in one layer: the shares of every query head (float32), by block and joined."""
     part = request.part
     chunks = -(-capacity // request.settings.planned_chunk_size)
     rows = max(_mass_rows(request.settings), ROOM) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks
-    return budget * request.token_bytes + mass * request.dtype.itemsize
+    shares = 2 * part.num_heads * _mass_rows(request.settings) * chunks * 4
+    return budget * request.token_bytes + mass * request.dtype.itemsize + shares
 
 
 def _activation_bytes(request: RunRequest) -> int:

@@ -156,6 +156,7 @@ class DeviceBlocks:
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         blocks = self._layers[layer]
+        self._clean[layer] = 0  # what is read may turn out to be damaged
         places = pieces_of(blocks, 0, stop)
         pieces = [on_host(place) for place in places]
         read(pieces)

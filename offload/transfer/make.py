@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ...tp.model.config import ModelConfig
@@ -31,8 +33,10 @@ def make_blocks(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    on_memory: Callable[[float], None] | None = None,
 ) -> Blocks:
-    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream.
+    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream. `on_memory`:
+    see `StreamedBlocks`.
 
     Raises:
         CapacityError: the system does not page-lock so much host memory.
@@ -41,4 +45,4 @@ def make_blocks(
         capacity, size = placement.capacity, placement.block_size
         return DeviceBlocks(part, dtype=dtype, device=device, capacity=capacity, block_size=size)
     assert link is not None
-    return StreamedBlocks(part, link, placement, dtype=dtype, device=device)
+    return StreamedBlocks(part, link, placement, dtype=dtype, device=device, on_memory=on_memory)

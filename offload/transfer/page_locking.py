@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -31,9 +31,6 @@ MOST_THREADS = 16
 
 _PAGES_A_THREAD = 4096
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are locked so far, and with how many there will be."""
-
 
 class PageLocking(Protocol):
     """The part of `cuda_runtime.CudaRuntime` that is needed here."""
@@ -45,9 +42,7 @@ class PageLocking(Protocol):
     def clear_error(self) -> None: ...
 
 
-def locked_memory(
-    shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking, on_progress: Progress | None = None
-) -> Tensor:
+def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking) -> Tensor:
     """Page-locked memory for blocks `shape[1:]`, `shape[0]` of them, all zeros; unlocked when it is freed.
 
     Raises:
@@ -71,8 +66,6 @@ def locked_memory(
                 f"(CUDA error {status}); raise the limit (ulimit -l), free memory, or shorten the prompt"
             )
         locked.append(start + first)
-        if on_progress:
-            on_progress(stop, size)
     return memory.view(dtype).view(*shape)
 
 

@@ -35,8 +35,11 @@ class StreamedBlocks:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        on_memory: Callable[[float], None] | None = None,
     ) -> None:
         """Takes the memory for the blocks of `placement`.
+
+        Args: `on_memory` is called with the share of the host memory that is taken, 0 to 1; locking it takes seconds.
 
         Raises:
             CapacityError: the system does not page-lock so much host memory.
@@ -52,7 +55,11 @@ class StreamedBlocks:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         layers = range(config.num_layers)
-        self._host = [link.host_memory((self._num_blocks - num_resident, *self._block), dtype) for _ in layers]
+        self._host: list[Tensor] = []
+        for layer in layers:
+            self._host.append(link.host_memory((self._num_blocks - num_resident, *self._block), dtype))
+            if on_memory:
+                on_memory((layer + 1) / config.num_layers)
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
@@ -123,6 +130,7 @@ class StreamedBlocks:
         places = [*self._resident[layer][:resident], *self._host[layer][: whole - resident]]
         if rest := stop % self.block_size:
             places.append(self._open[layer][:, :, :rest])
+        self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
         pieces = [on_host(place) for place in places]
         read(pieces)
         for place, piece in zip(places, pieces, strict=True):

@@ -15,7 +15,7 @@ from ...tp.model.config import ModelConfig
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
 from ..generate.prompt import read_text
-from ..generate.report import prefill_progress
+from ..generate.report import start_progress
 from ..generate.run import load_engine, step
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
@@ -49,8 +49,16 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     if missing:
         console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
         saved = ContextRequest(save=name, frame=frame, required=True)
-        with prefill_progress(console, missing) as on_prefill:
-            generation = engine.stream(token_ids, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=saved)
+        with start_progress(console, missing) as progress:
+            generation = engine.stream(
+                token_ids,
+                Sampling(0.0),
+                1,
+                tiers=1,
+                on_memory=progress.memory,
+                on_prefill=progress.prefill,
+                contexts=saved,
+            )
             seconds = _read(generation, contexts, name, signals)
         for warning in generation.warnings:
             tell(warning)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...tp.units import gib
@@ -12,6 +14,7 @@ from ..terminal.streams import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
 
     from ...offload import Engine, Generation
     from .prompt import Prompt
@@ -57,27 +60,43 @@ def report_context(generation: Generation) -> None:
         tell(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read")
 
 
+@dataclass(frozen=True)
+class StartProgress:
+    """Functions to call with the share that is done, 0 to 1, of what comes before the first token."""
+
+    memory: Callable[[float], None]
+    """Of taking host memory."""
+    prefill: Callable[[float], None]
+    """Of reading the prompt."""
+
+
 @contextmanager
-def prefill_progress(console: Console, tokens: int) -> Iterator[Callable[[float], None]]:
-    """A function to call with the share of the prompt read: a bar with the time left, or lines where no terminal is."""
+def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
+    """Shows it as a bar with the time left, or as lines where no terminal is."""
+    names = "taking host memory for the KV cache", f"reading {tokens:,} tokens"
     if not console.is_terminal:
-        yield _progress_lines(tokens)
+        yield StartProgress(*map(_progress_lines, names))
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("reading {task.fields[tokens]:,} tokens"),
+        TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
         TextColumn("left"),
     )
     with Progress(*columns, console=console, refresh_per_second=4, transient=True) as progress:
-        task = progress.add_task("", total=1.0, tokens=tokens)
-        yield lambda share: progress.update(task, completed=share)
+        tasks = [progress.add_task(name, total=1.0, visible=False) for name in names]
+        yield StartProgress(*(partial(_update, progress, task) for task in tasks))
 
 
-def _progress_lines(tokens: int) -> Callable[[float], None]:
+def _update(progress: Progress, task: TaskID, share: float) -> None:
+    """Shows a bar from its first share to its last."""
+    progress.update(task, completed=share, visible=share < 1.0)
+
+
+def _progress_lines(what: str) -> Callable[[float], None]:
     began = told = time.monotonic()
 
     def on_progress(share: float) -> None:
@@ -86,7 +105,7 @@ def _progress_lines(tokens: int) -> Callable[[float], None]:
         if 0 < share < 1 and now - told >= _SECONDS_BETWEEN_LINES:
             told = now
             left = (now - began) * (1 - share) / share
-            tell(f"reading {tokens:,} tokens: {share:.0%}, about {left:.0f} s left")
+            tell(f"{what}: {share:.0%}, about {left:.0f} s left")
 
     return on_progress
 

@@ -25,7 +25,7 @@ from ..terminal.output import JsonFile, TextOutput
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing
 from .prompt import Source, build_prompt
-from .report import prefill_progress, report_choices, report_context, report_statistics
+from .report import report_choices, report_context, report_statistics, start_progress
 from .request import GenerateRequest
 
 
@@ -69,13 +69,14 @@ def run(
     generation: Generation | None = None
     ended: BaseException | None = None
     try:
-        with prefill_progress(console, len(prompt.token_ids)) as on_prefill:
+        with start_progress(console, len(prompt.token_ids)) as progress:
             generation = engine.stream(
                 prompt.token_ids,
                 sampling,
                 request.max_new_tokens,
                 ignore_eos=request.ignore_eos,
-                on_prefill=on_prefill,
+                on_memory=progress.memory,
+                on_prefill=progress.prefill,
                 contexts=contexts,
             )
             report_context(generation)

@@ -163,6 +163,16 @@ def test_a_prefill_that_is_broken_off_leaves_nothing_that_a_later_run_trusts(mod
     assert again.token_ids == fresh.token_ids
 
 
+def test_taking_host_memory_is_told_layer_by_layer(tmp_path):
+    save_llama(tmp_path, num_hidden_layers=4)
+    engine = Engine.load(tmp_path, device="cpu", resident=0.0, tiers=1)
+    shares: list[float] = []
+    engine.stream(random_tokens(300), Sampling(0.0), 4, on_memory=shares.append)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+    engine.stream(random_tokens(300), Sampling(0.0), 4, on_memory=shares.append)
+    assert len(shares) == 4, "the memory is there already"
+
+
 def test_follow_up_question_finds_its_book(models):
     engine = load(models, resident=0, budget=64)
     first = engine.generate(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)

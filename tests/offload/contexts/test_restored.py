@@ -188,3 +188,24 @@ def test_keys_that_depend_on_the_prompts_length_are_neither_saved_nor_shared(tmp
     with pytest.raises(ContextError, match="scales RoPE dynamically: beyond 256 tokens"):
         engine.read(TEXT[:300], "long")
     assert engine.generate(TEXT[:300], Sampling(0.0), 4, contexts=FIND).stats["context"] is None
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+def test_damage_that_reads_as_nan_leaves_nothing_behind(checkpoints, store, resident):
+    """Keys and values behind the last token are hidden by a weight of 0, which does not help against NaN."""
+    settings = {"budget": 64, "resident": resident}
+    case = Case("llama", "float32", TEXT[:100], 0, TEXT[100:140], Sampling(0.0), settings)
+    case.engine(checkpoints, store).read(case.text, "book")
+    want = case.answer(case.engine(checkpoints, store))["token_ids"]
+    for damaged, intact in ((1, SEGMENT), (0, 0)):
+        segment = sorted((store.root / "book").glob("*.safetensors"))[damaged]
+        content = bytearray(segment.read_bytes())
+        content[4096 : 4096 + 100_000] = b"\xff" * 100_000
+        segment.write_bytes(content)
+        got = case.answer(case.engine(checkpoints, store), ContextRequest("book"))
+        assert got["token_ids"] == want and got["reused_tokens"] == intact
+        assert f"is damaged in positions {damaged * SEGMENT} to" in got["warnings"][0]
+    mending = case.engine(checkpoints, store)
+    mending.read(case.text, "book")  # computes a segment while numbers of the next one are still in the cache
+    assert [wrong for _, wrong in store.verify("book") if wrong] == []
+    assert case.answer(mending)["token_ids"] == want

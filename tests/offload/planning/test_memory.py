@@ -143,3 +143,12 @@ def test_blocks_hold_hardly_more_than_was_asked_for(context):
     assert size <= LARGEST_BLOCK
     room = -(-context // size) * size
     assert context <= room <= context + 256 + context // 16
+
+
+@pytest.mark.parametrize("context", [300, 1000, 5000, 16_383, 16_384, 60_000])
+def test_streamed_blocks_are_whole_splits_of_the_kernels_that_read_them(tmp_path, context):
+    """Otherwise the same keys resident and streamed would be summed in other parts, and bits could differ."""
+    request = request_of(tmp_path, context=context, dtype=torch.bfloat16, settings=Settings(resident=0.0))
+    for gpu_bytes, split in ((None, 256), (80 * 2**30, 512)):
+        plan = make_plan(replace(request, gpu_bytes=gpu_bytes))
+        assert plan.placement.streams and plan.placement.block_size % split == 0

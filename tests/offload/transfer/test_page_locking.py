@@ -88,12 +88,6 @@ def test_a_refusal_says_how_much_there_is_and_leaves_neither_locks_nor_an_error(
     assert runtime.errors == 0
 
 
-def test_progress_is_told_piece_by_piece():
-    told = []
-    locked_memory((25, mmap.PAGESIZE), torch.uint8, Runtime(), lambda done, total: told.append((done, total)))
-    assert told == [(n * mmap.PAGESIZE, 25 * mmap.PAGESIZE) for n in (10, 20, 25)]
-
-
 def test_no_blocks_are_no_memory():
     runtime = Runtime()
     assert locked_memory((0, 2, 64), torch.float32, runtime).shape == (0, 2, 64)

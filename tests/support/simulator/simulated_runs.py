@@ -75,8 +75,8 @@ def make_decoders(directory: Path) -> list[Decoder]:
 
 
 def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: int = 8) -> Simulator:
-    """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts and
-    moves to a larger cache, over a ring of 1 to 3 buffers.
+    """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
+    saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers.
 
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
@@ -151,7 +151,7 @@ class _History:
             self.forward(self.chance.randint(1, 90))
             return
         kind = self.chance.choice(
-            ["verify", "verify", "verify", "long", "rollback", "refresh", "refresh", "grow", "break"]
+            ["verify", "verify", "verify", "long", "rollback", "refresh", "refresh", "grow", "break", "save"]
         )
         if kind == "verify":
             self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
@@ -168,6 +168,8 @@ class _History:
             self.grow()
         elif kind == "break":
             self.break_off()
+        elif kind == "save":
+            self.save_and_restore()
 
     def forward(self, n: int, draws: bool = False) -> None:
         start = self.cache.length
@@ -235,6 +237,25 @@ class _History:
         else:
             self.cache.rollback(length)
 
+    def save_and_restore(self) -> None:
+        """What saved contexts do: all keys and values leave the cache, and a new one, or the same, takes them."""
+        self.retrieval, self.attended = None, False
+        length, layers = self.cache.length, range(self.decoder.config.num_layers)
+        self.cache.blocks.drain()
+        saved = [torch.cat(self.cache.blocks.export(layer, 0, length), dim=2) for layer in layers]
+        with self.outside():
+            for layer, found in enumerate(saved):
+                want = torch.cat(self.plain.blocks.export(layer, 0, length), dim=2)
+                torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+        if self.chance.random() < 0.5:
+            self.cache = self.new_cache()
+        kept = self.chance.randint(1, length)
+        self.cache.blocks.drain()
+        for layer in layers:
+            self.cache.blocks.restore(layer, kept, lambda pieces, of=saved[layer]: _fill(pieces, of))
+        self.cache.restored(kept)
+        self.plain.rollback(kept)
+
     def end(self) -> None:
         """Ends a run wherever it is: its memory is freed then."""
         self.link.traffic()
@@ -245,6 +266,14 @@ class _History:
     def outside(self) -> Iterator[None]:
         with simulator_off(self.simulator), torch.inference_mode():
             yield
+
+
+def _fill(pieces: list[torch.Tensor], tokens: torch.Tensor) -> None:
+    """Writes `tokens` `[2, num_kv_heads, n, head_dim]` to pieces that lie one after another."""
+    at = 0
+    for piece in pieces:
+        piece.copy_(tokens[:, :, at : at + piece.shape[2]])
+        at += piece.shape[2]
 
 
 def main() -> None:
