@@ -260,12 +260,16 @@ class ContextStore:
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
 
-    def tidy(self, name: str, segments: Sequence[Segment]) -> None:
+    def tidy(self, name: str, segments: Sequence[Segment], salt: str = "") -> None:
         """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and
-        what runs that were killed left. Whoever calls it has locked the context."""
+        what runs that were killed left. Whoever calls it has locked the context.
+
+        Args: `salt` is in the names of files that are being written, by this rank and by others that may be ahead.
+        """
         named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
         for path in self._files(name):
-            if path.name not in named and path.suffix in (".safetensors", ".new", ".probe"):
+            ours = path.suffix in (".safetensors", ".new", ".probe")
+            if ours and path.name not in named and not (salt and f".{salt}." in path.name):
                 with suppress(OSError):  # it takes room, no more
                     self.disk.remove(path)
 

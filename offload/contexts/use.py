@@ -365,7 +365,7 @@ class _Saver:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
             self._manifest.write(self._store.disk, order.directory)
-            self._store.tidy(order.directory.name, self._manifest.segments)
+            self._store.tidy(order.directory.name, self._manifest.segments, order.salt)
         else:
             self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
 

@@ -2,7 +2,8 @@
 ranks on CPUs are forks of this process, which has PyTorch already.
 
 A job is {"model", "draft", "device", "dtype", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
-`Engine.load`.
+`Engine.load`. With "store", the directory of saved contexts, and the names "read" or "context": the prompt is read into
+the first before the run, which starts from the second; the report then has "kv", see `kv_digests`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triforce.offload import Engine
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -99,10 +103,32 @@ def count_calls(owner: object, name: str) -> list[None]:
     return calls
 
 
+def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
+    """The hash of the first tokens' keys and values in the full cache, of all layers, by KV head of the model."""
+    import torch
+    import xxhash
+
+    assert engine.contexts and engine._kept._cache
+    blocks, ranks = engine._kept._cache.blocks, engine.target.ranks
+    held = engine.contexts._heads_of(ranks.rank)
+    blocks.drain()
+    layers = [
+        torch.cat(blocks.export(layer, 0, tokens), dim=2).view(torch.uint8)
+        for layer in range(engine.target.config.num_layers)
+    ]
+    return {
+        str(head): xxhash.xxh3_128_hexdigest(torch.stack([kv[:, head - held.start] for kv in layers]).numpy().tobytes())
+        for head in range(held.start, held.stop)
+    }
+
+
 def work(jobs: list[dict[str, Any]]) -> None:
     """A rank's part of `jobs`, in order."""
     import torch
     from triforce.offload import Engine, Sampling
+    from triforce.offload.caches.recent_mass import RECENT_ROWS
+    from triforce.offload.contexts.model import ContextRequest
+    from triforce.offload.contexts.store import ContextStore
 
     torch.set_num_threads(1)
     for index, job in enumerate(jobs):
@@ -112,13 +138,17 @@ def work(jobs: list[dict[str, Any]]) -> None:
             job.get("draft"),
             device=device,
             dtype=job.get("dtype", "float32"),
+            store=ContextStore(Path(job["store"]), segment_tokens=64) if "store" in job else None,
             **job.get("settings", {}),
         )
         ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))
         before = Counter(ranks.collectives)
         forwards = count_calls(engine.target, "forward")
-        result = engine.generate(job["prompt"], sampling, job["new_tokens"])
+        if "read" in job:
+            engine.read(job["prompt"], job["read"])
+        contexts = ContextRequest(name=job["context"]) if "context" in job else None
+        result = engine.generate(job["prompt"], sampling, job["new_tokens"], contexts=contexts)
         report = {
             "job": index,
             "rank": ranks.rank,
@@ -129,6 +159,9 @@ def work(jobs: list[dict[str, Any]]) -> None:
             "world_size": result.stats["world_size"],
             "collectives": dict(ranks.collectives - before),
         }
+        if "store" in job:
+            reused = len(job["prompt"]) - RECENT_ROWS  # the others were computed again, by all ranks together
+            report |= {"kv": kv_digests(engine, reused), "reused_tokens": result.stats["reused_tokens"]}
         os.write(1, (json.dumps(report) + "\n").encode())  # one write, so that ranks do not mix their lines
 
 

@@ -92,6 +92,20 @@ def test_a_last_segment_that_is_not_full_is_superseded(tiny, root):
     assert (root / NAME / whole).stat().st_ino == inode
 
 
+def test_tidying_leaves_what_other_ranks_have_written_ahead(root):
+    ahead = root / NAME / "000000150-000000214.h1-2.cafe0123.safetensors"
+    half = root / NAME / ".000000214-000000278.h1-2.cafe0123.safetensors.new"
+    killed = root / NAME / "000000150-000000214.h1-2.dead4567.safetensors"
+    notes = root / NAME / "notes.txt"
+    for path in (ahead, half, killed, notes):
+        path.touch()
+    store = store_at(root)
+    store.tidy(NAME, store.load(NAME).segments, "cafe0123")
+    assert [path.exists() for path in (ahead, half, killed, notes)] == [True, True, False, True]
+    store.tidy(NAME, store.load(NAME).segments)
+    assert [path.exists() for path in (ahead, half, notes)] == [False, False, True]
+
+
 def test_the_end_of_a_text_may_be_cut_into_other_tokens_when_it_grows(tiny, root):
     grown = [*TEXT[:140], *OTHER]
     tiny.read(root, grown)

@@ -102,8 +102,9 @@ def _scribble(directory: Path, before: Path, rng: random.Random) -> str:
     path = rng.choice(_files(directory))
     raw = bytearray(path.read_bytes())
     at = rng.randrange(len(raw))
-    size = rng.choice([1, 8, 512, 4096])
-    raw[at : at + size] = rng.choice([bytes, rng.randbytes])(len(raw[at : at + size]))
+    size = rng.choice([1, 8, 512, 4096, len(raw)])
+    fill = rng.choice([bytes, rng.randbytes, lambda count: b"\xff" * count])  # which are NaNs
+    raw[at : at + size] = fill(len(raw[at : at + size]))
     _replace(path, bytes(raw))
     return f"{path.name}, {size} bytes at {at}"
 

@@ -1,0 +1,74 @@
+"""A context that two ranks wrote, one reads, and the other way round: bit for bit the keys and values written."""
+
+import pytest
+from safetensors.torch import load_file
+from spmd import kv_digests, run_jobs
+from tiny import save_llama
+from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.contexts.model import ContextRequest
+
+SHAPES = {"mha": {}, "gqa": {"num_key_value_heads": 2}, "mqa": {"num_key_value_heads": 1}}
+"""With two ranks: two KV heads to each, one, and one that both hold."""
+
+REUSED = len(TEXT) - RECENT_ROWS
+
+
+def ask_alone(model, root, read=False):
+    """What one rank answers and holds."""
+    engine = Engine.load(model, "none", device="cpu", dtype="float32", store=store_at(root))
+    if read:
+        engine.read(TEXT, NAME)
+    result = engine.generate(TEXT, Sampling(0.0), NEW_TOKENS, contexts=ContextRequest(name=NAME))
+    assert result.stats["reused_tokens"] == REUSED and result.stats["warnings"] == []
+    return result.token_ids, kv_digests(engine, REUSED)
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    """Of each shape: what one rank held that wrote and what two then held; what two held that wrote and one then; and
+    the place of what two wrote. With the tokens they answered."""
+    place = tmp_path_factory.mktemp("exchanged")
+    for name, changes in SHAPES.items():
+        save_llama(place / name, seed=1, num_hidden_layers=2, **changes)
+    alone = {name: ask_alone(place / name, place / f"{name}-by-one", read=True) for name in SHAPES}
+    same = {"draft": "none", "prompt": TEXT, "new_tokens": NEW_TOKENS, "context": NAME}
+    jobs = []
+    for name in SHAPES:
+        jobs.append(same | {"model": str(place / name), "store": str(place / f"{name}-by-one")})
+        jobs.append(same | {"model": str(place / name), "store": str(place / f"{name}-by-two"), "read": NAME})
+    reports = iter(run_jobs(jobs, 2))
+    found = {}
+    for name in SHAPES:
+        restored, written = (
+            (ranks[0]["token_ids"], ranks[0]["kv"] | ranks[1]["kv"], ranks) for ranks in (next(reports), next(reports))
+        )
+        for *_, ranks in (restored, written):
+            assert all(rank["reused_tokens"] == REUSED and not rank["warnings"] for rank in ranks)
+            shared = ranks[0]["kv"].keys() & ranks[1]["kv"].keys()
+            assert all(ranks[0]["kv"][head] == ranks[1]["kv"][head] for head in shared)
+        root = place / f"{name}-by-two"
+        found[name] = alone[name], restored[:2], written[:2], ask_alone(place / name, root), root
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_restored_is_what_was_written_whoever_wrote_it(exchanged, shape):
+    by_one, by_one_then_two, by_two, by_two_then_one, root = exchanged[shape]
+    assert by_one_then_two[1] == by_one[1]
+    assert by_two_then_one[1] == by_two[1]
+    assert by_one[0] == by_one_then_two[0] == by_two[0] == by_two_then_one[0]
+    assert_whole(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "parts"), [("mha", [(0, 2), (2, 4)]), ("gqa", [(0, 1), (1, 2)]), ("mqa", [(0, 1)])])
+def test_each_rank_writes_its_heads_and_one_of_them_what_both_hold(exchanged, shape, parts):
+    root = exchanged[shape][-1]
+    for segment in store_at(root).load(NAME).segments:
+        assert [part.kv_heads for part in segment.parts] == parts
+        for part in segment.parts:
+            heads = load_file(root / NAME / part.file)["layer.0"].shape[0]
+            assert heads == part.kv_heads[1] - part.kv_heads[0]
