@@ -94,6 +94,7 @@ class Generation(Iterator[Round]):
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self.broken = False
         """Whether a pass was under way when the run was broken off."""
+        self._ends = False
         self._rounds = self._run()
 
     @torch.inference_mode()
@@ -109,6 +110,13 @@ class Generation(Iterator[Round]):
     def close(self) -> None:
         """Ends the run where it is; iteration stops, statistics stay."""
         self._rounds.close()
+
+    def end(self) -> None:
+        """Ends the run early, on rank 0: iteration stops, statistics stay. Where there are other ranks, they have begun the
+        next round by then: it is computed, and all end with it."""
+        if self._top.decoder.ranks.size == 1:
+            self.close()
+        self._ends = True
 
     def replace_last(self, token: int) -> None:
         """Goes on as if the newest token were another one; statistics keep the one that was drawn."""
@@ -144,7 +152,7 @@ class Generation(Iterator[Round]):
         try:
             yield self._prefill()
             began = time.perf_counter()
-            while self.statistics.finish_reason == "interrupted":
+            while self.statistics.finish_reason == "interrupted" and not self._ends:
                 event, began = self._round(began)
                 yield event
             whole = True
@@ -229,7 +237,9 @@ class Generation(Iterator[Round]):
     def _agree(self, tokens: list[int], refresh: bool) -> bool:
         """Sets every tier's draft tokens to rank 0's; whether all ranks refresh now. See `RankAgreement`."""
         draft_tokens = [tier.draft_tokens for tier in self._tiers]
-        refresh, draft_tokens = self._agreement.agree(tokens, refresh and self._retrieval is not None, draft_tokens)
+        refresh, draft_tokens, self._ends = self._agreement.agree(
+            tokens, refresh and self._retrieval is not None, draft_tokens, ends=self._ends
+        )
         for tier, number in zip(self._tiers, draft_tokens, strict=True):
             tier.draft_tokens = number
         return refresh

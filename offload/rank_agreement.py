@@ -16,28 +16,32 @@ class RankAgreement:
 
     def __init__(self, ranks: Ranks, num_tiers: int) -> None:
         self._ranks = ranks
-        self._room = 1 + num_tiers + MOST_BLOCK_LENGTH + 1
-        """Numbers of the largest message: whether to refresh, the draft tokens of each tier, a round's tokens."""
+        self._room = 2 + num_tiers + MOST_BLOCK_LENGTH + 1
+        """Numbers of the largest message: whether to refresh and to end, the draft tokens of each tier, a round's
+        tokens."""
 
-    def agree(self, tokens: list[int], refresh: bool, draft_tokens: list[int]) -> tuple[bool, list[int]]:
+    def agree(
+        self, tokens: list[int], refresh: bool, draft_tokens: list[int], *, ends: bool = False
+    ) -> tuple[bool, list[int], bool]:
         """What rank 0 has decided, for all ranks.
 
         Args:
             tokens: that this rank drew in the round.
             refresh: whether this rank would refresh the retrieval cache now.
             draft_tokens: the number of them that each of this rank's tiers would ask for next.
+            ends: whether the run is to end with this round.
 
         Returns:
-            `refresh` and `draft_tokens` of rank 0.
+            `refresh`, `draft_tokens` and `ends` of rank 0.
 
         Raises:
             TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
         """
-        message = self._ranks.share_numbers([int(refresh), *draft_tokens, *tokens], self._room)
-        first = 1 + len(draft_tokens)
+        message = self._ranks.share_numbers([int(refresh), int(ends), *draft_tokens, *tokens], self._room)
+        first = 2 + len(draft_tokens)
         if message[first:] != tokens:
             raise TriforceError(
                 f"rank {self._ranks.rank} drew the tokens {tokens} where rank 0 drew {message[first:]}: the ranks "
                 "compute differently (other hardware or versions?), so nothing further would be the model's"
             )
-        return bool(message[0]), message[1:first]
+        return bool(message[0]), message[2:first], bool(message[1])

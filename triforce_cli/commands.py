@@ -11,6 +11,9 @@ from typer.core import TyperCommand
 from .bench.command import EPILOG as BENCH_EPILOG
 from .bench.command import bench
 from .bench.request import Asked as BenchRequest
+from .chat.command import EPILOG as CHAT_EPILOG
+from .chat.command import chat
+from .chat.request import ChatRequest
 from .compare.command import EPILOG as COMPARE_EPILOG
 from .compare.command import compare
 from .compare.request import Asked as CompareRequest
@@ -55,6 +58,7 @@ app = typer.Typer(
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
 app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
+app.command("chat", epilog=CHAT_EPILOG)(command(ChatRequest, chat))
 app.command("read", epilog=READ_EPILOG)(command(ReadRequest, read))
 app.add_typer(contexts, name="contexts")
 app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(

@@ -31,7 +31,7 @@ _OPTIONAL = {
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "typer", "rich")
-_NEEDED += ("psutil", "xxhash", "filelock", "platformdirs")
+_NEEDED += ("psutil", "xxhash", "filelock", "platformdirs", "prompt_toolkit")
 _REINSTALL = "in the source folder: pip install --force-reinstall --no-deps ."
 
 

@@ -14,8 +14,10 @@ from .options import EngineOptions
 from .terminal.streams import tell
 
 
-def leads(request: EngineOptions, call: Call) -> bool:
+def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
     """Whether this process reads, prints and writes. If not, its work is done when this returns.
+
+    Args: `goes_on` is whether the command starts further runs after one that there is not enough memory for.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.
@@ -39,6 +41,6 @@ def leads(request: EngineOptions, call: Call) -> bool:
         call.signals.disregard()
         from .generate.run import follow
 
-        follow(request)
+        follow(request, goes_on=goes_on)
         return False
     return True

@@ -59,6 +59,8 @@ class Frame:
     chat: bool = False
     """Whether the text stands in a user's message, as the model's chat template begins one."""
     system: str | None = None
+    answered: bool = False
+    """Whether it is a conversation that ends in an answer, as the model's chat template puts it."""
 
 
 NO_FRAME = Frame()

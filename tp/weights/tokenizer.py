@@ -29,13 +29,15 @@ class Tokenizer:
     """A model's tokenizer.
 
     `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`; `decode(ids)` leaves special
-    tokens out; `chat(content, system)` renders one message of the user, after a system message if that is given, with
-    the model's chat template, and is `None` without.
+    tokens out; `render(messages)` renders messages, each a role (`system`, `user`, `assistant`) and a text, and the
+    beginning of the answer to the last one, with the model's chat template; `chat(content, system)` does so for one
+    message of the user, after a system message if that is given. Both are `None` where there is no template.
     """
 
     encode: Callable[[str, bool], list[int]]
     decode: Callable[[Sequence[int]], str]
     chat: Callable[[str, str | None], str] | None = None
+    render: Callable[[Sequence[tuple[str, str]]], str] | None = None
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -86,18 +88,21 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         # Cleaning up spaces would change characters that were shown already.
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(content: str, system: str | None) -> str:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
+    def render(messages: Sequence[tuple[str, str]]) -> str:
+        given = [{"role": role, "content": content} for role, content in messages]
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may fail in any way
             raise ModelError(f"the chat template in {directory} fails: {error}") from error
+
+    def chat(content: str, system: str | None) -> str:
+        return render([*([("system", system)] if system else []), ("user", content)])
 
     return Tokenizer(
         encode=lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"]),
         decode=decode,
         chat=chat if tokenizer.chat_template else None,
+        render=render if tokenizer.chat_template else None,
     )
 
 

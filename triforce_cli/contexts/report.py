@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.store import ContextStore
 from ...tp.units import gib
 from ..terminal.tables import make_table, print_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def describe_all(store: ContextStore) -> list[dict[str, Any]]:
@@ -39,15 +42,17 @@ def describe(store: ContextStore, name: str) -> dict[str, Any]:
         "segments": len(manifest.segments),
         "complete": manifest.complete,
         "chat": manifest.frame.chat,
+        "conversation": manifest.frame.answered,
         "created": manifest.created,
         "used": store.used(name),
     }
 
 
-def show_list(described: list[dict[str, Any]], store: ContextStore) -> None:
+def show_list(described: list[dict[str, Any]], store: ContextStore, console: Console | None = None) -> None:
+    """Args: `console` is where to, if not to stdout."""
     from rich.console import Console
 
-    console = Console(file=sys.stdout, highlight=False)
+    console = console or Console(file=sys.stdout, highlight=False)
     if not described:
         print_lines(console, [f"no contexts in {store.root}; triforce read FILE saves one"])
         return
@@ -73,6 +78,7 @@ def show_one(one: dict[str, Any], store: ContextStore) -> None:
 
     unfinished = "" if one["complete"] else f" of {one['planned_tokens']:,}; triforce read goes on from there"
     place = "a user's message, which a question ends" if one["chat"] else "as it is"
+    place = "a conversation, which a question continues" if one["conversation"] else place
     lines = [
         f"context   {one['name']} in {store.directory(one['name'])}",
         f"model     {one['model']}, {one['dtype']}",

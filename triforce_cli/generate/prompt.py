@@ -308,10 +308,14 @@ def _surroundings(
     if ask is None:
         return "", "", True
     gap = "\n" * (2 - min(2, len(context) - len(context.rstrip("\n"))))
-    if tokenizer.chat is None or (frame and not frame.chat):
+    if tokenizer.chat is None or (frame and not (frame.chat or frame.answered)):
         return "", gap + ask, True
     marker = f"context-{secrets.token_hex(8)}"
     system = frame.system if frame else None
+    if frame and frame.answered and tokenizer.render:
+        messages = [("system", system)] if system else []
+        messages += [("user", "?"), ("assistant", marker), ("user", ask)]
+        return "", tokenizer.render(messages).partition(marker)[2], False
     before, found, after = tokenizer.chat(f"{marker}{gap}{ask}", system).partition(marker)
     if not found:
         raise TriforceError("the model's chat template leaves the text out; give the question inside the prompt")

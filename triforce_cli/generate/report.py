@@ -70,6 +70,10 @@ class StartProgress:
     """Of reading the prompt."""
 
 
+NO_PROGRESS = StartProgress(lambda share: None, lambda share: None)
+"""Shows nothing."""
+
+
 @contextmanager
 def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
     """Shows it as a bar with the time left, or as lines where no terminal is."""
@@ -115,6 +119,7 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
     tbt, accepted, seconds = stats["tbt_ms"], stats["acceptance"], stats["time_s"]
     read, memory, settings = stats["kv_read"], stats["memory"], stats["settings"]
     endings = {"length": "to the length asked for", "eos": "to the end of the text", "interrupted": "interrupted"}
+    endings["stop"] = "to the end of the answer"
     rows = {"written": f"{stats['new_tokens']:,} tokens, {endings[stats['finish_reason']]}; seed {stats['seed']}"}
     if stats["new_tokens"]:
         rows["TTFT"] = f"{stats['ttft_s']:.2f} s for a prompt of {stats['prompt_tokens']:,} tokens"

@@ -16,7 +16,7 @@ from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import set_threads
-from ...tp.errors import TriforceError
+from ...tp.errors import CapacityError, TriforceError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
 from ..options import EngineOptions
@@ -110,14 +110,24 @@ def load_engine(request: EngineOptions, capacity: int | None) -> Engine:
     )
 
 
-def follow(request: EngineOptions) -> None:
+def follow(request: EngineOptions, *, goes_on: bool = False) -> None:
     """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
+
+    Args: `goes_on` is whether rank 0 starts further runs after one that there is not enough memory for.
 
     Raises:
         TriforceError: as `run`, or another rank has ended.
     """
     engine = load_engine(request, None)
-    while (generation := engine.follow()) is not None:
+    while True:
+        try:
+            generation = engine.follow()
+        except CapacityError:
+            if not goes_on:
+                raise
+            continue
+        if generation is None:
+            break
         for _ in generation:
             pass
         del generation  # it holds the cache, whose memory the next run may need
@@ -163,14 +173,14 @@ def _finish(
         ended = ended or stop
     stats = generation.stats()
     try:
-        json_file.write(_with_text(stats, text.text))
+        json_file.write(with_text(stats, text.text))
     except (TriforceError, Stop) as error:
         ended = ended or error
     report_statistics(console, stats)
     return ended
 
 
-def _with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
+def with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
     """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
     document: dict[str, Any] = {}
     for key, value in stats.items():

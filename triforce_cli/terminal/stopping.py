@@ -116,6 +116,16 @@ class Signals:
             self._held = True
             raise self._stop
 
+    def take(self) -> Stop | None:
+        """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew."""
+        stop, self._stop = self._stop, None
+        return stop
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a signal came while they were held."""
+        return self._stop is not None
+
     def hold(self) -> None:
         self._held = True
 

@@ -1,0 +1,147 @@
+"""Questions typed at a terminal: several lines, history, completion, and a status line below."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import has_focus, is_searching
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.styles import Style
+
+from ..terminal.stopping import Signals
+from .slash import COMMANDS
+
+_CHECK_S = 0.2
+"""Seconds between looks for a signal while somebody types."""
+
+_CTRL_C = b"\x03"
+
+
+class Screen:
+    """A prompt. What is typed is kept in memory only."""
+
+    interactive = True
+
+    def __init__(self, signals: Signals, contexts: Callable[[], Iterable[str]]) -> None:
+        """Args: `contexts` gives the names of saved contexts."""
+        self._signals = signals
+        self._session: PromptSession[str] = PromptSession(
+            [("class:prompt", "> ")],
+            multiline=True,
+            prompt_continuation="  ",
+            history=InMemoryHistory(),
+            completer=_Commands(contexts),
+            complete_while_typing=True,
+            key_bindings=_keys(),
+            style=Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse"}),
+            enable_suspend=True,
+        )
+
+    def next(self, status: str) -> str | None:
+        """What is typed, with `status` shown below; `None` at Ctrl-D. Ctrl-C clears the line.
+
+        Raises:
+            Stop: a signal came.
+        """
+        wakeup = signal.set_wakeup_fd(-1)  # asyncio takes it over and leaves none
+        try:
+            while True:
+                with suppress(KeyboardInterrupt):
+                    return self._session.prompt(
+                        bottom_toolbar=[("class:bottom-toolbar", status)],
+                        pre_run=lambda: get_app().create_background_task(self._watch()) and None,
+                        handle_sigint=False,
+                    )
+                stop = self._signals.take()
+                if stop and stop.exit_code != 128 + signal.SIGINT:
+                    raise stop
+        except EOFError:
+            return None
+        finally:
+            signal.set_wakeup_fd(wakeup)
+
+    async def _watch(self) -> None:
+        """Ends the prompt when a signal came; its handler must not interrupt the loop."""
+        while not self._signals.waiting:
+            await asyncio.sleep(_CHECK_S)
+        with suppress(Exception):  # it has ended by itself
+            get_app().exit(exception=KeyboardInterrupt())
+
+
+@contextmanager
+def ctrl_c_as_key() -> Iterator[Callable[[], bool]]:
+    """Within this block Ctrl-C is a key and no signal, which would reach all processes at the terminal; gives a
+    function that tells whether it was pressed. Other keys pressed meanwhile are dropped."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    wanted = list(before)
+    wanted[3] &= ~(termios.ISIG | termios.ICANON | termios.ECHO)
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, wanted)
+
+    def pressed() -> bool:
+        found = False
+        while select.select([descriptor], [], [], 0)[0]:
+            keys = sys.stdin.buffer.raw.read(1024)  # pyright: ignore[reportAttributeAccessIssue]
+            if not keys:
+                break
+            found = found or _CTRL_C in keys
+        return found
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+class _Commands(Completer):
+    """Completes commands, and names of contexts after `/save`."""
+
+    def __init__(self, contexts: Callable[[], Iterable[str]]) -> None:
+        self._contexts = contexts
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text
+        if not text.startswith("/") or "\n" in text:
+            return
+        command, space, argument = document.text_before_cursor.partition(" ")
+        if not space:
+            found = [(f"/{name}", len(command)) for name in COMMANDS]
+            start = command
+        else:
+            found = [(name, len(argument)) for name in self._contexts()] if command == "/save" else []
+            start = argument
+        for word, typed in found:
+            if word.startswith(start):
+                yield Completion(word, -typed)
+
+
+def _keys() -> KeyBindings:
+    """Enter sends; Alt-Enter, or a backslash before Enter, begins a new line."""
+    keys = KeyBindings()
+    typing = has_focus("DEFAULT_BUFFER") & ~is_searching
+
+    @keys.add("enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=typing)
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
