@@ -80,18 +80,25 @@ class Screen:
 
 
 @contextmanager
-def ctrl_c_as_key() -> Iterator[Callable[[], bool]]:
-    """Within this block Ctrl-C is a key and no signal, which would reach all processes at the terminal; gives a
-    function that tells whether it was pressed. Other keys pressed meanwhile are dropped."""
+def while_answering(ctrl_c_is_key: bool) -> Iterator[Callable[[], bool]]:
+    """Within this block the terminal does not show what is typed, which would be in the middle of an answer.
+
+    Args:
+        ctrl_c_is_key: whether Ctrl-C is no signal either, which would reach all processes at the terminal. Other keys
+            pressed meanwhile are dropped then.
+
+    Returns:
+        A function that tells whether it was pressed.
+    """
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)
-    wanted[3] &= ~(termios.ISIG | termios.ICANON | termios.ECHO)
+    wanted[3] &= ~(termios.ECHO | (termios.ISIG | termios.ICANON if ctrl_c_is_key else 0))
     termios.tcsetattr(descriptor, termios.TCSADRAIN, wanted)
 
     def pressed() -> bool:
         found = False
-        while select.select([descriptor], [], [], 0)[0]:
+        while ctrl_c_is_key and select.select([descriptor], [], [], 0)[0]:
             keys = sys.stdin.buffer.raw.read(1024)  # pyright: ignore[reportAttributeAccessIssue]
             if not keys:
                 break

@@ -79,7 +79,7 @@ class Session:
             Stop: a signal ends it, or nobody reads the answers any more.
         """
         if self._questions.interactive:
-            tell(f"/help lists commands; {KEYS}")
+            tell("/help lists commands and keys; Ctrl-D leaves")
         while True:
             self._forget_interrupt()
             try:
@@ -264,10 +264,10 @@ class Session:
         it, as the signal would reach all of them in the middle of a step."""
         progress = start_progress(self._console, new_tokens) if new_tokens >= _LONG else nullcontext(NO_PROGRESS)
         keys: Any = nullcontext(lambda: False)
-        if self._questions.interactive and self._engine.target.ranks.size > 1:
-            from .screen import ctrl_c_as_key
+        if self._questions.interactive:
+            from .screen import while_answering
 
-            keys = ctrl_c_as_key()
+            keys = while_answering(ctrl_c_is_key=self._engine.target.ranks.size > 1)
         with keys as self._pressed, progress as shown:
             yield shown
 
