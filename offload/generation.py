@@ -112,8 +112,8 @@ class Generation(Iterator[Round]):
         self._rounds.close()
 
     def end(self) -> None:
-        """Ends the run early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next round
-        by then: it is computed when this rank iterates on, and all end with it."""
+        """Ends the run early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
+        round by then: it is computed when this rank iterates on, and all end with it."""
         if self._top.decoder.ranks.size == 1:
             self.close()
         self._ends = True
