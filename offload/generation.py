@@ -94,7 +94,7 @@ class Generation(Iterator[Round]):
         self.statistics = Statistics(prompt_tokens=len(context), reused_tokens=full.length)
         self.broken = False
         """Whether a pass was under way when the run was broken off."""
-        self._ends = False
+        self._asked_to_end = self._ended = False  # the second by all ranks, after a round
         self._rounds = self._run()
 
     @torch.inference_mode()
@@ -116,7 +116,7 @@ class Generation(Iterator[Round]):
         round by then: it is computed when this rank iterates on, and all end with it."""
         if self._top.decoder.ranks.size == 1:
             self.close()
-        self._ends = True
+        self._asked_to_end = True
 
     def replace_last(self, token: int) -> None:
         """Goes on as if the newest token were another one; statistics keep the one that was drawn."""
@@ -152,7 +152,7 @@ class Generation(Iterator[Round]):
         try:
             yield self._prefill()
             began = time.perf_counter()
-            while self.statistics.finish_reason == "interrupted" and not self._ends:
+            while self.statistics.finish_reason == "interrupted" and not self._ended:
                 event, began = self._round(began)
                 yield event
             whole = True
@@ -237,8 +237,8 @@ class Generation(Iterator[Round]):
     def _agree(self, tokens: list[int], refresh: bool) -> bool:
         """Sets every tier's draft tokens to rank 0's; whether all ranks refresh now. See `RankAgreement`."""
         draft_tokens = [tier.draft_tokens for tier in self._tiers]
-        refresh, draft_tokens, self._ends = self._agreement.agree(
-            tokens, refresh and self._retrieval is not None, draft_tokens, ends=self._ends
+        refresh, draft_tokens, self._ended = self._agreement.agree(
+            tokens, refresh and self._retrieval is not None, draft_tokens, ends=self._asked_to_end
         )
         for tier, number in zip(self._tiers, draft_tokens, strict=True):
             tier.draft_tokens = number

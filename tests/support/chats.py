@@ -43,9 +43,7 @@ def conversation_with(
     trim: bool = False,
 ) -> Conversation:
     form = form_of(tokenizer, opening, system)
-    return Conversation(
-        form, tokenizer, positions=positions, max_new_tokens=new, opening=opening, seed=seed, trim=trim
-    )
+    return Conversation(form, tokenizer, positions=positions, max_new_tokens=new, opening=opening, seed=seed, trim=trim)
 
 
 def answer(conversation: Conversation, asked: NextTurn, token_ids: Sequence[int]) -> Turn:

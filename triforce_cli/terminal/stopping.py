@@ -118,7 +118,7 @@ class Signals:
 
     def take(self) -> Stop | None:
         """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew."""
-        stop, self._stop = self._stop, None
+        stop, self._stop, self._last_at = self._stop, None, float("-inf")
         return stop
 
     @property

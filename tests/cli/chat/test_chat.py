@@ -1,0 +1,207 @@
+"""`triforce chat` without a terminal: a question a line, answers on stdout, everything else on stderr."""
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from chats import THINKING, with_template
+from command import TEXT, Outcome, check_refusal, run_here, undocumented
+from triforce.cli.chat import run as chat_run
+from triforce.cli.chat.forms import PlainForm
+from triforce.offload import Engine
+from triforce.offload.generation import Generation
+
+
+@pytest.fixture
+def chat(pair, capfd, monkeypatch, tmp_path):
+    """Runs the command with lines on its standard input."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+
+    def run(lines: str | bytes, *arguments, model=pair[0], new=8, expect=0) -> Outcome:
+        stdin = io.TextIOWrapper(io.BytesIO(lines.encode() if isinstance(lines, str) else lines))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", new)
+        outcome = run_here(capfd, "chat", *fixed, *arguments)
+        assert outcome.code == expect, outcome.err
+        return outcome
+
+    return run
+
+
+def turns_of(outcome: Outcome) -> list[dict]:
+    return json.loads(outcome.out)
+
+
+def test_each_line_is_a_question_and_only_new_tokens_are_read(chat, tmp_path):
+    said = chat("Why?\n\nAnd how was it?\n", "--seed", 3)
+    assert len(said.out.splitlines()) >= 2 and "plain text (Question: … Answer: …)" in said.err
+    turns = turns_of(chat("Why?\n\nAnd how was it?\n", "--seed", 3, "--json", "-"))
+    assert said.out == "".join(f"{turn['text']}\n" for turn in turns), "the same seed gives the same conversation"
+    first, second = turns
+    assert [turn["question"] for turn in turns] == ["Why?", "And how was it?"]
+    assert first["seed"] == 3 != second["seed"]
+    assert second["reused_tokens"] == first["prompt_tokens"] + first["new_tokens"] - 1
+    assert not undocumented(turns, "json.md", "chat.md")
+
+
+def test_no_question_is_no_error(chat):
+    assert chat("").out == "" and chat("\n  \n", "--json", "-").out == "[]\n"
+
+
+def test_a_text_is_read_once_and_talked_about(chat, pair, capfd, tmp_path):
+    (tmp_path / "book.txt").write_text(TEXT)
+    fresh = turns_of(chat("Why?\nHow?\n", "--prompt-file", tmp_path / "book.txt", "--seed", 1, "--json", "-"))
+    assert fresh[0]["reused_tokens"] == 0 and fresh[0]["prompt_tokens"] > 200 < fresh[1]["reused_tokens"]
+    read = ("read", tmp_path / "book.txt", "--model", pair[0], "--device", "cpu", "--dtype", "float32")
+    assert run_here(capfd, *read).code == 0
+    for where in (("--context", "book"), ("--prompt-file", tmp_path / "book.txt")):
+        saved = chat("Why?\nHow?\n", *where, "--seed", 1, "--json", "-")
+        assert "starts from the saved context book" in saved.err
+        for turn, other in zip(turns_of(saved), fresh, strict=True):
+            assert turn["token_ids"] == other["token_ids"] and turn["reused_tokens"] > 200
+
+
+def test_commands_are_obeyed(chat):
+    said = chat("Why?\n/stats\nHow?\n/undo\n/retry\n/save talk\n/contexts\n/help\n/quit\nnever asked\n", "--seed", 1)
+    for part in ("TBT", "took back: How?", "saved ", "--context 'talk'", "/retry     answers", "Ctrl-D leaves"):
+        assert part in said.err, part
+    assert "talk" in said.err[said.err.index("name") :]
+    turns = turns_of(chat("Why?\nHow?\n/undo\n/retry\n/quit\nnever asked\n", "--seed", 1, "--json", "-"))
+    assert [turn["question"] for turn in turns] == ["Why?"] and turns[0]["seed"] not in (1, None)
+    later = turns_of(chat("How?\n", "--context", "talk", "--json", "-"))
+    assert later[0]["context"] == "talk" and later[0]["reused_tokens"] >= turns[0]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("/nope\n", "error: there is no command /nope; there are: /help, /undo"),
+        ("/undo\n", "error: there is no turn yet"),
+        ("/stats\n", "error: there is no answer yet"),
+        ("/save\n", "error: /save needs a name"),
+        ("/save x\n", "error: there is nothing to save yet"),
+        ("Why?\n/save ../x\n", "error: '../x' cannot be the name of a context"),
+        ("/undo twice\n", "error: /undo takes nothing after it, but 'twice' is there"),
+        (b"\xff?\n", "error: line 1 of standard input is not UTF-8"),
+        ("why " * 600 + "\n", "error: the question has, with what stands before it,"),
+    ],
+)
+def test_what_fails_is_said_and_the_next_question_is_answered(chat, lines, message):
+    lines = lines if isinstance(lines, bytes) else lines.encode()
+    said = chat(lines + b"Why?\n", "--temperature", 0, expect=1)
+    assert message in said.err and said.out and "Traceback" not in said.err
+    assert said.out.endswith(chat("Why?\n", "--temperature", 0).out) or b"save" in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--context", "x", "--prompt-file", "y"), 2, ("--context and --prompt-file are both given",)),
+        (("--context", "x", "--system", "y"), 2, ("--context and --system are both given",)),
+        (("--prompt-file", "-"), 2, ("--prompt-file is -", "give a file")),
+        (("--context", "nope"), 1, ("there is no context 'nope'",)),
+        (("--system", "Be brief."), 2, ("--system is given, but there is no chat template here",)),
+        (("--prompt-file", "nope.txt"), 1, ("--prompt-file nope.txt does not exist",)),
+    ],
+)
+def test_impossible_requests_are_refused(chat, arguments, code, words):
+    check_refusal(chat("Why?\n", *arguments, expect=code), code, *words)
+
+
+def test_a_text_that_leaves_no_room_is_refused_before_weights_load(chat, tmp_path, monkeypatch):
+    monkeypatch.setattr(Engine, "load", None)
+    (tmp_path / "long.txt").write_text(TEXT * 20)
+    check_refusal(chat("Why?\n", "--prompt-file", tmp_path / "long.txt", expect=1), 1, "the model has 1,024 positions")
+
+
+def test_trim_says_what_it_drops(chat):
+    lines = "".join(f"{number}: what {'is it ' * 60}?\n" for number in range(5))
+    refused = chat(lines, "--json", "-", expect=1)
+    assert "--trim" in refused.err and 0 < len(turns_of(refused)) < 5
+    trimmed = chat(lines, "--trim", "--json", "-")
+    assert "dropped, to make room: 0: what is it" in trimmed.err
+    assert "turns were dropped: " in trimmed.err and len(turns_of(trimmed)) == 5
+
+
+def test_trim_makes_room_in_memory_too(chat, monkeypatch):
+    from triforce.tp.errors import CapacityError
+
+    stream, most = Engine.stream, 60
+
+    def stream_with_little_memory(self, prompt_ids, *given, **named):
+        if len(prompt_ids) > most:
+            raise CapacityError("a context of so many tokens needs more")
+        return stream(self, prompt_ids, *given, **named)
+
+    monkeypatch.setattr(Engine, "stream", stream_with_little_memory)
+    lines = "Why?\nHow?\nWhere?\nWhen?\n"
+    assert "error: a context of so many tokens needs more" in chat(lines, expect=1).err
+    trimmed = chat(lines, "--trim", "--json", "-")
+    assert "dropped, to make room: Why?" in trimmed.err and len(turns_of(trimmed)) == 4
+    most = 5
+    assert "error: a context of so many tokens needs more" in chat("Why?\n", "--trim", expect=1).err
+
+
+def test_a_template_that_rewrites_what_was_said_is_reported(chat, pair, tmp_path):
+    rewriting = THINKING.replace("split('</think>')[-1]", "upper() + '.'")
+    model = with_template(pair[0], tmp_path, rewriting)
+    said = chat("Why?\nHow?\n", "--system", "Be brief.", model=model)
+    assert "the chat template changes what was said before: " in said.err and "tokens are read again" in said.err
+    assert "plain text" not in said.err
+
+
+def test_an_answer_ends_where_the_model_asks_itself(chat, monkeypatch):
+    whole = chat("Why?\n", "--temperature", 0, new=40).out
+    stop = whole[8:10]
+    monkeypatch.setattr(chat_run, "form_of", lambda *_: PlainForm(stops=(stop,)))
+    (turn,) = turns_of(chat("Why?\n", "--temperature", 0, "--json", "-", new=40))
+    assert turn["text"] == whole[: whole.index(stop)].strip() and turn["finish_reason"] == "stop"
+    assert turn["new_tokens"] < 40
+
+
+def test_an_interrupt_keeps_what_was_written(chat, monkeypatch):
+    step = Generation.__next__
+
+    def slow(self):
+        event = step(self)
+        if event.index == 3:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(5)  # which the signal interrupts
+        return event
+
+    monkeypatch.setattr(Generation, "__next__", slow)
+    (turn,) = turns_of(chat("Why?\nHow?\n", "--json", "-", new=40, expect=130))
+    assert turn["finish_reason"] == "interrupted" and 3 <= turn["new_tokens"] < 40
+
+
+@pytest.mark.slow
+def test_several_ranks_talk_alike_and_end_answers_early_together(pair, chat, tmp_path):
+    from spmd import run_forks
+    from triforce.cli.app import run
+    from triforce.cli.terminal.stopping import Signals
+
+    lines, options = "Why?\nHow?\n/save talk\n/retry\nWhere?\n", ("--temperature", 0, "--tiers", 2)
+    whole = chat("Why?\n", *options, new=40).out
+    stop = whole[8:10]
+
+    def rank():
+        chat_run.form_of = lambda *_: PlainForm(stops=(stop,))
+        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+        arguments = ["chat", *fixed, "--max-new-tokens", 40, *options]
+        with Signals() as signals:
+            code = run([str(argument) for argument in arguments], signals)
+        assert code == 0
+
+    together = run_forks(rank, 2, 60)
+    before, chat_run.form_of = chat_run.form_of, lambda *_: PlainForm(stops=(stop,))
+    try:
+        alone = chat(lines, *options, new=40).out
+    finally:
+        chat_run.form_of = before
+    assert together == alone and whole[: whole.index(stop)].strip() in alone

@@ -1,0 +1,113 @@
+"""`triforce chat` at a terminal: typing, pasting, Ctrl-C and Ctrl-D; and the terminal is left as it was found."""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
+
+from chats import with_template
+from terminals import Terminal
+
+ANSWERED = r"^> {}\?[ \n]*\n(?=\S)(?!TBT|\d+ of )"
+"""Behind a question, something that is not the status line."""
+
+READY = r"^> *\n\s*^(TBT [\d.]+ ms.* · )?[\d,]+ of 1,024 tokens"
+"""An empty prompt with the status line. What is typed earlier is read too, but as a line by the terminal."""
+
+SIZES = pytest.mark.parametrize(("columns", "rows"), [(80, 24), (200, 50)])
+
+
+@pytest.fixture
+def terminal(pair, tmp_path, monkeypatch):
+    """Starts a chat, and waits until it asks."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    opened = []
+    model = with_template(pair[0], tmp_path)
+
+    def open_(*arguments, columns=80, rows=24, new=12):
+        fixed = ("chat", "--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32")
+        fixed = (*fixed, "--max-new-tokens", new, "--seed", 1)
+        opened.append(Terminal(*fixed, *arguments, columns=columns, rows=rows))
+        opened[-1].read_until(READY)
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.close()
+
+
+@SIZES
+@pytest.mark.slow(keep=("80-24",))
+def test_questions_are_typed_and_answered(terminal, tmp_path, columns, rows):
+    chat = terminal("--json", tmp_path / "turns.json", columns=columns, rows=rows)
+    chat.type("Why?\r")
+    chat.read_until(rf"> Why(.|\n)*{READY}")
+    chat.type("one\\\rtwo\x1b\rthree\r")  # a backslash, and Alt-Enter
+    chat.read_until(rf"^  three(.|\n)*{READY}")
+    chat.type("/st")
+    chat.read_until("/stats")
+    chat.type("\x03")  # clears the line
+    chat.read_until(READY)
+    chat.type("\x04")
+    assert chat.finish() == 0
+    turns = json.loads((tmp_path / "turns.json").read_text())
+    assert [turn["question"] for turn in turns] == ["Why?", "one\ntwo\nthree"]
+    assert "Traceback" not in chat.raw and chat.raw.rfind("\x1b[?2004l") > chat.raw.rfind("\x1b[?2004h")
+
+
+@SIZES
+@pytest.mark.slow(keep=("80-24",))
+def test_two_thousand_pasted_lines_are_one_message(terminal, tmp_path, columns, rows):
+    chat = terminal("--json", tmp_path / "turns.json", columns=columns, rows=rows)
+    chat.paste("\n".join(map(str, range(2000))))
+    chat.read_until(r"^ *1999 *$")
+    chat.type("\r")
+    chat.read_until(r"error: the question has, with what stands before it, \d,\d{3} tokens")
+    chat.read_until(READY)
+    chat.paste("Why?\r\nAnd how?")
+    chat.type("\r")
+    chat.read_until(rf"And how(.|\n)*{READY}")
+    chat.type("/quit\r")
+    assert chat.finish() == 0, "a question that failed is no failure of a conversation"
+    (turn,) = json.loads((tmp_path / "turns.json").read_text())
+    assert turn["question"] == "Why?\nAnd how?"
+
+
+@SIZES
+@pytest.mark.slow(keep=("80-24",))
+def test_ctrl_c_ends_an_answer_and_keeps_it(terminal, tmp_path, columns, rows):
+    chat = terminal("--json", tmp_path / "turns.json", columns=columns, rows=rows, new=980)
+    chat.type("Why?\r")
+    chat.read_until(ANSWERED.format("Why"))
+    chat.type("\x03")
+    chat.read_until(READY)
+    chat.type("/undo\r")
+    chat.read_until(rf"took back: Why\?\s+{READY}")
+    chat.type("How?\r")
+    chat.read_until(ANSWERED.format("How"))
+    chat.type("\x03")
+    chat.read_until(READY)
+    chat.type("\x04")
+    assert chat.finish() == 0
+    (turn,) = json.loads((tmp_path / "turns.json").read_text())
+    assert turn["question"] == "How?" and turn["finish_reason"] == "interrupted" and 0 < turn["new_tokens"] < 980
+    assert turn["seed"] == 1, "what was taken back leaves no trace"
+    assert re.sub(r"\s", "", turn["text"])[:4] in re.sub(r"\s", "", chat.shown)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_waiting_chat_and_leaves_the_terminal(terminal, tmp_path):
+    chat = terminal("--json", tmp_path / "turns.json")
+    chat.type("Why?\r")
+    chat.read_until(rf"> Why(.|\n)*{READY}")
+    chat.resize(60, 12)
+    chat.type("half a quest")
+    chat.read_until("half a quest")
+    os.kill(chat._fork.pid, signal.SIGTERM)
+    assert chat.finish() == 143
+    assert chat.raw.rfind("\x1b[?2004l") > chat.raw.rfind("\x1b[?2004h") and "terminated" in chat.raw
+    assert len(json.loads((tmp_path / "turns.json").read_text())) == 1
