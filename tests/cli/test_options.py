@@ -28,7 +28,7 @@ def test_older_name_of_the_answers_length_is_taken_by_bench(pair, capfd):
     check_refusal(run_here(capfd, *arguments), 2, "--contexts has 12", "--max-new-tokens is 12")
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "compare", "models", "plan", "doctor"])
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "compare", "models", "plan", "doctor"])
 @pytest.mark.slow(keep=("generate", "plan"))
 def test_help_shows_one_name_of_each_option(command):
     text = run_fork(command, "--help").out
@@ -36,7 +36,7 @@ def test_help_shows_one_name_of_each_option(command):
     for older in ("--new-tokens", " --acceptance", "--draft-acceptance", "(auto)"):
         assert older not in text
     assert ("--shape" in text) == (command == "bench")
-    assert ("--threads" in text) == (command in ("generate", "bench", "compare"))
+    assert ("--threads" in text) == (command in ("generate", "chat", "bench", "compare"))
 
 
 def test_json_of_models_goes_where_it_is_asked_for(capfd, tmp_path):

@@ -98,11 +98,10 @@ class Conversation:
         self._form, self._tokenizer = form, tokenizer
         self.positions, self.max_new_tokens, self.trim = positions, max_new_tokens, trim
         self._seed = seed
-        before = form.render([], "?")
         pieces = ()
         if opening:
-            mark = getattr(form, "mark", "")
-            pieces = (Piece(before[: before.index(mark) + len(mark)], opening.token_ids),)
+            before, mark, _ = form.render([], "?").partition(form.mark)
+            pieces = (Piece(before + mark, opening.token_ids),)
         self._states = [_State((), 0, pieces)]
 
     @property
@@ -221,11 +220,15 @@ class Conversation:
         return key_of(self._seed, number) % 2**53 if self._seed is not None and number else self._seed
 
     def _too_long(self, tokens: int, turns: bool) -> str:
-        what = "the conversation has" if turns else "the question has, with what stands before it,"
-        remedy = "take turns back (/undo), drop the oldest ones (--trim), or lower" if turns else "shorten it, or lower"
+        new, positions = self.max_new_tokens, self.positions
+        if turns:
+            return (
+                f"the conversation has {tokens:,} tokens and {new:,} more may follow, but the model has {positions:,} "
+                "positions; take turns back (/undo), drop the oldest ones (--trim), or lower --max-new-tokens"
+            )
         return (
-            f"{what} {tokens:,} tokens and {self.max_new_tokens:,} more may follow, but the model has "
-            f"{self.positions:,} positions; {remedy} --max-new-tokens"
+            f"the question has, with what stands before it, {tokens:,} tokens and {new:,} more may follow, but the model "
+            f"has {positions:,} positions; shorten it, or lower --max-new-tokens"
         )
 
 

@@ -19,6 +19,11 @@ class Form(Protocol):
     """How questions and answers become one text."""
 
     @property
+    def mark(self) -> str:
+        """What stands in the rendered text for the text that the conversation is about, if any."""
+        ...
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts that an answer ends before."""
         ...
@@ -34,7 +39,7 @@ class Form(Protocol):
         ...
 
     def render(self, exchanges: Sequence[Exchange], question: str) -> str:
-        """All before the answer to `question`; `opening` stands for the text that the conversation is about."""
+        """All before the answer to `question`."""
         ...
 
 

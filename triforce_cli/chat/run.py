@@ -73,6 +73,8 @@ def run(
         questions = Screen(signals, user_store().names)
     else:
         questions = Lines(signals)
+        if sys.stdin.isatty():
+            tell("type questions, a line each; Ctrl-D ends")
     session = Session(engine, conversation, request, signals, console, questions, silent=json_file.on_stdout)
     try:
         session.talk()

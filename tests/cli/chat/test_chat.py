@@ -77,6 +77,19 @@ def test_commands_are_obeyed(chat):
     assert later[0]["context"] == "talk" and later[0]["reused_tokens"] >= turns[0]["prompt_tokens"]
 
 
+def test_a_saved_conversation_is_asked_one_more_question(chat, pair, capfd, tmp_path):
+    model = with_template(pair[0], tmp_path)
+    (first,) = turns_of(chat("Why?\n/save talk\n", "--system", "Be brief.", "--json", "-", "--seed", 1, model=model))
+    (second,) = turns_of(chat("How?\n", "--context", "talk", "--json", "-", "--seed", 2, model=model))
+    ask = ("--context", "talk", "--ask", "How?", "--seed", 2, "--json", "-", "--max-new-tokens", 8)
+    fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32")
+    asked = json.loads(run_here(capfd, "generate", *fixed, *ask).out)
+    assert asked["token_ids"] == second["token_ids"] and asked["prompt_tokens"] == second["prompt_tokens"]
+    assert asked["reused_tokens"] == second["reused_tokens"] == first["prompt_tokens"] + first["new_tokens"]
+    shown = run_here(capfd, "contexts", "show", "talk")
+    assert "a conversation, which a question continues" in shown.out
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
