@@ -104,6 +104,7 @@ class Engine:
         resident: float | None = None,
         link_gbps: float | None = None,
         capacity: int | None = None,
+        room: int = 0,
         context: str | None = None,
         store: ContextStore | None = None,
         tiers: int = 3,
@@ -126,6 +127,7 @@ class Engine:
                 much as fits, on a CPU all.
             link_gbps: on a CPU, what the link to the streamed part may carry, in gigabytes a second.
             capacity: tokens the run will hold, prompt and answer, if known: memory is then checked before weights load.
+            room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
             tiers, budget, chunk_size, draft_length, block_length, refresh, exact: see `Settings`; what is left open is
@@ -154,7 +156,7 @@ class Engine:
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         engine = cls(target, small, settings, (str(model), str(draft or model) if small else None))
         engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target)
-        engine._context = ContextRequest(name=context)
+        engine._context, engine._kept.room = ContextRequest(name=context), room
         return engine
 
     def generate(

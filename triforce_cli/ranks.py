@@ -17,7 +17,7 @@ from .terminal.streams import tell
 def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
     """Whether this process reads, prints and writes. If not, its work is done when this returns.
 
-    Args: `goes_on` is whether the command starts further runs after one that there is not enough memory for.
+    Args: `goes_on` is whether the command starts runs that go on from one another, also after one that did not fit.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
@@ -21,6 +22,9 @@ class KeptCache:
 
     def __init__(self, decoder: Decoder, link_gbps: float | None = None) -> None:
         self._decoder, self._link_gbps = decoder, link_gbps
+        self.room = 0
+        """Tokens that a new cache has room for beyond a run's, where that changes nothing else: a longer run after it
+        then need not move anything."""
         self._cache: FullCache | None = None
         self._link: Link | None = None
         self.context: list[int] = []
@@ -49,6 +53,9 @@ class KeptCache:
         if old and old.capacity >= request.context and (shared or old.blocks.block_size == plan.placement.block_size):
             old.rollback(shared)
             return old, plan
+        asked, request = request, self._with_room(request, plan, old)
+        if request is not asked:
+            plan = self._plan(request, replaces=old)
         if old:
             beside = self._plan(request, replaces=None)
             if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device:
@@ -56,6 +63,8 @@ class KeptCache:
             else:
                 self._drop()
                 old, plan = None, self._plan(request, replaces=None)
+                if not plan.fits and request is not asked:
+                    request, plan = asked, self._plan(asked, replaces=None)
         plan.check()
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
@@ -66,7 +75,16 @@ class KeptCache:
         self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
         if old:
             self._cache.move_from(old, shared)
-        return self._cache, plan
+        return self._cache, plan if request is asked else self._plan(asked, replaces=self._cache)
+
+    def _with_room(self, request: RunRequest, plan: RunPlan, old: FullCache | None) -> RunRequest:
+        """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
+        most = min(request.context + self.room, self._decoder.config.max_position_embeddings)
+        if most <= request.context:
+            return request
+        larger = replace(request, context=most)
+        found = self._plan(larger, replaces=old)
+        return larger if found.fits and found.placement.streams == plan.placement.streams else request
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""

@@ -96,6 +96,22 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     assert engine._kept._cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
 
 
+def test_room_for_more_keeps_a_cache_in_its_place(pair):
+    prompt = random_tokens(300)
+    tight, roomy = (Engine.load(*pair, device="cpu", dtype="float32", room=room) for room in (0, 2000))
+    places = set()
+    for length in range(20, 300, 40):
+        found = [engine.generate(prompt[:length], Sampling(temperature=0.0), 8) for engine in (tight, roomy)]
+        assert found[0].token_ids == found[1].token_ids
+        places.add(id(roomy._kept._cache))
+    cache = roomy._kept._cache
+    assert len(places) == 1 and cache and cache.capacity >= 300 + 8
+    most = roomy.target.config.max_position_embeddings
+    roomy.generate(random_tokens(most - 8, seed=2), Sampling(temperature=0.0), 8, reuse=0)
+    cache = roomy._kept._cache
+    assert cache and cache.capacity < most + 64, "no more room than the model has positions"
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [

@@ -17,7 +17,7 @@ from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
 from ..generate.prompt import Source, read_text
-from ..generate.run import load_engine
+from ..generate.run import ROOM, load_engine
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals
 from ..terminal.streams import Unfailing, tell
@@ -65,7 +65,7 @@ def run(
             trim=request.trim,
         )
         conversation.ask("?")  # the text alone may be too long, which is known before weights load
-        engine = load_engine(request, len(conversation.token_ids) + request.max_new_tokens)
+        engine = load_engine(request, len(conversation.token_ids) + request.max_new_tokens, ROOM)
     _introduce(engine, request, opening, isinstance(form, PlainForm), tokenizer.render is not None)
     if on_terminal:
         from .screen import Screen

@@ -95,7 +95,11 @@ def run(
     engine.close()
 
 
-def load_engine(request: EngineOptions, capacity: int | None) -> Engine:
+ROOM = 4_096
+"""Tokens that a cache has room for beyond a run that others will go on from."""
+
+
+def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
     """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
     set_threads(request.threads)
     return Engine.load(
@@ -105,6 +109,7 @@ def load_engine(request: EngineOptions, capacity: int | None) -> Engine:
         dtype=request.dtype,
         gpus=request.gpus,
         capacity=capacity,
+        room=room,
         tiers=request.most_tiers,
         **request.settings,
     )
@@ -113,12 +118,12 @@ def load_engine(request: EngineOptions, capacity: int | None) -> Engine:
 def follow(request: EngineOptions, *, goes_on: bool = False) -> None:
     """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
 
-    Args: `goes_on` is whether rank 0 starts further runs after one that there is not enough memory for.
+    Args: `goes_on` is whether rank 0 starts runs that go on from one another, also after one that did not fit.
 
     Raises:
         TriforceError: as `run`, or another rank has ended.
     """
-    engine = load_engine(request, None)
+    engine = load_engine(request, None, ROOM if goes_on else 0)
     while True:
         try:
             generation = engine.follow()

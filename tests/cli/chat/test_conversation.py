@@ -1,5 +1,7 @@
 """A conversation's tokens: only new ones are read, and what is taken back is as if it had never been said."""
 
+from typing import Any
+
 import pytest
 import torch
 from chats import EOS, TEMPLATE, THINKING, answer, conversation_with, say, with_template
@@ -54,7 +56,7 @@ def test_the_transcript_is_that_of_greedy_decoding_and_only_new_tokens_are_read(
     directory = model if kind == "template" else pair[0]
     tokenizer = Tokenizer.load(directory)
     engine = Engine.load(directory, draft=pair[1], device="cpu", dtype="float32", budget=32)
-    oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    oracle: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     conversation = conversation_with(tokenizer)
     before: list[int] = []
     for turn, question in enumerate(QUESTIONS):
