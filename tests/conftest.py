@@ -1,18 +1,38 @@
 """What every test starts from, however pytest was started; and which tests run: the fast ones, all, or a campaign."""
 
 import fcntl
+import functools
+import gc
 import os
 import random
 import signal
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path, PurePosixPath
 
 import hypothesis
 import pytest
-import torch
 
-if not torch.cuda.is_available():
+GPU_DRIVERS = ("nvidiactl", "nvhost-ctrl-gpu", "dxg", "kfd")
+"""What is in /dev where a driver is that PyTorch may find a GPU by."""
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU. Where there is no driver, nobody waits for PyTorch's import: the process that
+    distributes the tests to workers needs none."""
+    if sys.platform == "linux" and not any(Path("/dev", name).exists() for name in GPU_DRIVERS):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# OpenMP reads it when PyTorch is first imported. Where two tests run at a time, a thread that spins while it waits for
+# others takes the processor from them: tests with several threads take ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 ENVIRONMENT = {
@@ -59,12 +79,20 @@ def pytest_cmdline_main(config):
 
 
 def pytest_configure(config):
+    if not getattr(config.option, "numprocesses", 0) or hasattr(config, "workerinput"):
+        gc.disable()  # until all tests are imported; not in the process that only distributes tests to workers
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
     hypothesis.settings.register_profile("campaign", hypothesis.settings.get_profile("full"))
     hypothesis.settings.load_profile(config.stash[EXTENT])
+
+
+def pytest_collection_finish():
+    """What was imported stays: no later collection looks through it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart(session):
@@ -83,7 +111,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    if not torch.cuda.is_available():
+    if not has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have the names of folders too
                 item.add_marker(pytest.mark.skip(reason="PyTorch sees no CUDA device here"))
@@ -92,7 +120,7 @@ def pytest_collection_modifyitems(config, items):
     named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
     if config.stash[EXTENT] != "fast" or named:
         return
-    slow = slow_cases(items)
+    slow = slow_cases(items, whole=not config.option.keyword and not config.option.markexpr)
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
     items[:] = [item for item in items if item not in slow]
@@ -114,8 +142,9 @@ def long_ones_first(items: list[pytest.Item]) -> list[pytest.Item]:
     return [*halves[0], *halves[1], *alone]
 
 
-def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Those marked `slow`, but the cases that `keep` lets stay: so many of a test's, always the same."""
+def slow_cases(items: list[pytest.Item], whole: bool) -> set[pytest.Item]:
+    """Those marked `slow`, but the cases that `keep` lets stay: so many of a test's, always the same, or those with
+    these ids. `whole`: all cases of a test are here, so that an id that none has is an error."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
@@ -124,8 +153,15 @@ def slow_cases(items: list[pytest.Item]) -> set[pytest.Item]:
     for name, cases in tests.items():
         marker = cases[0].get_closest_marker("slow")
         keep = marker.kwargs.get("keep", 0) if marker else 0
-        able = [case for case in cases if torch.cuda.is_available() or not case.get_closest_marker("gpu")]
-        slow.update(set(cases) - set(random.Random(name).sample(able, min(keep, len(able)))))
+        able = [case for case in cases if has_gpu() or not case.get_closest_marker("gpu")]
+        if isinstance(keep, int):
+            kept = random.Random(name).sample(able, min(keep, len(able)))
+        else:
+            named = {case.name.partition("[")[2].removesuffix("]"): case for case in cases}
+            if whole and not named.keys() >= set(keep):
+                raise pytest.UsageError(f"{name} has not all of the cases that are to be kept: {', '.join(keep)}")
+            kept = [named[name] for name in keep if named.get(name) in able]
+        slow.update(set(cases) - set(kept))
     return slow
 
 
@@ -162,6 +198,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

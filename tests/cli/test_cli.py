@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from command import TEXT, check_refusal, run_command, run_here, save_tokenizer
+from command import TEXT, check_refusal, run_command, run_fork, run_here, save_tokenizer
 from tiny import save_llama
 
 
@@ -37,11 +37,11 @@ def refuse(pair, capfd):
         (b"PK\x03\x04\0\0binary", 1, ("is not text", "NUL", "offset 4")),
     ],
 )
-def test_bad_prompt_file_is_refused_before_anything_is_loaded(tmp_path, content, code, words):
+def test_bad_prompt_file_is_refused_before_anything_is_loaded(capfd, tmp_path, content, code, words):
     path = tmp_path / "nowhere.txt"
     if content is not None:
         path.write_bytes(content)
-    check_refusal(run_command("generate", "--model", tmp_path, "--prompt-file", path), code, *words)
+    check_refusal(run_here(capfd, "generate", "--model", tmp_path, "--prompt-file", path), code, *words)
 
 
 def test_directory_as_prompt_file_is_refused(refuse, tmp_path):
@@ -49,7 +49,7 @@ def test_directory_as_prompt_file_is_refused(refuse, tmp_path):
 
 
 def test_empty_stdin_is_refused(tmp_path):
-    outcome = run_command("generate", "--model", tmp_path, "--prompt-file", "-", stdin=b"")
+    outcome = run_fork("generate", "--model", tmp_path, "--prompt-file", "-")
     check_refusal(outcome, 1, "standard input is empty")
 
 
@@ -98,8 +98,8 @@ def test_impossible_value_names_option_value_and_what_is_possible(refuse, option
     refuse([option, value], 2, option.lstrip("-"), *words)
 
 
-def test_unknown_option_and_command_are_refused():
-    check_refusal(run_command("generate", "--temprature", "1"), 2, "--temprature")
+def test_unknown_option_and_command_are_refused(capfd):
+    check_refusal(run_here(capfd, "generate", "--temprature", "1"), 2, "--temprature")
     check_refusal(run_command("generat"), 2, "generat")
 
 
@@ -120,16 +120,18 @@ def test_length_that_leaves_no_room_does_not_blame_a_question(refuse):
     refuse(["--max-new-tokens", 5000, "--truncate", "head"], 1, "--max-new-tokens takes 5,000", "no room", "lower it")
 
 
-def test_question_that_is_not_utf8_is_refused(pair):
+def test_question_that_is_not_utf8_is_refused(pair, capfd):
     question = b"Who is Andr\xe9?".decode("utf-8", "surrogateescape")
-    for option, prompt in (("--ask", ["--prompt", "A"]), ("--prompt", [])):
-        outcome = run_command("generate", "--model", pair[0], *prompt, option, question)
+    asked = run_command("generate", "--model", pair[0], "--prompt", "A", "--ask", question)
+    given = run_here(capfd, "generate", "--model", pair[0], "--prompt", question)
+    for option, outcome in (("--ask", asked), ("--prompt", given)):
         check_refusal(outcome, 1, f"{option} is not UTF-8", "0xe9", "offset 11")
 
 
-def test_unknown_model_lists_what_is_known():
-    check_refusal(run_command("generate", "--model", "no-such-model"), 1, "'no-such-model'", "embedded", "owner/name")
-    check_refusal(run_command("generate", "--draft", "./no/such-draft"), 1, "'./no/such-draft'")
+def test_unknown_model_lists_what_is_known(capfd):
+    unknown = run_here(capfd, "generate", "--model", "no-such-model")
+    check_refusal(unknown, 1, "'no-such-model'", "embedded", "owner/name")
+    check_refusal(run_here(capfd, "generate", "--draft", "./no/such-draft"), 1, "'./no/such-draft'")
 
 
 def test_file_as_model_is_refused(refuse, pair):

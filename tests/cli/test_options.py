@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import TEXT, check_refusal, run_command, run_here
+from command import TEXT, check_refusal, run_command, run_fork, run_here
 from triforce.tp.weights.registry import PRESETS
 
 SEVEN = "yarn-llama-2-7b-128k"
@@ -29,8 +29,9 @@ def test_older_name_of_the_answers_length_is_taken_by_bench(pair, capfd):
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "compare", "models", "plan", "doctor"])
+@pytest.mark.slow(keep=("generate", "plan"))
 def test_help_shows_one_name_of_each_option(command):
-    text = run_command(command, "--help").out
+    text = run_fork(command, "--help").out
     assert "--json" in text and "PATH|-" in text
     for older in ("--new-tokens", " --acceptance", "--draft-acceptance", "(auto)"):
         assert older not in text

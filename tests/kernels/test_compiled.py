@@ -39,7 +39,7 @@ def need(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 5, 13, 130])
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=("1-shape1-dtype1-AVX2", "13-shape0-dtype0-AVX2", "130-shape1-dtype0-AVX-512"))
 def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
     need(level)
     for m in (1, 63, 64, 200, 2300):
@@ -127,6 +127,7 @@ def test_hidden_keys_and_values_may_hold_anything(dtype, n):
 @pytest.mark.parametrize("n", [1, 9, 40, 140])
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 64, 24])
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (500, None), (-3, None), (560, 300)])
+@pytest.mark.slow(keep=12)
 def test_mass_is_what_the_last_rows_give_each_chunk(n, chunk_size, diagonal, window):
     m = 576
     q, k, v = random_qkv((4, 2, 32), n, m)

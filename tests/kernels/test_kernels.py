@@ -14,6 +14,7 @@ SHAPES = [(4, 4, 32), (8, 2, 64), (6, 1, 24), (2, 2, 128)]  # num_heads, num_kv_
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 3, FEW_ROWS, FEW_ROWS + 1, 75])
 @pytest.mark.parametrize("diagonal", [None, 0, 5, 60, -2, 1000])
+@pytest.mark.slow(keep=24)
 def test_attend_equals_sdpa_in_float64(shape, n, diagonal):
     q, k, v = random_qkv(shape, n, 100)
     out, lse = attend(q, k, v, scale=0.3, diagonal=diagonal)
@@ -76,6 +77,7 @@ def test_heads_that_do_not_divide_are_refused():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 9, FEW_ROWS, FEW_ROWS + 1, 140])
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (60, None), (-3, None), (40, 30)])
+@pytest.mark.slow(keep=12)
 def test_mass_is_what_the_last_rows_give_each_chunk(shape, n, diagonal, window):
     q, k, v = random_qkv(shape, n, 96)
     for rows in {n, min(n, 8)}:

@@ -33,6 +33,7 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("n", ROWS)
+@pytest.mark.slow(keep=14)
 def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype, tolerance):
     x = random(n, 2 * inputs, dtype=dtype, seed=1)[:, inputs:]  # rows that do not follow each other
     weight, bias = random(outputs, inputs, dtype=dtype, seed=2), random(outputs, dtype=dtype, seed=3)
@@ -47,6 +48,7 @@ def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype,
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize(("hidden", "width"), [(32, 96), (77, 13), (256, 688)])
 @pytest.mark.parametrize("n", ROWS)
+@pytest.mark.slow(keep=10)
 def test_gated_mlp_is_the_one_of_llama(n, hidden, width, dtype, tolerance):
     x, norm = random(n, hidden, dtype=dtype, seed=1), random(hidden, dtype=dtype, seed=2)
     gate_up = random(2 * width, hidden, dtype=dtype, seed=3)  # gates far beyond where e^x overflows among them
@@ -58,6 +60,7 @@ def test_gated_mlp_is_the_one_of_llama(n, hidden, width, dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 128])
 @pytest.mark.parametrize("n", ROWS)
+@pytest.mark.slow(keep=14)
 def test_rotate_turns_pairs_and_writes_where_it_is_told(n, head_dim, dtype, tolerance):
     x = random(n, 7, head_dim, dtype=dtype, seed=1).transpose(0, 1)[2:5]
     angles = random(n, head_dim // 2, dtype=torch.float32, seed=2)

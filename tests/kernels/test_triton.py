@@ -47,7 +47,7 @@ def check(attend_there, shape, n, m, *, device, dtype="float32", scale=0.3, diag
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 def test_every_head_shape_equals_sdpa_in_float64(device, head_dim, group, dtype):
     check(
         attend_triton,
@@ -73,12 +73,14 @@ def test_every_diagonal_equals_sdpa_in_float64(device, n, diagonal):
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("diagonal", [0, 100, 300, 900])
 @pytest.mark.parametrize("window", [1, 200])
+@pytest.mark.slow(keep=4)
 def test_a_window_equals_sdpa_in_float64(device, n, diagonal, window):
     check(attend_triton, (2, 1, 32), n, 290, device=device, diagonal=diagonal, window=window)
 
 
 @both
 @pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.slow(keep=1)
 def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
     attend_there = functools.partial(attend_triton, split=False)
     check(attend_there, (2, 1, 32), FEW_ROWS, 290, device=device, diagonal=255, window=window, dtype="float16")
@@ -87,7 +89,7 @@ def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
 @both
 @pytest.mark.parametrize("m", [1, 15, 256, 257, 1030])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 def test_every_ragged_end_equals_sdpa_in_float64(device, m, dtype):
     check(attend_triton, (2, 2, 64), 2, m, device=device, dtype=dtype, scale=0.125)
 
@@ -121,7 +123,7 @@ def test_any_call_equals_sdpa_in_float64(device, data):
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_row_gives_the_same_bits_alone_and_with_others(device, group, dtype):
     """Verification and decoding must agree wherever the matmuls do."""
     n, m = 19, 400
@@ -135,6 +137,7 @@ def test_a_row_gives_the_same_bits_alone_and_with_others(device, group, dtype):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.slow(keep=1)
 def test_a_diagonal_on_the_device_is_read_at_the_call(device, dtype):
     q, k, v = (x.to(device) for x in random_qkv((4, 2, 32), 3, 300))
     diagonal = torch.zeros((), dtype=dtype, device=device)
@@ -173,7 +176,7 @@ def test_merged_blocks_equal_the_whole(device):
 
 
 @both
-@pytest.mark.parametrize("n", [2, FEW_ROWS + 1])
+@pytest.mark.parametrize("n", [2, pytest.param(FEW_ROWS + 1, marks=pytest.mark.slow)])
 def test_attend_passes_its_arguments_on(device, n):
     q, k, v = random_qkv((2, 1, 32), n, 560)
     for diagonal, window in [(None, None), (200, None), (torch.tensor(200), 40)]:

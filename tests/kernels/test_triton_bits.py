@@ -55,22 +55,23 @@ def inputs(device, shape, n, m, dtype="bfloat16"):
     ("dtype", "group", "window"),
     [("bfloat16", 4, None), ("bfloat16", 1, 300), ("float16", 8, None), ("float32", 2, 70)],
 )
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=("bfloat16-1-300-interpreted", "bfloat16-1-300-compiled"))
 def test_up_to_forty_rows_give_the_same_bits_alone_and_together(device, dtype, group, window):
     n, m = 40, KEYS_PER_SPLIT + 70
     q, k, v = inputs(device, (group, 1, 32), n, m, dtype)
     together = attend_triton(q, k, v, scale=SCALE, diagonal=m - n, window=window)
-    for rows in [*(slice(i, i + 1) for i in range(n)), slice(0, 7), slice(7, 40), slice(3, 36)]:
+    alone = (0, 1, 7, 15, 16, 17, 23, 31, 32, 33, 38, 39)
+    for rows in [*(slice(i, i + 1) for i in alone), slice(0, 7), slice(7, 40), slice(3, 36)]:
         part = attend_triton(q[:, rows], k, v, scale=SCALE, diagonal=m - n + rows.start, window=window)
         assert_same(part, (together[0][:, rows], together[1][:, rows]))
 
 
 @both
-@pytest.mark.parametrize("window", [None, 5000, 300])
+@pytest.mark.parametrize("window", [None, 2500, 300])
 @pytest.mark.parametrize("n", [1, 6])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_the_number_of_calls_and_of_hidden_keys_changes_no_bit(device, n, window):
-    visible, m = 8192, 12288
+    visible, m = 4096, 6144
     q, k, v = inputs(device, (2, 1, 16), n, m)
     k[:, visible:] = float("nan")
     diagonal = visible - n
@@ -80,13 +81,14 @@ def test_the_number_of_calls_and_of_hidden_keys_changes_no_bit(device, n, window
     assert_same(attend_triton(q, k, v, scale=SCALE, diagonal=there, window=window), once)
     *one, running = in_calls(q, k, v, [0, visible], diagonal=diagonal, window=window)
     assert_same(one, once)
-    for edges in ([0, 4096, visible], [0, 512, 7 * 512, 8192, m]):
+    for edges in ([0, 2048, visible], [0, 512, 3 * 512, 4096, m]):
         assert_same(in_calls(q, k, v, edges, diagonal=diagonal, window=window), (*once, running))
 
 
 @both
+@pytest.mark.slow
 def test_little_memory_for_partial_results_changes_no_bit(device, monkeypatch):
-    n, m = 3, 5 * KEYS_PER_SPLIT + 100
+    n, m = 3, 3 * KEYS_PER_SPLIT + 100
     q, k, v = inputs(device, (4, 2, 16), n, m)
     once = attend_triton(q, k, v, scale=SCALE, diagonal=m - n)
     running = in_calls(q, k, v, [0, m], diagonal=m - n)[2]
@@ -98,6 +100,7 @@ def test_little_memory_for_partial_results_changes_no_bit(device, monkeypatch):
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.slow(keep=1)
 def test_keys_in_several_calls_equal_sdpa_in_float64(device, dtype, window):
     """Peaks far apart too: keys grow, so that later splits outweigh earlier ones."""
     n, m = 5, 3 * KEYS_PER_SPLIT + 17

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
     ("group", "head_dim", "n", "m", "chunk_size"), [(1, 64, 3, 300, 4), (4, 96, 7, 136, 8), (8, 128, 1, 16, 16)]
 )
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (120, None), (-2, None), (200, 90)])
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 def test_chunk_mass_is_the_attention_a_chunk_gets(device, dtype, group, head_dim, n, m, chunk_size, diagonal, window):
     q, k, v = random_qkv((2 * group, 2, head_dim), n, m, DTYPES[dtype][0])
     _, lse = oracle(q, k, v, 0.1, diagonal, window)
@@ -47,6 +47,7 @@ def test_chunks_that_do_not_fill_a_tile_are_not_taken():
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("chunk_size", "head_dim"), [(8, 80), (4, 128), (12, 32)])
+@pytest.mark.slow(keep=2)
 def test_gathered_chunks_equal_the_plain_function(device, dtype, chunk_size, head_dim):
     g = torch.Generator().manual_seed(3)
     layer = torch.randn(3, 2, 4, 5 * chunk_size, head_dim, generator=g).to(DTYPES[dtype][0])
@@ -59,6 +60,7 @@ def test_gathered_chunks_equal_the_plain_function(device, dtype, chunk_size, hea
 @both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("chunk_size", "head_dim", "first"), [(8, 80, 0), (4, 128, 6), (12, 32, 10)])
+@pytest.mark.slow(keep=2)
 def test_copied_chunks_are_those_of_the_block_in_their_places(device, dtype, chunk_size, head_dim, first):
     g = torch.Generator().manual_seed(3)
     block = torch.randn(2, 4, 5 * chunk_size, head_dim, generator=g).to(DTYPES[dtype][0])

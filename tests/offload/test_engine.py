@@ -24,7 +24,7 @@ def pair(tmp_path_factory):
 def test_a_seed_gives_the_same_tokens_again(pair):
     prompt = random_tokens(200)
     results = [
-        Engine.load(*pair, device="cpu", budget=32).generate(prompt, Sampling(temperature=1.0, seed=seed), 80)
+        Engine.load(*pair, device="cpu", budget=32).generate(prompt, Sampling(temperature=1.0, seed=seed), 40)
         for seed in (7, 7, 8)
     ]
     assert results[0].token_ids == results[1].token_ids != results[2].token_ids

@@ -86,6 +86,7 @@ def test_triforce_is_found_where_it_is_not_installed(tmp_path, monkeypatch):
     assert version.endswith("+checkout")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
     environment = ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
     asked = subprocess.run(

@@ -125,14 +125,18 @@ class Fork:
             subprocess.TimeoutExpired: it runs after `timeout` seconds.
         """
         end = time.monotonic() + timeout
-        while self.returncode is None:
+        while (code := self.ended()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.005)
+        return code
+
+    def ended(self) -> int | None:
+        """Its exit code if it has ended."""
+        if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("fork", timeout)
-            else:
-                time.sleep(0.005)
         return self.returncode
 
     def kill(self) -> None:

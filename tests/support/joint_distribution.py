@@ -11,7 +11,6 @@ from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
-import scipy.stats
 import torch
 from tiny import random_tokens
 from torch import Tensor
@@ -115,6 +114,8 @@ def next_distributions(model, sampling: Sampling) -> dict[tuple[int, ...], Tenso
 
 def p_value(counts: dict[tuple[int, ...], int], joint: dict[tuple[int, ...], float]) -> float:
     """Chi-square over all continuations; those expected fewer than five times share a bin."""
+    import scipy.stats  # its import takes longer than most tests
+
     assert all(joint[tokens] > 0 for tokens in counts), "a continuation came up that has probability 0"
     runs = sum(counts.values())
     common = [t for t, p in joint.items() if p * runs >= 5]

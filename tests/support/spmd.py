@@ -1,4 +1,5 @@
-"""Runs jobs on several ranks: torchrun starts this file as every rank, and each prints what it got as JSON.
+"""Runs jobs on several ranks, each of which prints what it got as JSON: torchrun starts this file as every rank, or
+ranks on CPUs are forks of this process, which has PyTorch already.
 
 A job is {"model", "draft", "device", "dtype", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
 `Engine.load`. With "store", the directory of saved contexts, and the names "read" or "context": the prompt is read into
@@ -9,9 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +37,58 @@ def torchrun(*arguments: object) -> list[str]:
 
 
 def run_jobs(jobs: list[dict[str, Any]], ranks: int) -> list[list[dict[str, Any]]]:
-    """What each of `ranks` ranks reports of each job, by job, then rank."""
-    command = torchrun("--standalone", "--nproc-per-node", ranks, __file__, json.dumps(jobs))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reports) == ranks * len(jobs), done.stdout
+    """What each of `ranks` ranks reports of each job, by job, then rank. Ranks with a GPU are started by torchrun, as a
+    fork cannot use CUDA."""
+    if any(job.get("device", "cpu") != "cpu" for job in jobs):
+        command = torchrun("--standalone", "--nproc-per-node", ranks, __file__, json.dumps(jobs))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    else:
+        printed = run_forks(lambda: work(jobs), ranks)
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert len(reports) == ranks * len(jobs), printed
     return [sorted((r for r in reports if r["job"] == i), key=lambda r: r["rank"]) for i in range(len(jobs))]
+
+
+def run_forks(call: Callable[[], object], ranks: int, seconds: float = 300) -> str:
+    """What forks of this process print that call `call` as the ranks of one run, with torchrun's environment.
+
+    Raises:
+        AssertionError: one failed, or they run after `seconds`.
+    """
+    from command import Fork
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    forks: list[Fork] = []
+    with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        try:
+            for rank in range(ranks):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+                streams = nothing.fileno(), out.fileno(), err.fileno()
+                forks.append(Fork(lambda: as_rank(call), streams, {**os.environ, **ENVIRONMENT, **shared, **place}))
+            end = time.monotonic() + seconds
+            while any(fork.ended() is None for fork in forks) and not any(fork.returncode for fork in forks):
+                assert time.monotonic() < end, "the ranks still run"
+                time.sleep(0.01)
+        finally:
+            for fork in forks:
+                fork.kill()
+            out.seek(0)
+            err.seek(0)
+        assert not any(fork.returncode for fork in forks), err.read()
+        return out.read()
+
+
+def as_rank(call: Callable[[], object]) -> None:
+    """`call`, and the leaving of the group that an interpreter does at its exit, which a fork skips."""
+    from triforce.tp.parallel import ranks
+
+    call()
+    ranks._leave()
 
 
 def count_calls(owner: object, name: str) -> list[None]:
@@ -72,7 +122,8 @@ def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
     }
 
 
-def main() -> None:
+def work(jobs: list[dict[str, Any]]) -> None:
+    """A rank's part of `jobs`, in order."""
     import torch
     from triforce.offload import Engine, Sampling
     from triforce.offload.caches.recent_mass import RECENT_ROWS
@@ -80,7 +131,7 @@ def main() -> None:
     from triforce.offload.contexts.store import ContextStore
 
     torch.set_num_threads(1)
-    for index, job in enumerate(json.loads(sys.argv[1])):
+    for index, job in enumerate(jobs):
         device = job.get("device", "cpu")
         engine = Engine.load(
             Path(job["model"]),
@@ -115,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    work(json.loads(sys.argv[1]))

@@ -129,6 +129,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow(keep=2)
 def test_every_format_gives_every_tensor_and_any_part_of_it(tmp_path, name):
     model = save_llama(tmp_path)
     FORMATS[name](tmp_path, model)
@@ -174,6 +175,7 @@ def test_shards_that_are_damaged_or_missing_are_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["safetensors", "bin", "bin of old"])
+@pytest.mark.slow(keep=1)
 def test_wrong_tensors_are_named_with_their_file(tmp_path, name):
     norm, extra = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
     changes = {

@@ -70,30 +70,34 @@ def theirs(directory: Path, tokens: list[int]) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(directory).eval()(torch.tensor([tokens])).logits[0]
 
 
-def assert_equal_logits(directory: Path, parts: int | None = None) -> None:
+def assert_equal_logits(directory: Path, *parts: int) -> None:
+    """In one pass, or with so many tokens a pass, for each of `parts`."""
     for n in LENGTHS:
         tokens = random_tokens(n, seed=n)
-        error = (ours(directory, tokens, parts) - theirs(directory, tokens)).abs().max()
-        assert error < 1e-4, f"logits over {n} tokens differ by {error}"
+        want = theirs(directory, tokens)
+        for size in parts or (n,):
+            error = (ours(directory, tokens, size) - want).abs().max()
+            assert error < 1e-4, f"logits over {n} tokens, {size} a pass, differ by {error}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=("llama-tied", "mistral-window", "qwen2-layer-types", "qwen3-bias"))
 def test_logits_of_every_family_equal_transformers(tmp_path, family):
     save_family(tmp_path, family)
-    assert_equal_logits(tmp_path)
-    assert_equal_logits(tmp_path, parts=37)
+    assert_equal_logits(tmp_path, max(LENGTHS), 37)
 
 
+@pytest.mark.slow
 def test_a_window_ends_at_the_right_key_wherever_a_block_begins(tmp_path):
     save_family(tmp_path, "mistral-window")
-    assert_equal_logits(tmp_path, parts=1)
+    assert_equal_logits(tmp_path, 1)
 
 
 @pytest.mark.parametrize("scaling", ROPES)
+@pytest.mark.slow(keep=("dynamic", "yarn", "llama3"))
 def test_logits_under_every_rope_scaling_equal_transformers(tmp_path, scaling):
     save_scaled(tmp_path, scaling)
-    assert_equal_logits(tmp_path)
-    assert_equal_logits(tmp_path, parts=37)
+    assert_equal_logits(tmp_path, max(LENGTHS), 37)
 
 
 @pytest.mark.parametrize(("family", "scaling"), [("qwen2", "yarn"), ("qwen3", "yarn"), ("llama-tied", "llama3")])
@@ -138,7 +142,7 @@ def test_the_scalings_of_these_tests_matter(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=("mistral-window", "qwen3-bias"))
 def test_greedy_tokens_of_every_family_equal_transformers(tmp_path, family):
     prompt = random_tokens(150, seed=3)
     want = greedy_oracle(save_family(tmp_path / "target", family, seed=1), prompt, 40)
@@ -150,7 +154,7 @@ def test_greedy_tokens_of_every_family_equal_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("scaling", ROPES)
 @pytest.mark.parametrize("prompt_length", [40, 150])
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=("40-yarn", "150-dynamic"))
 def test_greedy_tokens_under_every_rope_scaling_equal_transformers(tmp_path, scaling, prompt_length):
     prompt = random_tokens(prompt_length, seed=3)
     want = greedy_oracle(save_scaled(tmp_path, scaling), prompt, 40)
@@ -159,6 +163,7 @@ def test_greedy_tokens_under_every_rope_scaling_equal_transformers(tmp_path, sca
         assert engine.generate(prompt, GREEDY, 40).token_ids == want, f"{tiers} tiers"
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_reuses_no_key_that_was_rotated_otherwise(tmp_path):
     save_scaled(tmp_path, "dynamic")
     engine = Engine.load(tmp_path, device="cpu", budget=32)
@@ -206,6 +211,7 @@ LEGACY = {
 
 
 @pytest.mark.parametrize("scaling", LEGACY)
+@pytest.mark.slow(keep=("yarn", "dynamic"))
 def test_the_spelling_of_older_checkpoints_is_read_as_transformers_reads_it(tmp_path, scaling):
     save_scaled(tmp_path, scaling if scaling in ROPES else "yarn")
     change_config(

@@ -221,12 +221,13 @@ def test_an_interrupt_ends_a_download_at_once_and_the_next_run_completes_it(hub,
         (500, "", ("fails to give tiny/target", "500", "try again later")),
     ],
 )
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_what_the_hub_refuses_is_explained(hub, run, status, code, words):
     hub.fail = status, code
     check_refusal(run("--model", "tiny/target"), 1, *words)
 
 
+@pytest.mark.slow
 def test_without_a_network_it_says_how_to_bring_the_model(run):
     remedy = "hf download no/where --local-dir DIR"
     check_refusal(run("--model", "no/where", HF_HUB_OFFLINE="1"), 1, "'no/where'", "HF_HUB_OFFLINE", remedy)

@@ -18,7 +18,7 @@ from triforce.offload import Engine, Sampling
 from triforce.tp.parallel import launch
 
 PROMPT = random_tokens(150, seed=3)
-NEW_TOKENS = 40
+NEW_TOKENS = 16
 SHAPES = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2, "intermediate_size": 90, "tie_word_embeddings": True},

@@ -187,6 +187,7 @@ def test_without_a_draft_two_tiers_take_the_place_of_three(bench, tmp_path):
     assert [row["tiers"] for row in document["contexts"][0]["tiers"]] == [1, 2] and document["draft"] is None
 
 
+@pytest.mark.slow
 def test_a_short_text_is_repeated_and_that_is_said(bench, pair, tmp_path):
     outcome, document = bench(tmp_path / "bench.json", prompt="A short text. ", contexts=200, repeat=1)
     tokens = len(Tokenizer.load(pair[0]).encode("A short text. ", True))

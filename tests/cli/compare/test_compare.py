@@ -220,7 +220,7 @@ def test_sampling_reaches_every_system_and_only_own_texts_are_compared(compare, 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.5, "top_p": 1, "seed": 8}])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_an_audit_draws_every_token_again(compare, tmp_path, sampling):
     outcome, document = compare("autoregressive", "--audit", json_path=tmp_path / "runs.json", **sampling)
     assert outcome.code == 0, outcome

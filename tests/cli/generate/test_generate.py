@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from command import CONTEXT, TEXT, TRIFORCE, run_command, run_here, undocumented
+from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
 from triforce.cli.generate.prompt import Source, build_prompt, cut, read_source
 from triforce.cli.generate.request import GenerateRequest
@@ -83,7 +83,7 @@ def test_stdout_holds_the_text_of_the_json_and_stderr_the_rest(generate, tmp_pat
 
 def test_json_on_stdout_is_one_document_with_every_field(pair):
     target, draft = pair
-    outcome = run_command(
+    outcome = run_fork(
         "generate", "--model", target, "--draft", draft, "--prompt-file", "-", "--json", "-", "--max-new-tokens", 9,
         stdin=TEXT.encode(),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
 
 PROMPT = random_tokens(900, seed=3)
-NEW_TOKENS = 60
+NEW_TOKENS = 40
 GIB = 2**30
 
 
@@ -50,18 +50,25 @@ def block_bytes(engine):
     return blocks.block_size * engine.target.part.kv_bytes_per_token(torch.float32) // engine.target.config.num_layers
 
 
-@pytest.mark.parametrize("tiers", [1, 2, 3])
-@pytest.mark.parametrize("resident_blocks", [0, 1, 2])
-def test_streamed_tokens_equal_transformers(models, tiers, resident_blocks):
+@pytest.fixture(scope="module")
+def blocks_and_bytes(models):
+    """Blocks of a layer in a cache for `PROMPT`, and bytes of one."""
     probe = load(models, resident=0)
     probe.generate(PROMPT, Sampling(temperature=0.0), 1)
-    blocks = blocks_of(probe)
-    resident = resident_blocks * block_bytes(probe) * 3 / GIB
+    return blocks_of(probe).capacity // blocks_of(probe).block_size, block_bytes(probe)
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.parametrize("resident_blocks", [0, 1, 2])
+@pytest.mark.slow(keep=("0-3", "1-2", "2-1"))
+def test_streamed_tokens_equal_transformers(models, blocks_and_bytes, tiers, resident_blocks):
+    num_blocks, bytes_of_one = blocks_and_bytes
+    resident = resident_blocks * bytes_of_one * 3 / GIB
     engine = load(models, resident=resident, tiers=tiers, budget=64, refresh="round")
     result = engine.generate(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     assert result.token_ids == models[2]
     assert isinstance(blocks_of(engine), StreamedBlocks)
-    assert blocks_of(engine).num_resident == resident_blocks < blocks.capacity // blocks.block_size
+    assert blocks_of(engine).num_resident == resident_blocks < num_blocks
     assert result.stats["link"]["bytes_streamed"] > 0
 
 
@@ -74,6 +81,7 @@ def test_streamed_samples_equal_those_of_a_cache_on_the_device(models):
 
 
 @pytest.mark.parametrize("refresh", ["round", "never", 2])
+@pytest.mark.slow(keep=("round",))
 def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh):
     engine = load(models, resident=0, budget=64, refresh=refresh)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
@@ -127,7 +135,9 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
 @pytest.mark.slow(keep=1)
 def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident, reuse):
     engine = load(models, resident=resident, budget=64, refresh="round")
-    engine.generate(PROMPT, Sampling(temperature=0.0), 150)  # a block is closed meanwhile
+    engine.generate(
+        [*PROMPT, *random_tokens(110, seed=4)], Sampling(temperature=0.0), 40
+    )  # a block is closed meanwhile
     memory = blocks_of(engine)._host if resident == 0 else blocks_of(engine)._layers
     dropped = [weakref.ref(engine._kept._cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
     del memory
@@ -148,6 +158,7 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
 
 
 @pytest.mark.parametrize("resident", [0, None])
+@pytest.mark.slow(keep=("0",))
 def test_a_prefill_that_is_broken_off_leaves_nothing_that_a_later_run_trusts(models, resident):
     def stop(share: float) -> None:
         if share > 0.4:
@@ -178,8 +189,8 @@ def test_follow_up_question_finds_its_book(models):
     first = engine.generate(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     for question in (random_tokens(20, seed=5), random_tokens(700, seed=6)):
         prompt = PROMPT + first.token_ids[:30] + question
-        again = engine.generate(prompt, Sampling(temperature=0.0), NEW_TOKENS)
-        fresh = load(models, budget=64).generate(prompt, Sampling(temperature=0.0), NEW_TOKENS)
+        again = engine.generate(prompt, Sampling(temperature=0.0), NEW_TOKENS // 2)
+        fresh = load(models, budget=64).generate(prompt, Sampling(temperature=0.0), NEW_TOKENS // 2)
         assert again.token_ids == fresh.token_ids
         assert again.stats["reused_tokens"] >= len(PROMPT)
 
@@ -198,6 +209,7 @@ def cache_of(decoder, link, block_size, num_resident, capacity=1400):
     return FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("steps", [[(600, 0), (5, 3), (64, 2), (70, 69), (9, 0), (600, 0), (1, 0)], [(3, 0)] * 40])
 @pytest.mark.parametrize(("block_size", "num_resident"), [(64, 0), (64, 3), (128, 1)])
 def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, steps, block_size, num_resident):
@@ -222,6 +234,7 @@ def test_any_steps_and_rollbacks_equal_those_of_a_cache_on_the_device(decoder, s
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_verification_takes_as_long_as_its_bytes_on_the_link(tmp_path):
     """A model whose computation is smaller than its transfers: many key/value heads, hardly any weights. The least time
     of up to 12 passes: what else the machine does comes on top of the floor, never off it."""

@@ -16,7 +16,7 @@ def generations(tiny, tmp_path_factory):
     return save_generations(tiny, tmp_path_factory.mktemp("generations"))
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_damage_gives_another_token(tiny, generations, tmp_path, seed):
     rng = random.Random(seed)

@@ -35,7 +35,7 @@ TOKENS_AFTER = (0, 0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
 """Tokens that are saved once so many manifests are written, of which the first names no segment yet."""
 
 
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("seed", range(60))
 def test_after_a_power_cut_what_was_saved_is_there_and_reading_goes_on(tiny, recorded, tmp_path, seed):
     root, events = recorded

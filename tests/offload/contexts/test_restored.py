@@ -111,7 +111,7 @@ def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=2)
 def test_a_restored_context_answers_as_the_process_that_read_it(checkpoints, store, seed):
     Case.random(seed).check(checkpoints, store)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from recorder import FAMILIES, PROMPT
+from recorder import PROMPT
 from tiny import greedy_oracle, save_family, save_llama
 from triforce.kernels.selection import use_kernels
 from triforce.offload.speculation import noise, sampling
@@ -29,9 +29,16 @@ def decoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """For each family: a model's directory, a draft that is often right, and greedy tokens of transformers."""
-    root = tmp_path_factory.mktemp("pairs")
-    made = {}
-    for name in FAMILIES:
-        model = save_family(root / name, name, seed=1)
-        made[name] = root / name, root / name, greedy_oracle(model, PROMPT, 80)
-    return made
+    return Pairs(tmp_path_factory.mktemp("pairs"))
+
+
+class Pairs(dict):
+    """Made when they are first asked for."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def __missing__(self, name):
+        model = save_family(self.root / name, name, seed=1)
+        self[name] = self.root / name, self.root / name, greedy_oracle(model, PROMPT, 50)
+        return self[name]

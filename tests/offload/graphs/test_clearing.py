@@ -31,6 +31,7 @@ def started(engine):
 
 
 @pytest.mark.parametrize("kind", [Recorder, Careless])
+@pytest.mark.slow(keep=("Careless",))
 def test_close_leaves_no_captured_pass_alive_whoever_holds_the_run(pairs, kind):
     engine, _ = recorded_engine(pairs["llama"])
     engine._capture = recorder = kind()
@@ -43,6 +44,7 @@ def test_close_leaves_no_captured_pass_alive_whoever_holds_the_run(pairs, kind):
     assert len(run.statistics.token_ids) > 6, "what it found is still there"
 
 
+@pytest.mark.slow
 def test_another_run_leaves_no_captured_pass_of_the_one_before(pairs):
     engine, recorder = recorded_engine(pairs["llama"])
     runs = [started(engine)]

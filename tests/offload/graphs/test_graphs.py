@@ -6,6 +6,7 @@ repeated too, and shows.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -41,10 +42,10 @@ LENGTHS: dict[str, Any] = {"draft_length": 3, "block_length": 7}
 
 @pytest.mark.parametrize("tiers", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=("llama-3",))
 def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     engine, recorder = recorded_engine(pairs[family], tiers=tiers)
-    result = engine.generate(PROMPT, GREEDY, 80)
+    result = engine.generate(PROMPT, GREEDY, 50)
     assert result.token_ids == pairs[family][2]
     assert recorder.replays > 30, recorder.counts
     assert result.stats["warnings"] == []
@@ -174,7 +175,7 @@ def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch
 
 def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     engine, recorder = recorded_engine(pairs["llama"])
-    run = engine.stream(PROMPT, Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=1), 80)
+    run = engine.stream(PROMPT, Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=1), 50)
     for _ in range(5):
         next(run)
     _, retrieval, draft = run._tiers
@@ -191,7 +192,7 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
             tier.step(run._context, 4, run._sampler)
         assert calls == ["tolist"] * waits, tier.name
         tier.rollback(length)
-    assert len(list(run)) > 0
+    assert len(list(itertools.islice(run, 3))) == 3, "it goes on"
 
 
 def test_a_draft_that_ends_the_text_is_cut_there(pairs):
@@ -220,6 +221,7 @@ def test_logits_of_a_draft_that_are_no_numbers_are_an_error_when_read(pairs):
 
 
 @pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.slow(keep=("2",))
 def test_a_capture_that_fails_leaves_no_trace_but_a_warning(pairs, monkeypatch, layer, capsys):
     from rich.console import Console
 
@@ -232,8 +234,8 @@ def test_a_capture_that_fails_leaves_no_trace_but_a_warning(pairs, monkeypatch, 
 
     monkeypatch.setattr(RetrievalCache, "attend", attend)
     engine, recorder = recorded_engine(pairs["llama"])
-    result = engine.generate(PROMPT, GREEDY, 40)
-    assert result.token_ids == pairs["llama"][2][:40]
+    result = engine.generate(PROMPT, GREEDY, 24)
+    assert result.token_ids == pairs["llama"][2][:24]
     warning = "drafting goes without CUDA graphs, and slower: item waits for the device"
     assert result.stats["warnings"] == [warning]
     assert recorder.captures <= 2, "the first failure is the last try"
@@ -286,6 +288,7 @@ def as_one_operation(function):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton's kernels are compiled")
 @pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
+@pytest.mark.slow
 def test_replays_through_triton_equal_the_plain_path(decoder, make, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     from triforce.kernels.triton import attention as triton_attention

@@ -25,6 +25,7 @@ from joint_distribution import (
     p_value,
     sample_counts,
 )
+from profiles import share
 from tiny import save_llama
 from triforce.offload import Engine
 from triforce.offload.speculation.acceptance import accept
@@ -72,6 +73,7 @@ def test_every_outcome_of_three_tiers_adds_up_to_the_target_distribution(
     assert error < left_out + 1e-6, f"a probability differs by {error:.1e}"
 
 
+@pytest.mark.slow
 def test_that_test_notices_a_draw_that_is_not_from_the_residual(engine_and_target, monkeypatch):
     engine, target = engine_and_target
     monkeypatch.setattr("triforce.offload.speculation.acceptance.residual", lambda target, draft: target)
@@ -81,12 +83,12 @@ def test_that_test_notices_a_draw_that_is_not_from_the_residual(engine_and_targe
     assert error > left_out + 0.01, f"the wrong rule passed: probabilities within {error:.1e} of the right ones"
 
 
-@pytest.mark.parametrize("runs", [500, 6_000])
 @pytest.mark.slow
-def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path, runs):
+def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path):
     """With 6,000 runs this finds, in 99 of 100 tests, probabilities that are wrong by 12 % of themselves (root mean
-    square, weighted by the probability); with 500, by 34 %. A draw that is not from the residual makes them wrong by
-    48 %: with one layer the tiers disagree much more often than with two, where it is 25 %."""
+    square, weighted by the probability). A draw that is not from the residual makes them wrong by 48 %: with one layer
+    the tiers disagree much more often than with two, where it is 25 %."""
+    runs = 6_000
     engine, target = load(tmp_path, num_hidden_layers=1)
     counts, rejections = sample_counts(engine, runs)
     assert rejections["draft"] > runs, rejections
@@ -108,6 +110,7 @@ def test_texts_of_seeds_follow_the_target_distribution(engine_and_target):
 @pytest.mark.parametrize(
     "position_of", [lambda _: len(PROMPT), lambda i: len(PROMPT) + min(i, 1)], ids=["all the same", "two the same"]
 )
+@pytest.mark.slow(keep=1)
 def test_that_test_notices_noise_that_positions_share(engine_and_target, position_of):
     _, target = engine_and_target
     counts = Counter(drawn_texts(next_distributions(target, SAMPLING), SEEDS, position_of))
@@ -116,17 +119,18 @@ def test_that_test_notices_noise_that_positions_share(engine_and_target, positio
 
 def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, monkeypatch):
     engine, target = engine_and_target
-    texts = drawn_texts(next_distributions(target, SAMPLING), 150)
+    texts = drawn_texts(next_distributions(target, SAMPLING), share(150))
     rejected = 0
     for seed, want in enumerate(texts):
         monkeypatch.setattr(engine, "settings", with_lengths(engine, 1 + seed % 3, 1 + seed % 4))
         tokens, rejections = first_tokens(engine, replace(SAMPLING, seed=seed))
         assert tokens == want, f"seed {seed}"
         rejected += sum(rejections.values())
-    assert rejected > 75, "the tiers must disagree, or this shows nothing"
+    assert rejected > len(texts) / 2, "the tiers must disagree, or this shows nothing"
 
 
 @pytest.mark.parametrize("wrong", ["the draft's draws", "noise of another position"])
+@pytest.mark.slow
 def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target, monkeypatch, wrong):
     """What the upper tiers emit where they accept all that is drafted, or draw with noise of the position before."""
     engine, target = engine_and_target

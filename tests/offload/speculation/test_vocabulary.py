@@ -11,7 +11,7 @@ from triforce.tp.errors import ModelError
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_padded_draft_keeps_the_joint_distribution_of_three_tokens(tmp_path, draft_vocab):
     target = save_llama(tmp_path / "target", seed=2, **SHAPE)
     save_llama(tmp_path / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1, "vocab_size": draft_vocab}))
@@ -29,6 +29,7 @@ def test_a_padded_draft_keeps_the_joint_distribution_of_three_tokens(tmp_path, d
 
 
 @pytest.mark.parametrize("draft_vocab", [80, 120])
+@pytest.mark.slow(keep=1)
 def test_greedy_tokens_do_not_depend_on_the_drafts_padding(tmp_path, draft_vocab):
     prompt = random_tokens(300, seed=3)
     want = greedy_oracle(save_llama(tmp_path / "target", seed=1), prompt, 60)

@@ -53,6 +53,7 @@ def test_neither_a_block_nor_a_page_is_in_two_pieces(block, blocks):
 
 
 @pytest.mark.parametrize("shape", [(40, 2, 3, 64, 16), (7, 100), (1, 5), (300_000,)])
+@pytest.mark.slow(keep=2)
 def test_every_byte_is_locked_once_and_freed_with_the_tensor(shape):
     runtime = Runtime()
     memory = locked_memory(shape, torch.float16, runtime)

@@ -40,6 +40,7 @@ def cache_of(decoder, link, num_resident=0) -> Any:
     return FullCache(decoder.part, decoder.rope, blocks, chunk_size=4)
 
 
+@pytest.mark.slow(keep=1)
 def test_a_block_that_becomes_whole_leaves_through_the_rings_buffers(decoder, link, monkeypatch):
     cache, sources = cache_of(decoder, link), []
     store = link.store
@@ -53,6 +54,7 @@ def test_a_block_that_becomes_whole_leaves_through_the_rings_buffers(decoder, li
 
 
 @pytest.mark.parametrize("num_resident", [0, 3])
+@pytest.mark.slow(keep=1)
 def test_a_pass_streams_the_blocks_that_its_rows_see_and_no_others(decoder, link, num_resident):
     cache, other = cache_of(decoder, link, num_resident), cache_of(decoder, None)
     tokens = torch.tensor(random_tokens(1200))
