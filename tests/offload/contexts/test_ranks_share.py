@@ -53,7 +53,6 @@ def exchanged(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_restored_is_what_was_written_whoever_wrote_it(exchanged, shape):
     by_one, by_one_then_two, by_two, by_two_then_one, root = exchanged[shape]
@@ -63,7 +62,6 @@ def test_what_is_restored_is_what_was_written_whoever_wrote_it(exchanged, shape)
     assert_whole(root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "parts"), [("mha", [(0, 2), (2, 4)]), ("gqa", [(0, 1), (1, 2)]), ("mqa", [(0, 1)])])
 def test_each_rank_writes_its_heads_and_one_of_them_what_both_hold(exchanged, shape, parts):
     root = exchanged[shape][-1]
