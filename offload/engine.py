@@ -228,7 +228,8 @@ class Engine:
         if self.contexts is None:
             raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
         prompt = checked_prompt(token_ids, self.target.config, 1)
-        if self.contexts.missing(name, prompt):
+        ranks = self.target.ranks
+        if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0):
             save = ContextRequest(save=name, required=True)
             run = self.stream(prompt, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=save)
             for _ in run:
