@@ -322,7 +322,8 @@ class Engine:
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         adapts = sampling.seed is None or self._exact
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
-        costs = PassTimes(plan if adapts else make_plan(request), self._hardware).costs()
+        lengths = plan if adapts else make_plan(request)
+        costs = PassTimes(lengths, self._hardware).costs()
 
         def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
             passes = Passes(decoder, cache, graphs, padded=self._padded and name == "verify")
@@ -343,7 +344,8 @@ class Engine:
             if self.draft and order.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(tier("draft", self.draft, streaming))
-        for upper, lower, tokens in zip(tiers, tiers[1:], (plan.verify_draft, plan.retrieval_draft), strict=False):
+        most = lengths.verify_draft, lengths.retrieval_draft
+        for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
             upper.drafter, upper.longest = lower, tokens.most
             upper.fixed = tokens.fixed is not None
             upper.draft_tokens = tokens.fixed or upper.draft_tokens
