@@ -106,6 +106,14 @@ def test_tidying_leaves_what_other_ranks_have_written_ahead(root):
     assert [path.exists() for path in (ahead, half, notes)] == [False, False, True]
 
 
+def test_reading_what_is_there_already_removes_what_a_kill_has_left(tiny, root):
+    """Killed after the last manifest was written, before what it supersedes was removed."""
+    for name in ("000000128-000000140.h0-2.dead4567.safetensors", ".x.safetensors.new", ".dead4567.probe"):
+        (root / NAME / name).touch()
+    tiny.read(root)
+    assert_whole(root)
+
+
 def test_the_end_of_a_text_may_be_cut_into_other_tokens_when_it_grows(tiny, root):
     grown = [*TEXT[:140], *OTHER]
     tiny.read(root, grown)
