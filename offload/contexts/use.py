@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import torch
@@ -195,7 +195,8 @@ class ContextUse:
         if not failure and not self._ranks.least([probe.exists()])[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
         if self._ranks.rank == 0:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):  # where there is no directory, there is no probe
+                probe.unlink()
         if failure and order.required:
             raise ContextError(failure)
         if failure:
