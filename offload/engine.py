@@ -230,7 +230,8 @@ class Engine:
         if self.contexts is None:
             raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
         prompt = checked_prompt(token_ids, self.target.config, 1)
-        if self.contexts.missing(name, prompt):
+        ranks = self.target.ranks
+        if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0):
             save = ContextRequest(save=name, required=True)
             run = self.stream(prompt, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=save)
             for _ in run:
@@ -324,7 +325,8 @@ class Engine:
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         adapts = sampling.seed is None or self._exact
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
-        costs = PassTimes(plan if adapts else make_plan(request), self._hardware).costs()
+        lengths = plan if adapts else make_plan(request)
+        costs = PassTimes(lengths, self._hardware).costs()
 
         def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
             passes = Passes(decoder, cache, graphs, padded=self._padded and name == "verify")
@@ -345,7 +347,8 @@ class Engine:
             if self.draft and order.tiers == 3:
                 streaming = StreamingCache(self.draft)
                 tiers.append(tier("draft", self.draft, streaming))
-        for upper, lower, tokens in zip(tiers, tiers[1:], (plan.verify_draft, plan.retrieval_draft), strict=False):
+        most = lengths.verify_draft, lengths.retrieval_draft
+        for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
             upper.drafter, upper.longest = lower, tokens.most
             upper.fixed = tokens.fixed is not None
             upper.draft_tokens = tokens.fixed or upper.draft_tokens

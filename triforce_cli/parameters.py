@@ -6,6 +6,7 @@ A value that cannot be is refused with the option's name, the value and what is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -132,10 +133,12 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_context(incomplete: str) -> list[str]:
     """Saved contexts that begin with what is typed."""
-    from ..offload.contexts.home import contexts_root
+    from ..offload.contexts.home import user_store
+    from ..tp.errors import TriforceError
 
-    root = contexts_root()
-    return words(*sorted(one.name for one in root.iterdir() if one.is_dir()))(incomplete) if root.is_dir() else []
+    with suppress(TriforceError, OSError):
+        return words(*user_store().names())(incomplete)
+    return []
 
 
 SIZE = _number("SIZE", "a size such as 20GB or 500MiB", lambda value: parse_size(str(value)), lambda size: size >= 0)

@@ -44,19 +44,21 @@ def _weight_hashes(files: list[Path], store: Path, disk: Disk) -> list[str]:
     found = {}
     for path in files:
         stat = path.stat()
-        key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
         found[key] = known.get(key) or _hash(path)
     if store.is_dir() and not found.keys() <= known.keys():
         # Where it cannot be written, or another process does so now, they are hashed again next time.
         with suppress(OSError, Timeout), FileLock(store / f"{_CACHE}.lock", timeout=0, mode=0o600):
-            disk.write_whole(store / _CACHE, json.dumps(known | found).encode())
+            content = json.dumps(known | found)
+            disk.write_whole(store / _CACHE, json.dumps([content, xxhash.xxh3_64_hexdigest(content.encode())]).encode())
     return sorted(found.values())  # shards may have other names in another copy
 
 
 def _known(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        content, checksum = json.loads(path.read_bytes())
+        return dict(json.loads(content)) if checksum == xxhash.xxh3_64_hexdigest(content.encode()) else {}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 

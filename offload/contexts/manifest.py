@@ -16,7 +16,7 @@ import xxhash
 
 from ...tp.errors import TriforceError
 from .disk import Disk
-from .segment import SEGMENT, Contents, SegmentFile, Shape
+from .segment import DTYPES, SEGMENT, Contents, SegmentFile, Shape
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -95,6 +95,11 @@ class Manifest:
     def kv_bytes(self) -> int:
         return self.saved * self.shape.token_bytes
 
+    def bytes_to_write(self, tokens: int, saved: int) -> int:
+        """What of so many tokens is still to be written, where `saved` of them are there: a last segment that is not
+        full is written again with what follows it."""
+        return (tokens - saved // self.segment_tokens * self.segment_tokens) * self.shape.token_bytes
+
     def chain_before(self, index: int) -> str:
         """The chain that segment `index` goes on from."""
         return self.segments[index - 1].chain if index else self.fingerprint
@@ -137,7 +142,7 @@ class Manifest:
                 f"the context {directory.name!r} was saved by a newer triforce (format {version}; this one knows "
                 f"{VERSION}); update triforce, or save it anew under another name"
             )
-        if checksum != _checksum(raw):
+        if checksum != _checksum(raw) or version != VERSION:
             raise _damaged(directory, "its checksum is not that of its contents")
         try:
             return cls._from_raw(raw)
@@ -152,7 +157,11 @@ class Manifest:
         )
         known = {name: raw[name] for name in ("model", "fingerprint", "tokens", "created", "segment_tokens")}
         found = cls(**known, shape=Shape(**raw["shape"]), frame=Frame(**raw["frame"]), segments=segments)
-        at, most = 0, found.segment_tokens
+        at, most, shape = 0, found.segment_tokens, found.shape
+        counts = found.tokens, most, shape.num_layers, shape.num_kv_heads, shape.head_dim
+        if shape.dtype not in DTYPES or not all(type(count) is int and count > 0 for count in counts):
+            raise ValueError(f"impossible numbers: {counts} in {shape.dtype}")
+        float(found.created)
         for one in segments:
             whole = one.tokens == most or one is segments[-1]
             if one.first != at or not 0 < one.tokens <= most or not whole or one.stop > found.tokens:

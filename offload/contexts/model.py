@@ -15,9 +15,10 @@ from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
 from .fingerprint import fingerprint
 from .manifest import NO_FRAME, ContextError, Frame, Manifest
+from .saver import HeldHeads, SaveOrder
 from .segment import Shape
 from .store import ContextStore, SavedPrefix
-from .use import ContextUse, HeldHeads, SaveOrder
+from .use import ContextUse
 
 LEAST_FOUND = 64
 """Tokens that a context must share with a prompt to be found by itself: a few are read faster than looked up."""
@@ -89,6 +90,11 @@ class ModelContexts:
         except ContextError:
             return 0
 
+    def bytes_to_write(self, token_ids: Sequence[int], missing: int) -> int:
+        """What saving a text writes, of which so many last tokens are missing."""
+        manifest = Manifest("", "", self.shape, len(token_ids), 0.0, NO_FRAME, self.store.segment_tokens)
+        return manifest.bytes_to_write(len(token_ids), len(token_ids) - missing)
+
     def plan(self, prompt: list[int], request: ContextRequest, reusable: int) -> ContextPlan:
         """What a run does, on rank 0.
 
@@ -111,15 +117,18 @@ class ModelContexts:
         prefix = None
         if request.name:
             prefix = self.store.prefix_of(request.name, self.fingerprint, prompt)
-        elif request.find and self.store.any_of_shape(self.shape):
-            prefix = self.store.find(self.fingerprint, prompt, LEAST_FOUND)
+        elif request.find:
+            with suppress(ContextError, OSError):  # nobody has asked for one
+                if self.store.any_of_shape(self.shape):
+                    prefix = self.store.find(self.fingerprint, prompt, LEAST_FOUND)
         save = None
         if request.save:
             token_ids = prompt[: request.save_tokens]
             own, saved = self.store.saved_of(request.save, self.fingerprint, token_ids)
             if saved < len(token_ids) or request.required:  # what is there may be damaged
                 save = self._order(request, token_ids)
-                prefix = own or prefix or self.store.find(self.fingerprint, token_ids, 1)
+                shares = request.find or request.required
+                prefix = own or prefix or (self.store.find(self.fingerprint, token_ids, 1) if shares else None)
         if prefix and prefix.tokens > reusable:
             prefix = SavedPrefix(prefix.directory, prefix.manifest, reusable) if reusable else None
         return ContextPlan(prefix, save)

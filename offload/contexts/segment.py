@@ -34,7 +34,7 @@ RUN = 1024
 """Consecutive positions with a checksum for each layer and KV head: a multiple of 64."""
 
 _ALIGNMENT = 4096
-_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """What safetensors calls a number format, and the bytes of a number."""
 
 
@@ -55,7 +55,7 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Bytes of a key, or of a value."""
-        return self.head_dim * _DTYPES[self.dtype][1]
+        return self.head_dim * DTYPES[self.dtype][1]
 
     @property
     def token_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Contents:
         layers, heads = self.shape.num_layers, self.heads
         layer_bytes = 2 * heads * self.half_bytes
         size = [heads, 2, self.padded, self.shape.head_dim]
-        kind, _ = _DTYPES[self.shape.dtype]
+        kind, _ = DTYPES[self.shape.dtype]
         described: dict[str, object] = {
             "__metadata__": {
                 "format": "triforce-kv-1",

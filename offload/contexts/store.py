@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +159,8 @@ class ContextStore:
             ) from error
         shared = prefix.tokens if prefix else 0
         saved = prefix.manifest.saved if prefix else self.load(name).saved
-        if shared < min(saved, len(token_ids)) - _DIFFERENT_END:
+        grown = len(token_ids) > saved and saved - shared <= min(_DIFFERENT_END, saved // 2)
+        if shared < min(saved, len(token_ids)) and not grown:
             raise ContextError(
                 f"the context {name!r} holds another text: it differs from this one at token {shared:,}; give another "
                 f"name, or remove it with: triforce contexts rm {name}"
@@ -214,7 +217,7 @@ class ContextStore:
     def free_bytes(self) -> int:
         """What the disk has room for."""
         place = self.root
-        while not place.exists():
+        while not os.path.exists(place):
             place = place.parent
         return shutil.disk_usage(place).free
 
@@ -255,10 +258,27 @@ class ContextStore:
         """
         if not self.directory(name).is_dir():
             self.load(name)
-        with self.locked(name) as directory:
+        with self.locked(name) as directory, open(self._use_file(name), "ab") as use:
+            try:
+                fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ContextError(f"the context {name!r} is being restored by another process; wait for it") from error
             # The manifest goes first, the rest as `locked` ends: whatever happens, no context lacks files.
             self.disk.remove(directory / FILE_NAME)
             self.disk.sync_directory(directory)
+
+    @contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        """Keeps a context from being removed while it is restored, by any number of processes; a read-only store needs
+        no keeping."""
+        with ExitStack() as stack:
+            with suppress(OSError):
+                self.disk.make_directory(self.root / _LOCKS)
+                fcntl.flock(stack.enter_context(open(self._use_file(name), "ab")), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+
+    def _use_file(self, name: str) -> Path:
+        return self.root / _LOCKS / f"{name}.use"
 
     def tidy(self, name: str, segments: Sequence[Segment], salt: str = "") -> None:
         """Removes the files of a context that are not of `segments`, those that its manifest has: superseded ones, and
@@ -277,6 +297,7 @@ class ContextStore:
         """Removes contexts, the one used longest ago first, until the others take at most so many bytes; never `keep`,
         nor one that another process is saving. Their names."""
         removed: list[str] = []
+        self._remove_remains()
         for name in sorted(self.names(), key=self.used):
             if self.disk_bytes() <= most_bytes:
                 break
@@ -288,6 +309,15 @@ class ContextStore:
                 continue
             removed.append(name)
         return removed
+
+    def _remove_remains(self) -> None:
+        """Removes directories that were contexts: their manifest is gone, the rest was not removed any more. One that
+        is copied here just now lacks its manifest, too: what has changed within the hour stays."""
+        with suppress(OSError):
+            for directory in self.root.iterdir():
+                old = time.time() - directory.stat().st_mtime > 3600
+                if old and _NAME.fullmatch(directory.name) and not (directory / FILE_NAME).exists():
+                    shutil.rmtree(directory, ignore_errors=True)
 
     def verify(self, name: str) -> Iterator[tuple[Segment, str | None]]:
         """Checks every checksum of a context: of each segment, what is wrong with it, if anything.

@@ -1,18 +1,14 @@
 """What a run does with saved contexts: it starts from keys and values that are saved, and saves those it computes.
 
-Every rank restores and writes its own KV heads; of a head that several ranks hold, the first of them writes it. Writing
-goes on beside the work: a thread writes a segment while the next one is computed.
+Every rank restores its own KV heads; what it saves is written by `saver`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from math import inf
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,43 +16,13 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
-from .manifest import FILE_NAME, ContextError, Manifest, Part, Segment
-from .segment import DamagedError, SegmentFile, byte_views, chained, write_segment
+from .manifest import FILE_NAME, ContextError, Segment
+from .saver import HeldHeads, SaveOrder, Saver
+from .segment import DamagedError, byte_views
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = 4
 """Threads that read segments; two cores suffice to check what they read."""
-
-_PATIENCE_S = 5.0
-"""How long rank 0 waits for the other ranks' files where the run was broken off."""
-
-_OTHER_FAILED = "another rank could not write its part"
-
-
-@dataclass(frozen=True)
-class SaveOrder:
-    """A context that a run is to save: the first `tokens` of its prompt. All ranks get rank 0's."""
-
-    directory: Path
-    manifest: Manifest
-    """As it is to be, without segments."""
-    token_ids: list[int]
-    salt: str
-    """Part of the names of the files that this run writes, so that no file is ever written twice."""
-    parts: tuple[tuple[int, int], ...]
-    """The KV heads of each file of a segment."""
-    required: bool = False
-    """Whether the run is for nothing if it cannot be saved."""
-
-
-@dataclass(frozen=True)
-class HeldHeads:
-    """The KV heads that a rank holds, counted in the model."""
-
-    first: int
-    stop: int
-    writes: bool
-    """Whether it is the first rank that holds them."""
 
 
 class ContextUse:
@@ -74,7 +40,7 @@ class ContextUse:
         self.prefix = prefix
         """What of the prompt is saved."""
         self._order = order
-        self._saver: _Saver | None = None
+        self._saver: Saver | None = None
         self._held = ExitStack()
         self.warnings: list[str] = []
         """What could not be restored or saved, a line each."""
@@ -96,7 +62,8 @@ class ContextUse:
         prefix, order = self.prefix, self._order
         # What is saved under a name goes on from what is saved, or its segments would be of two computations.
         if prefix and (prefix.tokens > full.length or (order and order.directory == prefix.directory)):
-            self.restored = self._restore(prefix, full)
+            with self._store.in_use(prefix.name):
+                self.restored = self._restore(prefix, full)
         if self._order:
             self._saver = self._start_saving(self._order)
 
@@ -114,12 +81,9 @@ class ContextUse:
         """Saves what was added to `full` up to here, if that ends a segment. Every rank calls it after each part."""
         if self._saver and self._order:
             self._saver.save(full)
-            # Where one rank cannot write, the others need not.
-            if not self._ranks.least([self._saver.failure is None])[0]:
-                self._saver.give_up()
-                if self._order.required:
-                    name = self._order.directory.name
-                    raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
+            if self._saver.failure and self._order.required:
+                name = self._order.directory.name
+                raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
@@ -153,6 +117,11 @@ class ContextUse:
                 wanted = damage.position
                 self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
         wanted = self._ranks.least([wanted])[0]
+        if wanted < good:
+            self.warnings.append(
+                f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the same "
+                f"TRIFORCE_HOME); it is read again from position {wanted:,} on"
+            )
         full.restored(good)
         full.rollback(wanted)
         if wanted:
@@ -198,22 +167,26 @@ class ContextUse:
                 with torch.inference_mode():
                     full.blocks.restore(layer, stop, lambda pieces: read(layer, pieces))
 
-            with ThreadPoolExecutor(_READERS) as pool:
+            # What goes to a GPU is staged, a layer at a time.
+            with ThreadPoolExecutor(_READERS if full.blocks.device.type == "cpu" else 1) as pool:
                 for done in [pool.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
                     done.result()
         if found:
             raise min(found, key=lambda damage: damage.position)
 
-    def _start_saving(self, order: SaveOrder) -> _Saver | None:
+    def _start_saving(self, order: SaveOrder) -> Saver | None:
         """Prepares the directory. Segments that this run starts from are kept or shared; what else was saved under the
         name is superseded."""
         failure = ""
         kept: list[Segment] = []
+        later: list[Segment] = []
         if self._ranks.rank == 0:
             try:
                 self._held.enter_context(self._store.locked(order.directory.name))
+                own = self._own_segments(order)
                 self._make_room(order)
-                kept = self._kept_segments(order)
+                kept = self._kept_segments(order, own)
+                later = own[len(kept) :]
                 (order.directory / f".{order.salt}.probe").touch(0o600)
             except (ContextError, OSError) as error:
                 failure = str(error)
@@ -222,14 +195,32 @@ class ContextUse:
         if not failure and not self._ranks.least([probe.exists()])[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
         if self._ranks.rank == 0:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):  # where there is no directory, there is no probe
+                probe.unlink()
         if failure and order.required:
             raise ContextError(failure)
         if failure:
             self.warnings.append(f"nothing is saved: {failure}")
             return None
-        kept = self._ranks.share(kept)
-        return _Saver(self._store, self._ranks, self._heads, order, kept)
+        kept, later = self._ranks.share((kept, later))
+        return Saver(self._store, self._ranks, self._heads, order, kept, later)
+
+    def _own_segments(self, order: SaveOrder) -> list[Segment]:
+        """The segments of this text that are saved under its name; removes what runs that were killed have left.
+
+        Raises:
+            ContextError: another process has saved more under the name since this run was prepared, or another text.
+        """
+        name = order.directory.name
+        own, shared = self._store.saved_of(name, order.manifest.fingerprint, order.token_ids)
+        prefix = self.prefix
+        known = prefix.manifest.segments if prefix and prefix.directory == order.directory else ()
+        if own and own.manifest.segments != known:
+            raise ContextError(f"the context {name!r} was saved by another process meanwhile; run this again")
+        present = list(own.manifest.segments) if own else []
+        if own or not (order.directory / FILE_NAME).exists():
+            self._store.tidy(name, present)
+        return [segment for segment in present if segment.stop <= shared]
 
     def _make_room(self, order: SaveOrder) -> None:
         """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do.
@@ -237,10 +228,16 @@ class ContextUse:
         Raises:
             ContextError: there is no room for what is to be saved.
         """
-        store, new = self._store, max(0, len(order.token_ids) - self.restored) * order.manifest.shape.token_bytes
+        store, manifest = self._store, order.manifest
+        new = manifest.bytes_to_write(len(order.token_ids), self.restored)
         keep = [order.directory.name]
         if self.prefix and self.prefix.name not in keep:
             keep.append(self.prefix.name)
+        if new > store.free_bytes():
+            raise ContextError(
+                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
+                "contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
+            )
         if store.most_bytes is not None:
             if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
@@ -249,28 +246,20 @@ class ContextUse:
                 )
             removed = store.prune(store.most_bytes - new, keep)
             self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
-        if new > store.free_bytes():
-            raise ContextError(
-                f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
-                "contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
-            )
 
-    def _kept_segments(self, order: SaveOrder) -> list[Segment]:
+    def _kept_segments(self, order: SaveOrder, own: Sequence[Segment]) -> list[Segment]:
         """The leading segments that hold what was restored, each there under the context's directory.
 
-        Raises:
-            ContextError: another process has saved another text under the name since this run was prepared.
+        Args: `own` are those that are there already.
         """
         prefix, disk = self.prefix, self._store.disk
         kept: list[Segment] = []
         size = order.manifest.segment_tokens
-        own, _ = self._store.saved_of(order.directory.name, order.manifest.fingerprint, order.token_ids)
-        present = own.manifest.segments if own else ()  # by now
         for segment in prefix.manifest.segments if prefix and prefix.manifest.segment_tokens == size else ():
             whole = segment.tokens == size or segment.stop == len(order.token_ids)
-            if segment.stop > self.restored or segment.stop > len(order.token_ids) or not whole:
+            if segment.stop > min(self.restored, len(order.token_ids)) or not whole:
                 break
-            if prefix and prefix.directory == order.directory and segment not in present:
+            if prefix and prefix.directory == order.directory and segment not in own:
                 break
             kept.append(segment)
         new = not (order.directory / FILE_NAME).exists()
@@ -294,94 +283,6 @@ class _Damage(Exception):
     def __init__(self, position: int, error: ContextError) -> None:
         super().__init__(str(error))
         self.position, self.error = position, error
-
-
-class _Saver:
-    """Writes the segments of a context, one at a time, in a thread; on rank 0 also its manifest."""
-
-    def __init__(
-        self, store: ContextStore, ranks: Ranks, heads: HeldHeads, order: SaveOrder, kept: Sequence[Segment]
-    ) -> None:
-        self._store, self._ranks, self._heads, self._order = store, ranks, heads, order
-        self._manifest = replace(order.manifest, segments=tuple(kept))
-        self._saved = self._manifest.saved  # and what is being written
-        self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
-        self._deadline = inf  # until which files of other ranks are waited for
-        self.failure: str | None = None
-
-    def save(self, full: FullCache) -> None:
-        """Begins to write the segments that `full` has become long enough for, once the one before is written."""
-        tokens = len(self._order.token_ids)
-        while self.failure is None and (first := self._saved) < min(full.length, tokens):
-            stop = min(first + self._manifest.segment_tokens, tokens)
-            if stop > full.length:
-                return
-            self._wait()
-            if self.failure is not None:
-                return
-            full.blocks.drain()
-            layers = [full.blocks.export(layer, first, stop) for layer in range(self._manifest.shape.num_layers)]
-            self._saved = stop
-            self._writing = self._thread.submit(self._write, first, stop, layers)
-
-    def give_up(self) -> None:
-        """Writes no more: another rank cannot."""
-        self._deadline = 0.0
-        self.failure = self.failure or _OTHER_FAILED
-
-    def finish(self, together: bool) -> None:
-        """See `ContextUse.finish`."""
-        if self._ranks.rank:
-            self._wait()
-        if not together:
-            self._deadline = time.monotonic() + _PATIENCE_S
-        elif not self._ranks.least([self.failure is None])[0]:
-            self.give_up()
-        self._wait()
-        self._thread.shutdown()
-
-    def _wait(self) -> None:
-        if self._writing is None:
-            return
-        try:
-            self._writing.result()
-        except (OSError, DamagedError) as error:
-            self.failure = self.failure or getattr(error, "strerror", None) or str(error)
-        finally:
-            self._writing = None
-
-    def _write(self, first: int, stop: int, layers: list[list[Tensor]]) -> None:
-        order, heads = self._order, self._heads
-        token_ids = order.token_ids[first:stop]
-        chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
-        segment = Segment(first, stop - first, chain, tuple(self._part(first, stop, held) for held in order.parts))
-        if heads.writes:
-            part = self._part(first, stop, (heads.first, heads.stop))
-            contents = self._manifest.contents(segment, part)
-            write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layers)
-        layers.clear()  # they may be copies
-        if self._ranks.rank == 0:
-            segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
-            self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
-            self._manifest.write(self._store.disk, order.directory)
-            self._store.tidy(order.directory.name, self._manifest.segments, order.salt)
-        else:
-            self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
-
-    def _part(self, first: int, stop: int, heads: tuple[int, int]) -> Part:
-        name = f"{first:09d}-{stop:09d}.h{heads[0]}-{heads[1]}.{self._order.salt}.safetensors"
-        return Part(name, heads, "")
-
-    def _await(self, segment: Segment, part: Part) -> Part:
-        """The part with its checksum, once the rank that writes it has done so."""
-        path = self._order.directory / part.file
-        while not path.exists():
-            if time.monotonic() > self._deadline:
-                raise OSError(_OTHER_FAILED)
-            time.sleep(0.01)
-        with SegmentFile(path, self._manifest.contents(segment, part)) as file:
-            return replace(part, checksum=file.checksum)
 
 
 def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:

@@ -34,6 +34,13 @@ VERIFY_DRAFT_TOKENS = 24
 RETRIEVAL_DRAFT_TOKENS = 8
 """Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
 
+STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
+"""The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
+of these whose attention mass is small."""
+
+SMALL_MASS = 2**28, 1 / 32
+"""Bytes, or the share of the full cache, that attention mass may take for longer verifications' sake."""
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -59,11 +66,8 @@ class RunPlan:
     retrieval cache never take their memory at the same time."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
-
-    @property
-    def verify_draft(self) -> DraftTokens:
-        """For a pass over the full cache (γ2)."""
-        return DraftTokens(self.request.settings.block_length, VERIFY_DRAFT_TOKENS)
+    verify_draft: DraftTokens
+    """For a pass over the full cache (γ2)."""
 
     @property
     def retrieval_draft(self) -> DraftTokens:
@@ -73,7 +77,7 @@ class RunPlan:
     @property
     def mass_rows(self) -> int:
         """The longest verification of which every row's attention mass is kept; 0 without a retrieval cache."""
-        return _mass_rows(self.request.settings) if self.budget else 0
+        return self.verify_draft.longest + 1 if self.budget else 0
 
     @property
     def kv(self) -> int:
@@ -178,6 +182,7 @@ def make_plan(request: RunRequest) -> RunPlan:
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
+        verify_draft = _verify_draft(request, placement)
         return RunPlan(
             request=request,
             placement=placement,
@@ -186,11 +191,12 @@ def make_plan(request: RunRequest) -> RunPlan:
             weights=weights,
             resident_kv=placement.num_resident * block,
             streamed_kv=(placement.num_blocks - placement.num_resident) * block,
-            retrieval=_retrieval_bytes(request, budget, placement.capacity) if budget else 0,
+            retrieval=budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest) if budget else 0,
             ring=placement.ring_buffers * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes,
             prefill=activations + workspace,
             streamed_per_pass=placement.streamed_blocks(request.context) * block,
+            verify_draft=verify_draft,
         )
 
     def streamed(resident_bytes: float) -> RunPlan:
@@ -239,19 +245,21 @@ def _reserve(request: RunRequest) -> int:
     return int(RESERVE * (request.gpu_total_bytes or request.gpu_bytes or 0))
 
 
-def _mass_rows(settings: Settings) -> int:
-    return (settings.block_length or VERIFY_DRAFT_TOKENS) + 1
+def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:
+    most, small = VERIFY_DRAFT_TOKENS, max(SMALL_MASS[0], SMALL_MASS[1] * placement.capacity * request.token_bytes)
+    if placement.streams:
+        most = next((n for n in STREAMED_DRAFT_TOKENS if _mass_bytes(request, placement, n) <= small), most)
+    return DraftTokens(request.settings.block_length, most)
 
 
-def _retrieval_bytes(request: RunRequest, budget: int, capacity: int) -> int:
-    """Keys and values of the budget, the attention mass of the last rows over all chunks, and what a pass computes it
-    from in one layer: the shares of every query head (float32), by block and joined."""
-    part = request.part
-    chunks = -(-capacity // request.settings.planned_chunk_size)
-    rows = max(_mass_rows(request.settings), ROOM) + RECENT_ROWS
-    mass = part.num_layers * part.num_kv_heads * rows * chunks
-    shares = 2 * part.num_heads * _mass_rows(request.settings) * chunks * 4
-    return budget * request.token_bytes + mass * request.dtype.itemsize + shares
+def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
+    """The attention mass of the last rows over all chunks, where so many draft tokens are verified at most; and what a
+    pass computes it from in one layer: the shares of every query head (float32), by block and joined."""
+    part, verified = request.part, draft_tokens + 1
+    chunks = -(-placement.capacity // request.settings.planned_chunk_size)
+    rows = max(verified, ROOM) + RECENT_ROWS
+    mass = part.num_layers * part.num_kv_heads * rows * chunks * request.dtype.itemsize
+    return mass + 2 * part.num_heads * verified * chunks * 4
 
 
 def _activation_bytes(request: RunRequest) -> int:

@@ -126,6 +126,11 @@ class DraftTokens:
     most: int
     """The largest number that adapting may choose."""
 
+    @property
+    def longest(self) -> int:
+        """The largest number there may be."""
+        return self.most if self.fixed is None else self.fixed
+
 
 def fastest_length(
     seconds: Callable[[int], float], draft_seconds: float, rate: float, planned: DraftTokens

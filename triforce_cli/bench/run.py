@@ -57,7 +57,7 @@ def run(
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
-    prompt = long_prompt(source, tokenizer, contexts[-1] - request.max_new_tokens)
+    prompt = long_prompt(source, tokenizer, config, contexts[-1] - request.max_new_tokens)
     with call.signals.allowed():
         engine = load_engine(request, contexts[-1])
         tiers = _tiers(request, engine)

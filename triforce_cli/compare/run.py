@@ -17,7 +17,7 @@ from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
 from ..call import Call
-from ..generate.prompt import Source, build_prompt
+from ..generate.prompt import Source, build_prompt, saved_text
 from ..measurement import publish
 from ..terminal.output import JsonFile
 from ..terminal.streams import tell
@@ -112,7 +112,10 @@ def _token_ids(asked: Asked, source: Source, tokenizer: Tokenizer, config: Model
     if asked.ask is not None:
         raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
     check_context(config, wanted, new)
-    token_ids = build_prompt(source, None, tokenizer, config, new, "tail").token_ids
+    if source.context is not None:
+        token_ids, _ = saved_text(source.context, config)
+    else:
+        token_ids = build_prompt(source, None, tokenizer, config, new, "tail").token_ids
     if len(token_ids) < wanted:
         raise UsageError(f"--prompt-tokens is {wanted:,}, but the prompt has {len(token_ids):,} tokens")
     return token_ids[:wanted]

@@ -32,15 +32,19 @@ def read(request: ReadRequest, call: Call) -> None:
     Interrupted, killed or out of disk space, the same command goes on where it was.
     A context holds the text in readable form; only its owner can read its files.
     """
-    from ..generate.prompt import read_file
+    from ...offload.contexts.home import user_store
+    from ..generate.prompt import read_file, read_option
     from ..ranks import leads
     from ..terminal.streams import tell
 
+    request = replace(request, name=request.name or _name_of(request))
+    user_store().directory(request.name or "")
+    if request.system is not None:
+        request = replace(request, system=read_option("--system", request.system, tell))
     if not leads(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
         text = "".join(read_file(path, "FILE", tell).text for path in request.files)
-        request = replace(request, name=request.name or _name_of(request))
         target, _ = find_pair(request.model, "none", tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run

@@ -44,7 +44,7 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
         assert contexts
         missing = contexts.missing(name, token_ids)
         if missing:
-            _announce(engine, contexts, name, len(token_ids), missing)
+            _announce(engine, contexts, name, token_ids, missing)
     seconds = 0.0
     if missing:
         console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
@@ -83,12 +83,13 @@ def _read(generation: Generation, contexts: ModelContexts, name: str, signals: S
     return generation.statistics.prefill_s
 
 
-def _announce(engine: Engine, contexts: ModelContexts, name: str, tokens: int, missing: int) -> None:
+def _announce(engine: Engine, contexts: ModelContexts, name: str, token_ids: list[int], missing: int) -> None:
+    tokens = len(token_ids)
     before = f"; {tokens - missing:,} of them are saved already" if missing < tokens else ""
     tell(f"context {name}: {tokens:,} tokens{before}")
     seconds = reading_seconds(engine.target, tokens - missing, missing)
     about = f", about {_duration(seconds)}" if seconds is not None else ""
-    size, free = missing * contexts.shape.token_bytes, contexts.store.free_bytes()
+    size, free = contexts.bytes_to_write(token_ids, missing), contexts.store.free_bytes()
     tell(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
 
 

@@ -65,6 +65,11 @@ def _check_context_options(request: GenerateRequest) -> None:
     """Raises:
     UsageError: options that exclude each other.
     """
+    for name in (request.context, request.save_context):
+        if name is not None:
+            from ...offload.contexts.home import user_store
+
+            user_store().directory(name)
     if request.context is None:
         return
     for option, given in (("--save-context", request.save_context), ("--no-context", request.no_context)):

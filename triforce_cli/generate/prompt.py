@@ -178,21 +178,49 @@ def read_text(text: str, system: str | None, raw: bool, tokenizer: Tokenizer) ->
     return token_ids, frame
 
 
-def _continue_context(name: str, ask: str | None, tokenizer: Tokenizer) -> Prompt:
+def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
+    """The ids of a saved context, and what surrounds its text.
+
+    Raises:
+        ContextError: there is no such context; it is another model's, damaged, or not complete.
+    """
+    from ...offload.contexts.home import user_store
+    from ...offload.contexts.manifest import ContextError
+
+    store = user_store()
+    manifest = store.load(name)
+    if not manifest.complete:
+        raise ContextError(
+            f"the context {name!r} is not complete: {manifest.saved:,} of {manifest.tokens:,} tokens are saved; "
+            "triforce read goes on with it"
+        )
+    token_ids, shape = store.token_ids(name), manifest.shape
+    ours = config.num_layers, config.num_kv_heads, config.head_dim
+    if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or max(token_ids) >= config.vocab_size:
+        raise ContextError(
+            f"the context {name!r} was read by another model than {config.name}: give --model {manifest.model}"
+        )
+    return token_ids, manifest.frame
+
+
+def _continue_context(name: str, ask: str | None, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
     """A saved context's ids and the question after them, with the rest of the frame.
 
     Raises:
-        ContextError: there is no such context, or it is damaged.
+        ContextError: see `saved_text`.
         UsageError: no question, where the text stands in a user's message.
     """
-    from ...offload.contexts.home import user_store
-
-    store = user_store()
-    frame, token_ids = store.load(name).frame, store.token_ids(name)
+    token_ids, frame = saved_text(name, config)
     if frame.chat and ask is None:
         raise UsageError("the context holds the beginning of a user's message; give the question with --ask")
     _, after, _ = _surroundings(tokenizer.decode(token_ids[-16:]), ask, tokenizer, frame)
-    return Prompt([*token_ids, *(tokenizer.encode(after, False) if after else [])])
+    return Prompt([*token_ids, *encode_after(after, tokenizer)])
+
+
+def encode_after(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text that stands after another one. Some tokenizers put a space before the first word they get."""
+    anchor, both = tokenizer.encode("x", False), tokenizer.encode(f"x{text}", False)
+    return both[len(anchor) :] if both[: len(anchor)] == anchor else tokenizer.encode(text, False)
 
 
 def build_prompt(
@@ -216,7 +244,7 @@ def build_prompt(
     from ...offload.checks import check_context
 
     if source.context is not None:
-        prompt = _continue_context(source.context, ask, tokenizer)
+        prompt = _continue_context(source.context, ask, tokenizer, config)
         check_context(config, len(prompt.token_ids), max_new_tokens)
         return prompt
     before, after, special = _surroundings(source.text, ask, tokenizer)
@@ -227,7 +255,7 @@ def build_prompt(
     if apart:
         token_ids = tokenizer.encode(before + source.text, special)
         text_tokens = len(token_ids)
-        token_ids += tokenizer.encode(after, False) if after else []
+        token_ids += encode_after(after, tokenizer)
     else:
         token_ids = tokenizer.encode(before + source.text + after, special)
     if not token_ids:
@@ -266,17 +294,15 @@ class LongPrompt:
     """How many the text has; where there are more, it is repeated."""
 
 
-def long_prompt(source: Source, tokenizer: Tokenizer, tokens: int) -> LongPrompt:
+def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, tokens: int) -> LongPrompt:
     """The first `tokens` tokens of a text, which is repeated where it is too short; a built-in one is taken whole.
 
     Raises:
         UsageError: the text gives no token.
-        ContextError: there is no such saved context, or it is damaged.
+        ContextError: see `saved_text`.
     """
     if source.context is not None:
-        from ...offload.contexts.home import user_store
-
-        token_ids = again = user_store().token_ids(source.context)
+        token_ids = again = saved_text(source.context, config)[0]
     else:
         token_ids = tokenizer.encode(source.text, True)
         again = tokenizer.encode(source.text, False)

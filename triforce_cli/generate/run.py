@@ -88,6 +88,7 @@ def run(
         if generation is None or not (generation.statistics.token_ids or isinstance(error, Stop)):
             raise
         ended = error
+    generation.close()
     ended = _finish(console, generation, text, output, json_file, ended)
     if ended is not None:
         raise ended

@@ -3,9 +3,16 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from command import TEXT, Outcome, run_here, save_pair
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers
+from triforce.cli.generate.prompt import encode_after
+from triforce.offload.contexts.disk import Disk
+from triforce.offload.contexts.manifest import Manifest
+from triforce.tp.weights.tokenizer import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
 
@@ -144,8 +151,6 @@ def test_a_text_is_saved_in_the_frame_that_a_question_continues(triforce, pair, 
     )
     (model / "chat_template.jinja").write_text(template)
     triforce("read", tmp_path / "book.txt", "--system", "Be brief.", "--model", model)
-    from triforce.tp.weights.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(model)
     asked = answered(triforce, "--context", "book", "--ask", QUESTION, "--model", model)
     framed = tokenizer.encode("<system>Be brief.<user>" + TEXT, False)
@@ -154,3 +159,30 @@ def test_a_text_is_saved_in_the_frame_that_a_question_continues(triforce, pair, 
     assert asked["prompt_tokens"] == len(framed) + len(question)
     without = triforce("generate", "--context", "book", "--model", model, expect=2)
     assert "give the question with --ask" in without.err
+
+
+def test_an_unfinished_context_answers_nothing(triforce, tmp_path):
+    triforce("read", tmp_path / "book.txt")
+    directory = tmp_path / "home" / "contexts" / "book"
+    manifest = Manifest.load(directory)
+    replace(manifest, tokens=manifest.tokens + 9).write(Disk(), directory)
+    refused = triforce("generate", "--context", "book", expect=1).err
+    assert "is not complete: 2" in refused and "triforce read goes on with it" in refused
+
+
+def test_a_manifest_of_nonsense_is_one_damaged_context(triforce, tmp_path):
+    triforce("read", tmp_path / "book.txt")
+    directory = tmp_path / "home" / "contexts" / "book"
+    manifest = Manifest.load(directory)
+    replace(manifest, shape=replace(manifest.shape, dtype="int8")).write(Disk(), directory)
+    assert "damaged" in triforce("contexts").out
+    assert "impossible numbers" in triforce("contexts", "show", "book", expect=1).err
+
+
+def test_a_question_after_a_saved_text_is_tokenized_as_within_one(pair):
+    """Tokenizers in the way of SentencePiece put a space before the first word that they get."""
+    backend = Backend.from_file(str(pair[0] / "tokenizer.json"))
+    backend.normalizer = normalizers.Prepend(" ")
+    tokenizer = Tokenizer(encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+                          decode=lambda ids: backend.decode(list(ids)))  # fmt: skip
+    assert tokenizer.decode(encode_after("Why?", tokenizer)) == "Why?"

@@ -92,6 +92,17 @@ def test_a_manifest_names_files_of_its_own_directory_only(root, name):
         store_at(root).load(NAME)
 
 
+@pytest.mark.parametrize("content", ["", "null", "[]", "{}", '"x"', "1", "[" * 5000, '{"checksum": 1}', "\xff", "{"])
+def test_a_manifest_of_nonsense_is_refused_by_name(tiny, root, content):
+    (root / NAME / "manifest.json").write_bytes(content.encode("latin-1"))
+    assert tiny.ask(root) == "refused"
+    with pytest.raises(ContextError, match=f"(?s){NAME}.*damaged.*contexts rm {NAME}"):
+        tiny.read(root)
+    store_at(root).remove(NAME)
+    tiny.read(root)
+    assert_whole(root)
+
+
 def test_a_newer_format_is_refused_by_name(tiny, root):
     path = root / NAME / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": 2}))

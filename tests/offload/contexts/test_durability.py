@@ -2,6 +2,7 @@
 
 import errno
 import random
+import shutil
 
 import pytest
 from hooked_disk import HOWS, HookedDisk, PowerCut, full_after, read_only, recording
@@ -33,6 +34,22 @@ def manifests_synced(root, events):
 
 TOKENS_AFTER = (0, 0, SEGMENT, 100, 2 * SEGMENT, len(TEXT))
 """Tokens that are saved once so many manifests are written, of which the first names no segment yet."""
+
+
+def test_whenever_the_power_is_cut_what_was_saved_is_there(recorded, tmp_path):
+    """After every change of a name, with what was not synced lost in several ways."""
+    root, events = recorded
+    cuts = [at + 1 for at, event in enumerate(events) if event[0] in ("rename", "sync_directory", "remove")]
+    for cut in cuts:
+        sure = TOKENS_AFTER[manifests_synced(root, events[:cut])]
+        for how in HOWS[:4]:
+            place = tmp_path / f"{cut}-{how}"
+            PowerCut(root.parent, events[:cut]).leave(place, how, random.Random(0))
+            store = store_at(place / "contexts")
+            found = [wrong for name in store.names() for _, wrong in store.verify(name) if wrong]
+            assert found == [], f"after {cut} of {len(events)} events, {how}"
+            assert not sure or store.load(NAME).saved >= sure, f"after {cut} of {len(events)} events, {how}"
+            shutil.rmtree(place)
 
 
 @pytest.mark.slow(keep=4)

@@ -1,13 +1,27 @@
 """A context that two ranks wrote, one reads, and the other way round: bit for bit the keys and values written."""
 
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
 import pytest
+import torch
+from hooked_disk import HookedDisk
 from safetensors.torch import load_file
 from spmd import kv_digests, run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.contexts.manifest import Manifest
 from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.saver import HeldHeads, SaveOrder
+from triforce.offload.contexts.segment import Shape
+from triforce.offload.contexts.store import ContextStore
+from triforce.offload.contexts.use import ContextUse
+from triforce.tp.parallel.ranks import Ranks
 
 SHAPES = {"mha": {}, "gqa": {"num_key_value_heads": 2}, "mqa": {"num_key_value_heads": 1}}
 """With two ranks: two KV heads to each, one, and one that both hold."""
@@ -53,7 +67,6 @@ def exchanged(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_restored_is_what_was_written_whoever_wrote_it(exchanged, shape):
     by_one, by_one_then_two, by_two, by_two_then_one, root = exchanged[shape]
@@ -63,7 +76,6 @@ def test_what_is_restored_is_what_was_written_whoever_wrote_it(exchanged, shape)
     assert_whole(root)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "parts"), [("mha", [(0, 2), (2, 4)]), ("gqa", [(0, 1), (1, 2)]), ("mqa", [(0, 1)])])
 def test_each_rank_writes_its_heads_and_one_of_them_what_both_hold(exchanged, shape, parts):
     root = exchanged[shape][-1]
@@ -72,3 +84,65 @@ def test_each_rank_writes_its_heads_and_one_of_them_what_both_hold(exchanged, sh
         for part in segment.parts:
             heads = load_file(root / NAME / part.file)["layer.0"].shape[0]
             assert heads == part.kv_heads[1] - part.kv_heads[0]
+
+
+class _ThreadRank:
+    """One of two ranks that are threads of this process: what `ContextUse` needs of `Ranks`."""
+
+    size = 2
+
+    def __init__(self, rank, meeting, values):
+        self.rank, self._meeting, self._values = rank, meeting, values
+
+    def _gather(self, value):
+        self._values[self.rank] = value
+        self._meeting.wait(20)
+        found = list(self._values)
+        self._meeting.wait(20)
+        return found
+
+    def least(self, numbers):
+        return [min(of_each) for of_each in zip(*self._gather(numbers), strict=True)]
+
+    def share(self, value):
+        return self._gather(value)[0]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("writes", [1, 3, 99])
+def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path, failing, writes):
+    """After so many files that rank's disk is full: both ranks go on without saving, and both say so."""
+    shape, tokens = Shape(1, 2, 8, "float32"), list(range(256))
+    manifest = Manifest("model", "f" * 32, shape, len(tokens), 0.0, segment_tokens=64)
+    order = SaveOrder(tmp_path / "book", manifest, tokens, "cafe", ((0, 1), (1, 2)))
+    meeting, values = threading.Barrier(2), [None, None]
+
+    class Cache:
+        length = 0
+
+        class blocks:
+            drain = staticmethod(lambda: None)
+            export = staticmethod(lambda layer, start, stop: [torch.zeros(2, 1, stop - start, 8)])
+
+    def run(rank):
+        left = [writes if rank == failing else 99]
+
+        def hook(kind, *of):
+            left[0] -= kind == "create"
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        store = ContextStore(tmp_path, segment_tokens=64, disk=HookedDisk(hook))
+        ranks = cast(Ranks, _ThreadRank(rank, meeting, values))
+        use, cache = ContextUse(store, ranks, HeldHeads(rank, rank + 1, True), None, order), cast(Any, Cache())
+        use.begin(cache)
+        for end in use.stops(0, len(tokens)):
+            cache.length = end
+            use.save(cache)
+        use.finish(together=True)
+        return use.warnings
+
+    with ThreadPoolExecutor(2) as pool:
+        warnings = [one.result(60) for one in [pool.submit(run, rank) for rank in (0, 1)]]
+    assert [bool(of_rank) for of_rank in warnings] == [writes < 99] * 2, warnings
+    assert [wrong for _, wrong in ContextStore(tmp_path).verify("book") if wrong] == []

@@ -209,3 +209,65 @@ def test_damage_that_reads_as_nan_leaves_nothing_behind(checkpoints, store, resi
     mending.read(case.text, "book")  # computes a segment while numbers of the next one are still in the cache
     assert [wrong for _, wrong in store.verify("book") if wrong] == []
     assert case.answer(mending)["token_ids"] == want
+
+
+def test_a_shorter_text_takes_nothing_from_a_longer_one(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"tiers": 1})
+    case.engine(checkpoints, store).read(case.text, "book")
+    assert case.engine(checkpoints, store).read(TEXT[:200], "book").saved == 300, "all of it is there"
+    with pytest.raises(ContextError, match="another text: it differs from this one at token 199"):
+        case.engine(checkpoints, store).read([*TEXT[:199], 96 - TEXT[199]], "book")
+    grown = [*TEXT[:298], 96 - TEXT[298], *TEXT[300:400]]
+    assert case.engine(checkpoints, store).read(grown, "book").saved == len(grown), "its last tokens may differ then"
+
+
+def test_what_another_process_has_saved_meanwhile_stays(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"tiers": 1})
+    save = ContextRequest(save="book", required=True)
+    planned = case.engine(checkpoints, store).stream(case.text, Sampling(0.0), 1, contexts=save)
+    case.engine(checkpoints, store).read(case.text, "book")
+    with pytest.raises(ContextError, match="was saved by another process meanwhile"):
+        next(planned)
+    assert store.load("book").complete
+
+
+def test_a_mending_that_is_broken_off_keeps_what_was_whole(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"tiers": 1})
+    case.engine(checkpoints, store).read(case.text, "book")
+    first = sorted((store.root / "book").glob("*.safetensors"))[0]
+    content = bytearray(first.read_bytes())
+    content[5000] ^= 1
+    first.write_bytes(content)
+    engine, tokens = case.engine(checkpoints, store), 0
+
+    def stop_after_two_segments(share):
+        nonlocal tokens
+        tokens = store.load("book").saved
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.read(case.text, "book", on_prefill=stop_after_two_segments)
+    assert engine._running
+    engine._running.close()
+    assert tokens == store.load("book").saved == 300
+    assert [wrong for _, wrong in store.verify("book") if wrong] == []
+
+
+def test_a_store_that_cannot_be_looked_into_matters_only_to_those_who_ask_for_it(checkpoints, tmp_path):
+    (tmp_path / "file").touch()
+    store = ContextStore(tmp_path / "file" / "contexts")
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"tiers": 1})
+    assert len(case.answer(case.engine(checkpoints, store), FIND)["token_ids"]) == 20
+    saving = case.answer(case.engine(checkpoints, store), ContextRequest(save="book"))
+    assert "nothing is saved" in saving["warnings"][0]
+    with pytest.raises(ContextError):
+        case.engine(checkpoints, store).read(case.text, "book")
+
+
+def test_without_looking_a_saved_text_shares_nothing(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, [], Sampling(0.0), {"tiers": 1})
+    case.engine(checkpoints, store).read(case.text, "book")
+    assert case.answer(case.engine(checkpoints, store), ContextRequest(save="mine"))["context"] is None
+    found = case.answer(case.engine(checkpoints, store), ContextRequest(find=True, save="ours"))
+    assert found["context"] in ("book", "mine")

@@ -1,6 +1,7 @@
 """The store: names, permissions, what contexts share, the quota, and several processes at once."""
 
 import os
+import shutil
 import threading
 import time
 
@@ -104,6 +105,14 @@ def test_tidying_leaves_what_other_ranks_have_written_ahead(root):
     assert [path.exists() for path in (ahead, half, killed, notes)] == [True, True, False, True]
     store.tidy(NAME, store.load(NAME).segments)
     assert [path.exists() for path in (ahead, half, notes)] == [False, False, True]
+
+
+def test_reading_what_is_there_already_removes_what_a_kill_has_left(tiny, root):
+    """Killed after the last manifest was written, before what it supersedes was removed."""
+    for name in ("000000128-000000140.h0-2.dead4567.safetensors", ".x.safetensors.new", ".dead4567.probe"):
+        (root / NAME / name).touch()
+    tiny.read(root)
+    assert_whole(root)
 
 
 def test_the_end_of_a_text_may_be_cut_into_other_tokens_when_it_grows(tiny, root):
@@ -244,7 +253,7 @@ def test_removed_before_it_is_gone_on_from(tiny, root, name):
 
     def restore_then_lose(prefix, full):
         found = restored(prefix, full)
-        store_at(root).remove(NAME)
+        shutil.rmtree(root / NAME)
         return found
 
     run.saved._restore = restore_then_lose
@@ -253,8 +262,7 @@ def test_removed_before_it_is_gone_on_from(tiny, root, name):
     assert_whole(root, longer, name=name)
 
 
-def test_removed_while_it_is_being_restored(tiny, root):
-    """Files that are open stay readable."""
+def test_a_context_is_not_removed_while_it_is_being_restored_and_files_that_are_open_stay_readable(tiny, root):
     run = tiny.on(root).stream(TEXT + QUESTION, SAMPLINGS[0], NEW_TOKENS, contexts=ContextRequest(name=NAME))
     blocks, restored = run._full.blocks, []
     restore = blocks.restore
@@ -262,7 +270,10 @@ def test_removed_while_it_is_being_restored(tiny, root):
     def remove_first(layer, stop, read):
         if not restored:
             restored.append(layer)
-            store_at(root).remove(NAME)
+            with pytest.raises(ContextError, match="is being restored by another process"):
+                store_at(root).remove(NAME)
+            assert store_at(root).prune(0) == []
+            shutil.rmtree(root / NAME)
         restore(layer, stop, read)
 
     blocks.restore = remove_first

@@ -58,7 +58,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, generation):
+            for module in (kept, generation, streamed_blocks):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 
@@ -92,6 +92,7 @@ def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: i
         stack.enter_context(patch.object(placement, "RING_BUFFERS", chance.randint(1, 3)))
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
         stack.enter_context(patch.object(streamed_blocks, "OPEN_SLACK", SLACK))
+        stack.enter_context(patch.object(streamed_blocks, "synchronize", simulator.synchronize))
         stack.enter_context(torch.inference_mode())
         history = _History(decoders[seed % len(decoders)], simulator, chance)
         simulator.__enter__()
