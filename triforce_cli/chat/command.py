@@ -52,9 +52,12 @@ def chat(request: ChatRequest, call: Call) -> None:
 
 def _check_options(request: ChatRequest) -> None:
     """Raises:
-    UsageError: options that exclude each other.
+    UsageError: options that exclude each other, or an impossible name.
     """
     if request.context is not None:
+        from ...offload.contexts.home import user_store
+
+        user_store().directory(request.context)
         if request.prompt_file is not None:
             raise UsageError("--context and --prompt-file are both given, but one text starts a conversation; give one")
         if request.system is not None:

@@ -16,7 +16,7 @@ from ...tp.devices import device_name
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
-from ..generate.prompt import Source, read_text
+from ..generate.prompt import Source, read_text, saved_text
 from ..generate.run import ROOM, load_engine
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals
@@ -53,7 +53,7 @@ def run(
         raise TriforceError("there is no standard input to read questions from")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not json_file.on_stdout
     with signals.allowed():
-        opening = _opening(request, text, tokenizer)
+        opening = _opening(request, text, tokenizer, config)
         form = form_of(tokenizer, opening, request.system)
         conversation = Conversation(
             form,
@@ -86,17 +86,15 @@ def run(
         raise typer.Exit(1)
 
 
-def _opening(request: ChatRequest, text: Source | None, tokenizer: Tokenizer) -> Opening | None:
+def _opening(request: ChatRequest, text: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Opening | None:
     """What the conversation begins with.
 
     Raises:
-        ContextError: there is no such saved context, or it is damaged.
+        ContextError: the saved context cannot be used.
         UsageError: no token, or a system message that has no place.
     """
     if request.context is not None:
-        store = user_store()
-        frame = store.load(request.context).frame
-        return Opening.of(store.token_ids(request.context), frame, tokenizer, f"the context {request.context}")
+        return Opening.of(*saved_text(request.context, config), tokenizer, f"the context {request.context}")
     if text is None:
         return None
     token_ids, frame = read_text(text.text, request.system, False, tokenizer)
