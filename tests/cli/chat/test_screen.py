@@ -111,3 +111,17 @@ def test_a_signal_ends_a_waiting_chat_and_leaves_the_terminal(terminal, tmp_path
     assert chat.finish() == 143
     assert chat.raw.rfind("\x1b[?2004l") > chat.raw.rfind("\x1b[?2004h") and "terminated" in chat.raw
     assert len(json.loads((tmp_path / "turns.json").read_text())) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_of_several_ranks_and_none_of_them(terminal, tmp_path):
+    chat = terminal("--json", tmp_path / "turns.json", "--gpus", 2, "--tiers", 2, new=980)
+    for question in ("Why", "How"):
+        chat.type(f"{question}?\r")
+        chat.read_until(ANSWERED.format(question))
+        chat.type("\x03")
+        chat.read_until(rf"{ANSWERED.format(question)}(.|\n)*{READY}")
+    chat.type("\x04")
+    assert chat.finish() == 0
+    turns = json.loads((tmp_path / "turns.json").read_text())
+    assert [turn["finish_reason"] for turn in turns] == ["interrupted"] * 2 and turns[0]["world_size"] == 2
