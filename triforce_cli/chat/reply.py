@@ -31,7 +31,7 @@ class Reply:
         """Of the text after each token."""
         self._text = ""
         self._stop_at: int | None = None
-        self._shown = 0
+        self._shown, self._begun = 0, False
 
     @property
     def stopped(self) -> bool:
@@ -76,8 +76,9 @@ class Reply:
         return self._ids[:whole] + (self._encode(rest, False) if rest else [])
 
     def _add(self, piece: str) -> None:
+        before = len(self._text)
         self._text += piece
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, before - len(stop)))) >= 0]
         if found:
             self._stop_at = min(found)
 
@@ -89,8 +90,9 @@ class Reply:
         return len(self._text) - len(text[: len(text) - most].rstrip())
 
     def _show(self, end: int) -> str:
-        if not self._shown:
+        if not self._begun:
             self._shown = len(self._text) - len(self._text.lstrip())
         piece = self._text[self._shown : end]
+        self._begun = self._begun or bool(piece)
         self._shown = max(self._shown, end)
         return piece

@@ -11,8 +11,10 @@ import time
 import pytest
 from chats import THINKING, with_template
 from command import TEXT, Outcome, check_refusal, run_here, undocumented
+from triforce.cli.app import run
 from triforce.cli.chat import run as chat_run
 from triforce.cli.chat.forms import PlainForm
+from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Engine
 from triforce.offload.generation import Generation
 
@@ -22,7 +24,7 @@ def chat(pair, capfd, monkeypatch, tmp_path):
     """Runs the command with lines on its standard input."""
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
 
-    def run(lines: str | bytes, *arguments, model=pair[0], new=8, expect=0) -> Outcome:
+    def talk(lines: str | bytes, *arguments, model=pair[0], new=8, expect=0) -> Outcome:
         stdin = io.TextIOWrapper(io.BytesIO(lines.encode() if isinstance(lines, str) else lines))
         monkeypatch.setattr(sys, "stdin", stdin)
         fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", new)
@@ -30,7 +32,7 @@ def chat(pair, capfd, monkeypatch, tmp_path):
         assert outcome.code == expect, outcome.err
         return outcome
 
-    return run
+    return talk
 
 
 def turns_of(outcome: Outcome) -> list[dict]:
@@ -192,29 +194,46 @@ def test_an_interrupt_keeps_what_was_written(chat, monkeypatch):
     assert turn["finish_reason"] == "interrupted" and 3 <= turn["new_tokens"] < 40
 
 
-@pytest.mark.slow
-def test_several_ranks_talk_alike_and_end_answers_early_together(pair, chat, tmp_path):
+def as_ranks(pair, lines, *options, code=0, prepare=lambda: None):
+    """What two ranks print that talk about `lines`; each calls `prepare` before."""
     from spmd import run_forks
-    from triforce.cli.app import run
-    from triforce.cli.terminal.stopping import Signals
 
+    def rank():
+        prepare()
+        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+        with Signals() as signals:
+            found = run([str(argument) for argument in ("chat", *fixed, *options)], signals)
+        assert found == (0 if os.environ["RANK"] == "1" else code)
+
+    return run_forks(rank, 2, 60)
+
+
+@pytest.mark.slow
+def test_several_ranks_talk_alike_and_end_answers_early_together(pair, chat, monkeypatch):
     lines, options = "Why?\nHow?\n/save talk\n/retry\nWhere?\n", ("--temperature", 0, "--tiers", 2)
     whole = chat("Why?\n", *options, new=40).out
     stop = whole[8:10]
-
-    def rank():
-        chat_run.form_of = lambda *_: PlainForm(stops=(stop,))
-        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
-        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
-        arguments = ["chat", *fixed, "--max-new-tokens", 40, *options]
-        with Signals() as signals:
-            code = run([str(argument) for argument in arguments], signals)
-        assert code == 0
-
-    together = run_forks(rank, 2, 60)
-    before, chat_run.form_of = chat_run.form_of, lambda *_: PlainForm(stops=(stop,))
-    try:
-        alone = chat(lines, *options, new=40).out
-    finally:
-        chat_run.form_of = before
+    monkeypatch.setattr(chat_run, "form_of", lambda *_: PlainForm(stops=(stop,)))  # in the forks too
+    together = as_ranks(pair, lines, "--max-new-tokens", 40, *options)
+    alone = chat(lines, *options, new=40).out
     assert together == alone and whole[: whole.index(stop)].strip() in alone
+
+
+@pytest.mark.slow
+def test_several_ranks_go_on_after_a_question_that_memory_does_not_suffice_for(pair):
+    def prepare():
+        from triforce.offload.caches.kept import KeptCache
+        from triforce.tp.errors import CapacityError
+
+        given = KeptCache.prepare
+
+        def little(self, prompt, *rest, **named):
+            if len(prompt) > 100:
+                raise CapacityError("a context of so many tokens needs more")
+            return given(self, prompt, *rest, **named)
+
+        KeptCache.prepare = little
+
+    lines = f"Why?\n{'how ' * 40}\nWhere?\n"
+    assert len(as_ranks(pair, lines, "--max-new-tokens", 4, code=1, prepare=prepare).split()) >= 2
