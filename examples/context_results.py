@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--prompt-file", type=Path, required=True)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--repeat", type=int, default=3, help="of each measurement; medians are printed")
+    parser.add_argument("--repeat", type=int, default=3, help="of restoring; medians are printed")
+    parser.add_argument("--readings", type=int, default=3, help="pairs of readings with and without writing")
     parser.add_argument("--store", type=Path, help="where to write; default: a temporary directory")
     given = parser.parse_args()
     tokenizer = Tokenizer.load(find_pair(given.model)[0])
@@ -39,8 +40,8 @@ def main() -> None:
     question = tokenizer.encode(QUESTION, False)
     with tempfile.TemporaryDirectory(dir=given.store) as folder:
         root = Path(folder)
-        reading = compare_reading(given.model, text, root, given.repeat)
-        kept = root / f"{given.repeat - 1}"
+        reading = compare_reading(given.model, text, root, given.readings)
+        kept = root / f"{given.readings - 1}"
         files = sorted((kept / "book").glob("*.safetensors"))
         size, kv = sum(path.stat().st_size for path in files), ContextStore(kept).load("book").kv_bytes
         print(f"{len(text):,} tokens: KV {kv / 1e6:.1f} MB, on disk {size / 1e6:.1f} MB ({size / kv - 1:+.2%})")
