@@ -6,11 +6,14 @@ rows at 7B and 151,936 at 0.5B). Distributions are always over the target's voca
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import check_same_vocabulary
 
 LARGEST_PADDING = 512
 """Rows by which two vocabularies may differ and still count as one that is padded differently."""
@@ -38,3 +41,16 @@ def cover(logits: Tensor, vocab_size: int) -> Tensor:
     """`logits` `[n, any]` as `[n, vocab_size]`: surplus tokens are dropped, missing ones get probability 0."""
     missing = vocab_size - logits.shape[-1]
     return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))
+
+
+def check_pair(target: Path, draft: Path | None) -> ModelConfig:
+    """The target's configuration, from the directories of a pair; `draft` is `None` for no draft.
+
+    Raises:
+        ModelError: a configuration that cannot be read; or the two do not share a vocabulary, token for token.
+    """
+    config = ModelConfig.load(target)
+    if draft:
+        check_draft(config, ModelConfig.load(draft))
+        check_same_vocabulary(target, draft)
+    return config

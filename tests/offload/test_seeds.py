@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from spmd import run_jobs
-from tiny import random_tokens, save_family, save_llama
+from tiny import random_tokens, save_families
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
@@ -38,11 +38,7 @@ KEPT = ("0-llama-float32", "1-mistral-window-bfloat16, padded", "0-qwen3-bias-bf
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """For each family a target and a draft that often agrees with it: the target's own first layers."""
-    root = tmp_path_factory.mktemp("families")
-    save_llama(root / "draft", seed=1, num_hidden_layers=2, hidden_size=128)
-    for family in FAMILIES:
-        save_family(root / family, family, seed=1, hidden_size=128, head_dim=32)
-    return root
+    return save_families(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 def random_settings(rng: random.Random) -> dict:

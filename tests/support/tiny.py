@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -87,6 +87,15 @@ def save_family(directory: Path, family: str, seed: int = 0, **changes) -> PreTr
     """Writes a random model of one of `FAMILIES` in float32 to `directory` and returns it."""
     kind, differences = FAMILIES[family]
     return save_model(directory, kind(**(tiny_shape() | differences | changes)), seed)
+
+
+def save_families(root: Path, families: Iterable[str]) -> Path:
+    """Writes to folders of `root` a target of each family, and a draft for all, large enough for compiled kernels;
+    returns `root`."""
+    save_llama(root / "draft", seed=1, num_hidden_layers=2, hidden_size=128)
+    for family in families:
+        save_family(root / family, family, seed=1, hidden_size=128, head_dim=32)
+    return root
 
 
 @torch.no_grad()

@@ -14,14 +14,14 @@ from rich.console import Console
 from ...offload import Engine, Sampling
 from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
-from ...offload.speculation.vocabulary import check_draft
+from ...offload.speculation.vocabulary import check_pair
 from ...offload.transfer.bandwidth import link_bandwidth, memory_bandwidth
 from ...offload.transfer.make import make_link
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
-from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
+from ...tp.weights.tokenizer import Tokenizer
 from ..call import Call
 from ..generate.prompt import Source, long_prompt
 from ..generate.run import load_engine, step
@@ -50,12 +50,9 @@ def run(
         Stop: it was interrupted; what was measured by then is out.
     """
     target, draft = directories
-    config = ModelConfig.load(target)
+    config = check_pair(target, draft)
     sampling = Sampling(**request.sampling)
     contexts = fitting_contexts(request, config, request.max_new_tokens)
-    if draft:
-        check_draft(config, ModelConfig.load(draft))
-        check_same_vocabulary(target, draft)
     tokenizer = Tokenizer.load(target)
     prompt = long_prompt(source, tokenizer, config, contexts[-1] - request.max_new_tokens)
     with call.signals.allowed():

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from ...offload import Engine
 from ...offload.contexts.home import user_store
-from ...offload.speculation.vocabulary import check_draft
+from ...offload.speculation.vocabulary import check_pair
 from ...tp.devices import device_name
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
-from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
+from ...tp.weights.tokenizer import Tokenizer
 from ..generate.prompt import Source, read_text, saved_text
 from ..generate.run import ROOM, load_engine
 from ..terminal.output import JsonFile
@@ -44,10 +44,7 @@ def run(
     """
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     target, draft = directories
-    config = ModelConfig.load(target)
-    if draft and request.tiers == 3:
-        check_draft(config, ModelConfig.load(draft))
-        check_same_vocabulary(target, draft)
+    config = check_pair(target, draft)
     tokenizer = Tokenizer.load(target)
     if sys.stdin is None or sys.stdin.closed:
         raise TriforceError("there is no standard input to read questions from")

@@ -11,11 +11,11 @@ import torch
 from ...offload import Sampling
 from ...offload.checks import check_context
 from ...offload.settings import Settings
-from ...offload.speculation.vocabulary import check_draft
+from ...offload.speculation.vocabulary import check_pair
 from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
-from ...tp.weights.tokenizer import Tokenizer, check_same_vocabulary
+from ...tp.weights.tokenizer import Tokenizer
 from ..call import Call
 from ..generate.prompt import Source, build_prompt, saved_text
 from ..measurement import publish
@@ -79,10 +79,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     Settings(**asked.settings)
     Sampling(**asked.sampling)
-    config = ModelConfig.load(target)
-    if draft:
-        check_draft(config, ModelConfig.load(draft))
-        check_same_vocabulary(target, draft)
+    config = check_pair(target, draft)
     # A CUDA context would take GPU memory from those that are measured, so none is made here.
     cuda = torch.cuda.is_available() and asked.device != "cpu"
     device = "cuda" if cuda else resolve_device(asked.device).type

@@ -14,11 +14,10 @@ from rich.console import Console
 from ...offload import Engine, Generation, Round, Sampling
 from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
-from ...offload.speculation.vocabulary import check_draft
+from ...offload.speculation.vocabulary import check_pair
 from ...tp.devices import set_threads
 from ...tp.errors import CapacityError, TriforceError
-from ...tp.model.config import ModelConfig
-from ...tp.weights.tokenizer import TextStream, Tokenizer, check_same_vocabulary
+from ...tp.weights.tokenizer import TextStream, Tokenizer
 from ..options import EngineOptions
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput
@@ -45,10 +44,7 @@ def run(
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     sampling = Sampling(**request.sampling)
     target, draft = directories
-    config = ModelConfig.load(target)
-    if draft and request.tiers == 3:
-        check_draft(config, ModelConfig.load(draft))
-        check_same_vocabulary(target, draft)
+    config = check_pair(target, draft)
     tokenizer = Tokenizer.load(target)
     with signals.allowed():
         new_tokens, apart = request.max_new_tokens, request.save_context is not None

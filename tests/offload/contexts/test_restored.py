@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import random_tokens, save_family, save_llama
+from tiny import random_tokens, save_families, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.contexts.manifest import ContextError
@@ -23,11 +23,7 @@ FIND = ContextRequest(find=True)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    root = tmp_path_factory.mktemp("families")
-    save_llama(root / "draft", seed=1, num_hidden_layers=2, hidden_size=128)
-    for family in FAMILIES:
-        save_family(root / family, family, seed=1, hidden_size=128, head_dim=32)
-    return root
+    return save_families(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 @pytest.fixture
