@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import copy_chunks, gather_chunks
-from ...tp.devices import synchronize
 from ...tp.model.config import ModelConfig
 from ..planning.placement import OPEN_SLACK, Placement
 from .device_blocks import Blocks, on_host, pieces_of, read_tokens, write_tokens
@@ -114,7 +113,6 @@ class StreamedBlocks:
     def drain(self) -> None:
         self._ring.stop()  # a pass that was broken off has left copies under way
         self._link.wait_for_stores()
-        synchronize(self.device)  # whoever comes next does not compute in the order of the device
 
     def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
         edge = self.num_resident * self.block_size

@@ -14,7 +14,7 @@ from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 
-RARE = (0, 1, 3, 15, 26, 13, 282)
+RARE = (0, 1, 3, 15, 26, 13, 282, 1244)
 """Histories that need the rarer waits, or nearly all of them."""
 
 HISTORIES = 80
