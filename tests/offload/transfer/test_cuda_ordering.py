@@ -14,8 +14,11 @@ from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 
-RARE = (0, 1, 3, 15, 26, 13, 282, 1244)
+RARE = (0, 1, 3, 15, 26, 13, 282)
 """Histories that need the rarer waits, or nearly all of them."""
+
+MOVED = ("long", "break", "grow")
+"""What seldom comes in a row: the copies of a pass that was broken off, and then the memory they read is given back."""
 
 HISTORIES = 80
 """Random ones in the suite, every other with copies at random times."""
@@ -51,12 +54,13 @@ def test_a_run_without_one_of_the_waits_is_noticed(decoders, mutation):
     with mutation.applied():
         if hides_a_failed_store(decoders[0]):
             return
-        assert any(is_noticed(decoders, seed) for seed in (*RARE, *range(200))), f"no history needs {mutation}"
+        found = any(is_noticed(decoders, seed) for seed in (*RARE, *range(200)))
+        assert found or any(is_noticed(decoders, seed, MOVED) for seed in range(100)), f"no history needs {mutation}"
 
 
-def is_noticed(decoders, seed):
+def is_noticed(decoders, seed, kinds=(None,) * 8):
     try:
-        play(decoders, seed)
+        play(decoders, seed, kinds=kinds)
     except (Race, AssertionError):
         return True
     return False

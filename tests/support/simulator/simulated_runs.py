@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,15 @@ def make_decoders(directory: Path) -> list[Decoder]:
     return [made[0]] * 3 + [made[1]]
 
 
-def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: int = 8) -> Simulator:
+def play(
+    decoders: list[Decoder], seed: int, *, deferred: bool = False, kinds: Sequence[str | None] = (None,) * 8
+) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
     saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers.
 
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
+        kinds: of its steps; `None` is a random one.
 
     Raises:
         Race: two accesses are not ordered.
@@ -96,8 +99,8 @@ def play(decoders: list[Decoder], seed: int, *, deferred: bool = False, steps: i
         history = _History(decoders[seed % len(decoders)], simulator, chance)
         simulator.__enter__()
         try:
-            for _ in range(steps):
-                history.step()
+            for kind in kinds:
+                history.step(kind)
             history.end()
         except BaseException as error:
             simulator.__exit__(type(error), error, None)
@@ -144,13 +147,13 @@ class _History:
         blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=torch.float32, device=CPU)
         return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK)
 
-    def step(self) -> None:
+    def step(self, kind: str | None = None) -> None:
         if self.cache is None:
             self.cache = self.new_cache()
         if not self.cache.length:
             self.forward(self.chance.randint(1, 90))
             return
-        kind = self.chance.choice(
+        kind = kind or self.chance.choice(
             ["verify", "verify", "verify", "long", "rollback", "refresh", "refresh", "grow", "break", "save"]
         )
         if kind == "verify":
