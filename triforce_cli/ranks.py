@@ -25,9 +25,7 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
     """
     place = Place.from_environment()
     if place is None and request.gpus > 1:
-        target, _ = find_pair(
-            request.model, request.draft if request.most_tiers == 3 else "none", tell
-        )  # one download for all ranks
+        target, _ = find_pair(request.model, request.wanted_draft, tell)  # one download for all ranks
         with call.signals.held():  # importing PyTorch may swallow what a signal raises
             from ..tp.model.config import ModelConfig
             from ..tp.parallel.split import check_split

@@ -29,7 +29,7 @@ _OTHER_FAILED = "another rank could not write its part"
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """A context that a run is to save: the first `tokens` of its prompt. All ranks get rank 0's."""
+    """A context that a run is to save: leading tokens of its prompt. All ranks get rank 0's."""
 
     directory: Path
     manifest: Manifest
@@ -135,14 +135,13 @@ class Saver:
         layers.clear()  # they may be copies
         if self._ranks.rank == 0:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
-            self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
+        self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
+        if self._ranks.rank == 0:
             self._later = [one for one in self._later if one.first >= stop]
             goes_on = self._later and self._later[0].first == stop
             written = replace(self._manifest, segments=(*self._manifest.segments, *(self._later if goes_on else ())))
             written.write(self._store.disk, order.directory)
             self._store.tidy(order.directory.name, written.segments, order.salt)
-        else:
-            self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))
 
     def _part(self, first: int, stop: int, heads: tuple[int, int]) -> Part:
         name = f"{first:09d}-{stop:09d}.h{heads[0]}-{heads[1]}.{self._order.salt}.safetensors"

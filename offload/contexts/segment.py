@@ -183,7 +183,7 @@ def write_segment(
             for head in range(contents.heads):
                 hashes = [xxhash.xxh3_64() for _ in range(contents.runs)]
                 for half in (0, 1):
-                    rows = _Rows.of(pieces, half, head, contents.shape.row_bytes)
+                    rows = Rows.of(pieces, half, head, contents.shape.row_bytes)
                     for run, (start, stop) in enumerate(_runs(contents.tokens)):
                         for part in rows.cut(start, stop):
                             write_all(file, part)
@@ -271,7 +271,7 @@ class SegmentFile:
         for half, parts in enumerate((keys, values)):
             whole = [*parts, memoryview(bytearray((checked - wanted) * row))]
             self._scatter(contents.half_start(layer, head, half), whole)
-            halves.append(_Rows(whole, row))
+            halves.append(Rows(whole, row))
         for run, (start, stop) in enumerate(_runs(checked)):
             found = xxhash.xxh3_64()
             for rows in halves:
@@ -310,7 +310,7 @@ def byte_views(pieces: Sequence[Tensor], half: int, head: int) -> list[memoryvie
     return [piece[half, head].view(torch.uint8).numpy().reshape(-1).data for piece in pieces]
 
 
-class _Rows:
+class Rows:
     """Consecutive rows of bytes that lie in several places."""
 
     def __init__(self, parts: Sequence[memoryview], row_bytes: int) -> None:
@@ -318,6 +318,7 @@ class _Rows:
 
     @classmethod
     def of(cls, pieces: Sequence[Tensor], half: int, head: int, row_bytes: int) -> Self:
+        """A head's keys (`half` 0) or values (1) in pieces `[2, heads, any, head_dim]` in host memory."""
         return cls(byte_views(pieces, half, head), row_bytes)
 
     def cut(self, start: int, stop: int) -> Iterator[memoryview]:

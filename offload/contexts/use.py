@@ -18,7 +18,7 @@ from ...tp.units import gib
 from ..caches.full import FullCache
 from .manifest import FILE_NAME, ContextError, Segment
 from .saver import HeldHeads, SaveOrder, Saver
-from .segment import DamagedError, byte_views
+from .segment import DamagedError, Rows
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = 4
@@ -82,8 +82,7 @@ class ContextUse:
         if self._saver and self._order:
             self._saver.save(full)
             if self._saver.failure and self._order.required:
-                name = self._order.directory.name
-                raise ContextError(f"the context {name} could not be saved whole: {self._saver.failure}")
+                raise ContextError(_not_saved(self._order, self._saver.failure))
 
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
@@ -100,7 +99,7 @@ class ContextUse:
         finally:
             self._held.close()
         if saver and self._order and saver.failure:
-            failure = f"the context {self._order.directory.name} could not be saved whole: {saver.failure}"
+            failure = _not_saved(self._order, saver.failure)
             if together and self._order.required:
                 raise ContextError(failure)
             self.warnings.append(failure)
@@ -151,17 +150,17 @@ class ContextUse:
                         files.append((segment, part, file, heads))
 
             def read(layer: int, pieces: list[Tensor]) -> None:
-                for segment, part, file, heads in files:
-                    for head in heads:
-                        halves = [
-                            _cut(byte_views(pieces, half, head - held.start), segment, stop, manifest.shape.row_bytes)
-                            for half in (0, 1)
-                        ]
+                for head in held:
+                    halves = [Rows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
+                    for segment, part, file, heads in files:
+                        if head not in heads:
+                            continue
+                        last = min(segment.stop, stop)
                         try:
-                            file.read(layer, head, *halves)
+                            file.read(layer, head, *(list(rows.cut(segment.first, last)) for rows in halves))
                         except DamagedError as error:
                             found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
-                            return
+                            break
 
             def restore(layer: int) -> None:
                 with torch.inference_mode():
@@ -285,11 +284,5 @@ class _Damage(Exception):
         self.position, self.error = position, error
 
 
-def _cut(rows: Sequence[memoryview], segment: Segment, stop: int, row_bytes: int) -> list[memoryview]:
-    """The memory of a segment's tokens, before `stop`, in that of all tokens."""
-    first, last, at, found = segment.first * row_bytes, min(segment.stop, stop) * row_bytes, 0, []
-    for part in rows:
-        if at < last and at + len(part) > first:
-            found.append(part[max(first - at, 0) : last - at])
-        at += len(part)
-    return found
+def _not_saved(order: SaveOrder, failure: str) -> str:
+    return f"the context {order.directory.name} could not be saved whole: {failure}"

@@ -56,6 +56,10 @@ class ReadRequest(ReportRequest):
         return "none"
 
     @property
+    def wanted_draft(self) -> str | None:
+        return self.draft
+
+    @property
     def most_tiers(self) -> int:
         return 1
 
