@@ -69,7 +69,7 @@ class Totals:
 
     def document(self, threads: int) -> dict[str, Any]:
         """The JSON of the run."""
-        seconds = time.perf_counter() - self.began
+        seconds, busy = time.perf_counter() - self.began, self.link["busy_s"]
         return {
             "version": version("triforce-cli"),
             **self.identity,
@@ -90,7 +90,7 @@ class Totals:
             "tokens_per_s": self.new_tokens / seconds,
             "rounds": self.rounds,
             "decode_s": self.decode_s,
-            "link": self.link,
+            "link": {**self.link, "gb_per_s": self.link["bytes_streamed"] / busy / 1e9 if busy else None},
             "memory": self.memory,
             "warnings": self.warnings,
             "failures": self.failures,
