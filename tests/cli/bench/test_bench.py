@@ -106,14 +106,15 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
     calls = {"retrieval": 0, "draft": 0}
     run = engine.stream(random_tokens(300, 320), Sampling(temperature=0.0), 30, ignore_eos=True)
     next(run)
-    for tier in run._tiers[1:]:
-        forward = tier.passes.forward
+    for tier in run.batch.tiers[1:]:
+        passes = run.sequence.opened.tokens.passes[tier.name]
+        forward = passes.forward
 
         def counted(*arguments, forward=forward, name=tier.name):
             calls[name] += 1
             return forward(*arguments)
 
-        monkeypatch.setattr(tier.passes, "forward", counted)
+        monkeypatch.setattr(passes, "forward", counted)
     for _ in run:
         pass
     assert _run(Step(330, 3, 1), run).passes == {"verify": run.statistics.rounds, **calls}

@@ -54,7 +54,7 @@ def test_a_run_takes_the_bytes_that_were_planned(resident):
     engine = Engine.load("embedded", device="cpu", dtype="bfloat16", resident=resident, budget=256)
     run = engine.stream(random_tokens(PROMPT, 256), Sampling(temperature=0.0), NEW_TOKENS, ignore_eos=True)
     next(run)
-    cache = engine._kept._cache
+    cache = engine._kept.cache
     assert cache is not None
     blocks, rounds = cache.blocks, 0
     before = run.stats()["link"]["bytes_streamed"]
