@@ -60,6 +60,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._on_prefill, self._on_memory = on_prefill, on_memory
         self._agreement = RankAgreement(self._target.ranks)
         self._joining: list[Order] = []
+        self._short_of_memory = False  # since no sequence has left
         now = time.perf_counter()
         self.sequences = [BatchSequence(order, now) for order in orders]
         for sequence in self.sequences:
@@ -196,12 +197,14 @@ class Batch(Iterator[tuple[int, Round]]):
             if others >= self._most:
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue
+            if self._short_of_memory and others:
+                return
             if sequence.caches is None:
                 try:
                     self._open(sequence)
                 except CapacityError as error:
                     if others:
-                        sequence.waits_for = f"memory: {error}"
+                        sequence.waits_for, self._short_of_memory = f"memory: {error}", True
                         return  # those behind it wait too, or it might wait for ever
                     if len(self.sequences) == 1:
                         raise
@@ -219,7 +222,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._leave(sequence)
 
     def _leave(self, sequence: BatchSequence) -> None:
-        sequence.state = "ended"
+        sequence.state, self._short_of_memory = "ended", False
         if sequence.saved:
             sequence.saved.finish(together=True)
         if len(self.sequences) > 1:

@@ -38,6 +38,9 @@ STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
 """The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
 of these whose attention mass is small."""
 
+TAIL_TOKENS = 2048
+"""Tokens that are planned for each further sequence's own question and answer."""
+
 SMALL_MASS = 2**28, 1 / 32
 """Bytes, or the share of the full cache, that attention mass may take for longer verifications' sake."""
 
@@ -61,6 +64,7 @@ class RunPlan:
     """The retrieval cache and the attention mass that chunks are chosen by."""
     ring: int
     open_stretches: int
+    """Of what streams, and the tails of further sequences over the same text."""
     prefill: int
     """Activations of a long forward, RoPE's tables, and, where blocks stream, the layer it works on. A prefill and the
     retrieval cache never take their memory at the same time."""
@@ -183,6 +187,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
         verify_draft = _verify_draft(request, placement)
+        retrieval = budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
+        tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
             placement=placement,
@@ -191,9 +197,9 @@ def make_plan(request: RunRequest) -> RunPlan:
             weights=weights,
             resident_kv=placement.num_resident * block,
             streamed_kv=(placement.num_blocks - placement.num_resident) * block,
-            retrieval=budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest) if budget else 0,
+            retrieval=request.sequences * retrieval if budget else 0,
             ring=placement.ring_buffers * block // part.num_layers,
-            open_stretches=placement.open_tokens * token_bytes,
+            open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
             streamed_per_pass=placement.streamed_blocks(request.own) * block,
             verify_draft=verify_draft,
