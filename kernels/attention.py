@@ -155,6 +155,7 @@ def attend_blocks(
     diagonal: int,
     window: int | None = None,
     mass: Tensor | None = None,
+    running: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` to the first `m` keys of a blocked cache, in one call.
 
@@ -165,11 +166,21 @@ def attend_blocks(
     hides = window is not None and window < diagonal + n
     if _backend_of(q, flash_mask=not hides, plain_rows=True) == "flash_cpu":
         out, lse = _attend_flash_segments(q, blocks, m, scale, diagonal)
+        if running is not None:
+            out, lse = add_partial(running, out, lse)
         fused_mass = None
     else:
         fused_mass = mass if mass is not None and sums_mass(mass, m) else None
         out, lse = attend_compiled(
-            q, blocks[:, 0], blocks[:, 1], m=m, scale=scale, diagonal=diagonal, window=window, mass=fused_mass
+            q,
+            blocks[:, 0],
+            blocks[:, 1],
+            m=m,
+            scale=scale,
+            diagonal=diagonal,
+            window=window,
+            mass=fused_mass,
+            running=running,
         )
     if mass is not None and fused_mass is None:
         first = n - mass.shape[1]

@@ -10,15 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch.batch import Batch
+    from .batch.request import Request
     from .engine import Engine
     from .generation import Generation, Result, Round
     from .speculation.sampling import Sampling
 
-__all__ = ["Engine", "Generation", "Result", "Round", "Sampling"]
+__all__ = ["Batch", "Engine", "Generation", "Request", "Result", "Round", "Sampling"]
 
 _MODULES = {
+    "Batch": ".batch.batch",
     "Engine": ".engine",
     "Generation": ".generation",
+    "Request": ".batch.request",
     "Result": ".generation",
     "Round": ".generation",
     "Sampling": ".speculation.sampling",

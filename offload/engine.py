@@ -11,52 +11,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.devices import device_name, resolve_device, resolve_dtype, to_device
+from ..tp.devices import resolve_device, resolve_dtype, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
-from ..tp.model.decoder import Cache, Decoder
+from ..tp.model.decoder import Decoder
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, published_settings
+from .batch.batch import MOST_SEQUENCES, Batch
+from .batch.opening import Models, Opening
+from .batch.request import Order, Request
 from .caches.kept import KeptCache, reusable
-from .caches.refreshing import RefreshingCache
-from .caches.retrieval import RetrievalCache
-from .caches.streaming import StreamingCache
-from .checks import checked_prompt, tokens_are_exact
+from .checks import checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import ContextError, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
 from .contexts.store import ContextStore
 from .generation import Generation, Result
-from .graphs.passes import Graphs, Passes, capture_for
-from .planning.cost_model import PassTimes, hardware_of
+from .graphs.passes import Graphs, capture_for
 from .planning.memory import plan_here
 from .planning.request import RunRequest
-from .planning.run_plan import RunPlan, make_plan
-from .run_document import run_identity
+from .planning.run_plan import RunPlan
 from .settings import Settings
-from .speculation.noise import CommonNoise, FreshNoise, Noise, key_of
-from .speculation.refresh import RefreshPolicy
-from .speculation.sampler import Sampler
 from .speculation.sampling import Sampling
-from .speculation.tiers import Tier
 from .speculation.vocabulary import check_draft
 
 
 @dataclass(frozen=True)
 class _RunOrder:
-    """What a run is asked for; all ranks do rank 0's."""
+    """What a batch is asked for; all ranks do rank 0's."""
 
-    prompt: list[int]
-    sampling: Sampling
+    orders: list[Order]
+    alone: bool
+    """Whether it is a run of one sequence, not a batch that others may join."""
     fresh_seed: int
-    """Starts the generator of a run without a seed."""
-    max_new_tokens: int
-    ignore_eos: bool
+    """Starts the generator of sequences without a seed."""
     tiers: int
     reuse: int | None
     contexts: ContextPlan
+    most: int
+    """Sequences that are decoded together at most."""
 
 
 class Engine:
@@ -82,12 +77,9 @@ class Engine:
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
-        self._padded = settings.exact == "on" or (settings.exact == "auto" and target.device.type == "cuda")
-        self._exact = tokens_are_exact(target, settings.planned_chunk_size, self._padded)
-        self._hardware = hardware_of(target.device, device_name(target.device), settings.link_gbps)
         self._capture = capture_for(target.device)
         self._graphs = Graphs()  # of the last run
-        self._running: Generation | None = None
+        self._running: Batch | None = None
         self.contexts: ModelContexts | None = None
         """The saved contexts that runs may start from and save to; an engine that was loaded from files has them."""
         self._context = ContextRequest()
@@ -204,19 +196,73 @@ class Engine:
             UsageError: no token, one outside the vocabulary, an impossible length, more tiers than the settings have.
             CapacityError: more tokens than the model's positions or the memory hold.
         """
-        sampling = sampling or Sampling()
-        prompt = checked_prompt(prompt_ids, self.target.config, max_new_tokens)
-        most = self.settings.tiers
-        if tiers is not None and not 1 <= tiers <= most:
-            raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most}")
+        request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos)
+        orders = [Order.of(request, self.target.config)]
+        order = self._ordered(orders, tiers, reuse, contexts, alone=True)
+        batch = self._start(order, on_prefill and (lambda _, share: on_prefill(share)), on_memory)
+        return Generation(batch)
+
+    def batch(
+        self,
+        requests: Sequence[Request],
+        *,
+        tiers: int | None = None,
+        reuse: int | None = None,
+        max_sequences: int = MOST_SEQUENCES,
+        on_memory: Callable[[float], None] | None = None,
+        on_prefill: Callable[[int, float], None] | None = None,
+        contexts: ContextRequest | None = None,
+    ) -> Batch:
+        """Prepares several sequences that are decoded together; iterating over it does the work, and gives the index of
+        a sequence with each of its rounds.
+
+        What prompts begin with alike is read and held once. A request that cannot be answered fails alone; see
+        `Batch.sequences`.
+
+        Args:
+            requests: at least one; further ones can be added while the batch runs.
+            max_sequences: that are decoded together; further ones wait.
+            on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
+            tiers, reuse, on_memory, contexts: see `stream`; the last three are of the first sequence.
+
+        Raises:
+            ContextError: the context that is asked for cannot be used.
+            UsageError: no request, or more tiers than the settings have.
+        """
+        if not requests:
+            raise UsageError("a batch needs at least one request")
+        if max_sequences < 1:
+            raise UsageError(f"max-sequences is {max_sequences}; it must be 1 or more")
+        orders = [Order.or_error(request, self.target.config) for request in requests]
+        order = self._ordered(orders, tiers, reuse, contexts, alone=False, most=max_sequences)
+        return self._start(order, on_prefill, on_memory)
+
+    def _ordered(
+        self,
+        orders: list[Order],
+        tiers: int | None,
+        reuse: int | None,
+        contexts: ContextRequest | None,
+        *,
+        alone: bool,
+        most: int = 1,
+    ) -> _RunOrder:
+        """What all ranks are to do: rank 0's order.
+
+        Raises:
+            ContextError, UsageError: see `stream`.
+        """
+        most_tiers = self.settings.tiers
+        if tiers is not None and not 1 <= tiers <= most_tiers:
+            raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most_tiers}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        fresh_seed = secrets.randbelow(2**31)
         plan = ContextPlan()
-        if self.contexts and self.target.ranks.rank == 0:
-            plan = self.contexts.plan(prompt, contexts or self._context, reusable(prompt))
-        order = _RunOrder(prompt, sampling, fresh_seed, max_new_tokens, ignore_eos, tiers or most, reuse, plan)
-        return self._start(self.target.ranks.share(order), on_prefill, on_memory)
+        first = next((order for order in orders if order.error is None), None)
+        if self.contexts and first and self.target.ranks.rank == 0:
+            plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
+        fresh_seed = secrets.randbelow(2**31)
+        return self.target.ranks.share(_RunOrder(orders, alone, fresh_seed, tiers or most_tiers, reuse, plan, most))
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -238,8 +284,8 @@ class Engine:
                 pass
         return self.contexts.store.load(name)
 
-    def follow(self) -> Generation | None:
-        """Prepares the run that rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
+    def follow(self) -> Batch | None:
+        """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None)
@@ -268,8 +314,9 @@ class Engine:
             UsageError, CapacityError: see `stream`.
         """
         tokens = checked_prompt([*prompt_ids, *answer_ids], self.target.config, 1)
-        self._end_run(len(prompt_ids))
-        request = self._request(replace(self.settings, tiers=1), len(tokens))
+        self._end_run()
+        self._kept.rotate_for(len(prompt_ids))
+        request = self._models.request(len(tokens), replace(self.settings, tiers=1))
         full, plan = self._kept.prepare(tokens, request, reuse=0)
         full.begin(mass_rows=plan.mass_rows)
         rows = self.target.forward(to_device(tokens, self.target.device), full, num_logits=len(answer_ids) + 1)
@@ -297,104 +344,44 @@ class Engine:
             run.close()
         return drawn
 
-    def _end_run(self, prompt_length: int) -> None:
-        """Ends the run under way, before one whose prompt has so many tokens."""
+    def _end_run(self) -> None:
+        """Ends what is under way, before something else begins."""
         if self._running:
             self._running.close()
             if self._running.broken:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
         self._graphs.clear()
-        if self.target.rope.begin(prompt_length):
-            self._kept.context = []  # what the cache holds was rotated otherwise
 
     def _start(
         self,
         order: _RunOrder,
-        on_prefill: Callable[[float], None] | None = None,
+        on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
-    ) -> Generation:
-        prompt, sampling = order.prompt, order.sampling
-        self._end_run(len(prompt))
-        # Memory is planned for all of the engine's tiers, as a later run may want them on the same cache.
-        request = self._request(self.settings, len(prompt) + order.max_new_tokens)
-        full, plan = self._kept.prepare(prompt, request, order.reuse, on_memory)
-        speculates = order.tiers > 1
-        full.begin(mass_rows=plan.mass_rows if speculates else 0)
-        retrieval = streaming = None
+    ) -> Batch:
+        self._end_run()
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        adapts = sampling.seed is None or self._exact
-        # Where lengths follow from these costs for good, they must not depend on what memory is free.
-        lengths = plan if adapts else make_plan(request)
-        costs = PassTimes(lengths, self._hardware).costs()
-
-        def tier(name: str, decoder: Decoder, cache: Cache) -> Tier:
-            passes = Passes(decoder, cache, graphs, padded=self._padded and name == "verify")
-            return Tier(name, decoder, cache, passes, costs[name], self.target.config.vocab_size, adapts_to_time=adapts)
-
-        if not speculates:
-            tiers = [tier("verify", self.target, full)]
-        else:
-            retrieval = RetrievalCache(
-                full,
-                self.target.rope,
-                budget=plan.budget,
-                chunk_size=plan.chunk_size,
-                join=self.target.mean_over_copies,
-            )
-            tiers = [tier("verify", self.target, RefreshingCache(full, retrieval))]
-            tiers.append(tier("retrieval", self.target, retrieval))
-            if self.draft and order.tiers == 3:
-                streaming = StreamingCache(self.draft)
-                tiers.append(tier("draft", self.draft, streaming))
-        most = lengths.verify_draft, lengths.retrieval_draft
-        for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
-            upper.drafter, upper.longest = lower, tokens.most
-            upper.fixed = tokens.fixed is not None
-            upper.draft_tokens = tokens.fixed or upper.draft_tokens
-        eos = () if order.ignore_eos else self.target.config.eos_token_ids
-        sampler = Sampler(sampling, self._noise(sampling, order.fresh_seed), frozenset(eos))
-        self._kept.context = prompt
-        self._running = Generation(
-            context=prompt,
-            max_new_tokens=order.max_new_tokens,
-            full=full,
-            retrieval=retrieval,
-            streaming=streaming,
-            tiers=tiers,
-            graphs=graphs,
-            sampler=sampler,
-            refresh=RefreshPolicy(self.settings.refresh),
-            identity=run_identity(
-                self.target,
-                self._names,
-                self.settings,
-                sampling,
-                tiers=len(tiers),
-                seed=order.fresh_seed if sampling.seed is None else sampling.seed,
-                budget=plan.budget if speculates else 0,
-                exact=self._exact,
-                resident_bytes=full.blocks.resident_bytes,
-            ),
+        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed)
+        batch = Batch(
+            order.orders,
+            opening,
+            graphs,
+            most=order.most,
+            reuse=order.reuse,
+            contexts=order.contexts,
             on_prefill=on_prefill,
-            saved=self.contexts.use(order.contexts) if self.contexts else None,
+            on_memory=on_memory,
         )
-        return self._running
+        self._running = batch
+        if order.alone:
+            batch.open_first()
+        return batch
 
-    def _noise(self, sampling: Sampling, fresh_seed: int) -> Noise:
-        """What a run draws with."""
-        if sampling.greedy:
-            return CommonNoise(None)
-        if sampling.seed is not None:
-            return CommonNoise(key_of(sampling.seed))
-        return FreshNoise(torch.Generator(self.target.device).manual_seed(fresh_seed))
-
-    def _request(self, settings: Settings, context: int) -> RunRequest:
-        """A run over `context` tokens on this engine's models, without the memory it may take."""
-        target, draft = self.target, self.draft.config if self.draft else None
-        return RunRequest(target.config, draft, target.dtype, context, settings, target.ranks.size)
+    @property
+    def _models(self) -> Models:
+        return Models(self.target, self.draft, self.settings, self._names, self._kept, self.contexts)
 
     def plan(self, context: int) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
         now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
-        return plan_here(self._request(self.settings, context), self.target.device, loaded=True)
+        return plan_here(self._models.request(context), self.target.device, loaded=True)

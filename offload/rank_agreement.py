@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from ..tp.errors import TriforceError
 from ..tp.parallel.ranks import Ranks
 from .settings import MOST_BLOCK_LENGTH
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a round brought a sequence, and what is decided about it."""
+
+    tokens: list[int]
+    refresh: bool = False
+    """Whether its retrieval cache is refreshed now."""
+    ends: bool = False
+    """Whether it ends with this round, asked to."""
 
 
 class RankAgreement:
@@ -14,34 +28,41 @@ class RankAgreement:
     clock.
     """
 
-    def __init__(self, ranks: Ranks, num_tiers: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._room = 2 + num_tiers + MOST_BLOCK_LENGTH + 1
-        """Numbers of the largest message: whether to refresh and to end, the draft tokens of each tier, a round's
-        tokens."""
 
     def agree(
-        self, tokens: list[int], refresh: bool, draft_tokens: list[int], *, ends: bool = False
-    ) -> tuple[bool, list[int], bool]:
+        self, drawn: Sequence[Drawn], draft_tokens: list[int], *, joining: int = 0, ends: bool = False
+    ) -> tuple[list[Drawn], list[int], int, bool]:
         """What rank 0 has decided, for all ranks.
 
         Args:
-            tokens: that this rank drew in the round.
-            refresh: whether this rank would refresh the retrieval cache now.
+            drawn: of each sequence of the round, as this rank has drawn and would decide.
             draft_tokens: the number of them that each of this rank's tiers would ask for next.
-            ends: whether the run is to end with this round.
+            joining: sequences that are to join.
+            ends: whether the whole batch is to end.
 
         Returns:
-            `refresh`, `draft_tokens` and `ends` of rank 0.
+            The same, of rank 0.
 
         Raises:
             TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
         """
-        message = self._ranks.share_numbers([int(refresh), int(ends), *draft_tokens, *tokens], self._room)
-        first = 2 + len(draft_tokens)
-        if message[first:] != tokens:
-            raise TriforceError(
-                f"rank {self._ranks.rank} drew the tokens {tokens} where rank 0 drew {message[first:]}: the ranks "
-                "compute differently (other hardware or versions?), so nothing further would be the model's"
-            )
-        return bool(message[0]), message[2:first], bool(message[1])
+        numbers = [joining, int(ends), *draft_tokens]
+        for one in drawn:
+            numbers += [int(one.refresh), int(one.ends), len(one.tokens), *one.tokens]
+        room = 2 + len(draft_tokens) + len(drawn) * (3 + MOST_BLOCK_LENGTH + 1)
+        message = self._ranks.share_numbers(numbers, room)
+        at = 2 + len(draft_tokens)
+        decided = []
+        for one in drawn:
+            refresh, ending, count = message[at : at + 3]
+            tokens = message[at + 3 : at + 3 + count]
+            if tokens != one.tokens:
+                raise TriforceError(
+                    f"rank {self._ranks.rank} drew the tokens {one.tokens} where rank 0 drew {tokens}: the ranks "
+                    "compute differently (other hardware or versions?), so nothing further would be the model's"
+                )
+            decided.append(Drawn(one.tokens, bool(refresh), bool(ending)))
+            at += 3 + count
+        return decided, message[2 : 2 + len(draft_tokens)], message[0], bool(message[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -100,6 +101,17 @@ class BlockAttention:
         assert whole is not None
         out, lse = whole
         return out, self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
+
+    @staticmethod
+    def in_one_piece(rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
+        """The same keys and values copied together, for flash kernels, whose result in 16 bits depends on where pieces
+        end; as they are for other implementations."""
+        coming = iter(blocks)
+        position, block = next(coming)
+        if goes_on(rows.q, block):
+            return chain([(position, block)], coming)
+        parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
+        return [(position, torch.cat(parts, dim=2))]
 
     def _room_for_mass(self, name: str, rows: Rows, chunks: int) -> Tensor | None:
         if not rows.mass_rows:

@@ -8,7 +8,7 @@ but attends only to the blocks its window reaches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,9 @@ from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
 from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks
+from ..transfer.link import Traffic
 from .block_attention import BlockAttention, Rows
-from .recent_mass import RECENT_ROWS, RecentMass
+from .recent_mass import RECENT_ROWS, MassPart, RecentMass
 
 MASS_ROWS = 32
 """Rows of the longest verification, where it is not known."""
@@ -44,26 +45,40 @@ class ReadCounter:
 class FullCache:
     """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
 
+    collector: BlockCollector | None = None
+    """What the next pass is to hand its blocks to: nothing. See `RefreshingCache`."""
+
     def __init__(
-        self, config: ModelConfig, rope: Rope, blocks: Blocks, *, chunk_size: int = 1, mass_rows: int = MASS_ROWS
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        blocks: Blocks,
+        *,
+        chunk_size: int = 1,
+        mass_rows: int = MASS_ROWS,
+        prefix: FullCache | None = None,
+        start: int = 0,
     ) -> None:
         """Args:
         config: of the rank's part of the model.
-        blocks: where keys and values are, empty; a block is whole chunks.
+        blocks: where keys and values from position `start` on are, empty; a block is whole chunks.
         chunk_size: tokens whose attention is summed.
         mass_rows: see `begin`.
+        prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
+        start: whole chunks, and whole splits of the attention kernels.
         """
         self.config = config
         self.blocks = blocks
+        self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
         self._mass_rows = mass_rows
-        self._rope = rope
+        self.rope = rope
         self._attention = BlockAttention(config.head_dim, chunk_size)
-        max_chunks = -(-blocks.capacity // chunk_size)
+        max_chunks = -(-self.capacity // chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
-        self._filled = [0] * config.num_layers
-        rope.reserve(blocks.capacity)
+        self._filled = [start] * config.num_layers
+        rope.reserve(self.capacity)
 
     @property
     def length(self) -> int:
@@ -89,7 +104,26 @@ class FullCache:
     @property
     def capacity(self) -> int:
         """Tokens there is room for."""
-        return self.blocks.capacity
+        return self.start + self.blocks.capacity
+
+    @property
+    def full(self) -> FullCache:
+        return self
+
+    @property
+    def holders(self) -> list[FullCache]:
+        """The caches that hold this one's tokens, in the order of positions; itself the last."""
+        return [*(self.prefix.holders if self.prefix else []), self]
+
+    @property
+    def all_on_device(self) -> bool:
+        """See `Blocks`."""
+        return all(holder.blocks.all_on_device for holder in self.holders)
+
+    def traffic(self) -> Traffic:
+        """What crossed a link so far, of the tokens of this cache and its prefix."""
+        *before, own = (holder.blocks.traffic() for holder in self.holders)
+        return own if not before else max(before[0], own, key=lambda traffic: traffic.bytes_in)
 
     @property
     def token_bytes(self) -> int:
@@ -109,7 +143,10 @@ class FullCache:
         self._mass_rows = mass_rows
 
     def prepare(self, n: int) -> None:
-        self.blocks.prepare(self.length, n)
+        for holder in self.holders[:-1]:
+            own = holder.length - holder.start
+            holder.blocks.prepare(own, 0, rows=n, first_row=self.length - holder.start)
+        self.blocks.prepare(self.length - self.start, n)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds tokens to a layer without attending to anything.
@@ -122,7 +159,7 @@ class FullCache:
         Raises:
             ValueError: there is no room for them.
         """
-        self.blocks.append(layer, self._filled[layer], k, v)
+        self.blocks.append(layer, self._filled[layer] - self.start, k, v)
         self._filled[layer] += k.shape[1]
 
     def recent_mass(self, layer: int) -> Tensor:
@@ -139,24 +176,27 @@ class FullCache:
         Args: `collector` is called with each block that passes, where blocks are not all on the device.
         """
         start, n = self._filled[layer], q.shape[1]
-        q = self._rope.rotate(q, start)
-        self.append(layer, self._rope.rotate(k, start), v)
+        q = self.rope.rotate(q, start)
+        self.append(layer, self.rope.rotate(k, start), v)
         began = time.perf_counter()
         window = self.config.sliding_window(layer) or start + n
-        rows = Rows(q, start, window, self._mass_rows_of(n))
-        blocks = self.blocks.at_once(layer)
+        rows = Rows(q, start, window, self.mass_rows_of(n))
+        blocks = None if self.prefix else self.blocks.at_once(layer)
         if blocks is not None and self._attention.takes_together(rows, blocks):
-            self._count(rows.stop - rows.first_key)
+            self.count_read(rows.stop - rows.first_key)
             out, mass = self._attention.together(rows, blocks)
         else:
-            out, mass = self._attention.one_by_one(rows, self._passing(layer, rows, collector))
+            pieces = self._passing(layer, rows, collector)
+            if self.prefix and q.dtype.itemsize == 2:
+                pieces = self._attention.in_one_piece(rows, pieces)
+            out, mass = self._attention.one_by_one(rows, pieces)
         if mass is not None:
-            self._mass.add(layer, start, start + n, mass)
+            self._mass.add(layer, start, start + n, [MassPart(0, mass)])
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
         return out.to(q.dtype)
 
-    def _mass_rows_of(self, n: int) -> int:
+    def mass_rows_of(self, n: int) -> int:
         """The last rows of a pass over `n` whose attention is kept."""
         if not self._mass_rows:
             return 0
@@ -164,13 +204,42 @@ class FullCache:
 
     def _passing(self, layer: int, rows: Rows, collector: BlockCollector | None) -> Iterator[tuple[int, Tensor]]:
         """The blocks that `rows` attend to, each collected and counted."""
-        for position, block in self.blocks.pieces(layer, rows.first_key, rows.stop):
+        for position, block in self._pieces(layer, rows.first_key, rows.stop):
             if collector is not None:
                 collector(layer, position, block)
-            self._count(min(block.shape[2], rows.stop - position))
+            self.count_read(min(block.shape[2], rows.stop - position))
             yield position, block
 
-    def _count(self, tokens: int) -> None:
+    def _pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
+        if self.prefix and first < self.start:
+            for position, block in self.prefix._pieces(layer, first, self.start):
+                if position < self.start:
+                    yield position, block[:, :, : self.start - position]
+        for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start):
+            yield self.start + position, block
+
+    def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Blocks`."""
+        size = self.chunk_size
+        if self.prefix is None:
+            return self.blocks.gather(layer, chunks, size)
+        border = self.start // size
+        theirs = self.prefix.gather(layer, chunks.clamp(max=border - 1))
+        ours = self.blocks.gather(layer, (chunks - border).clamp_(min=0), size)
+        before = (chunks < border).repeat_interleave(size, dim=1).unsqueeze(-1)
+        k, v = (torch.where(before, there, here) for there, here in zip(theirs, ours, strict=True))
+        return k, v
+
+    def slice(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """See `Blocks`; of this cache's own tokens."""
+        return self.blocks.slice(layer, start - self.start, stop - self.start)
+
+    def add_mass(self, layer: int, start: int, stop: int, parts: Sequence[MassPart]) -> None:
+        """See `RecentMass.add`."""
+        self._mass.add(layer, start, stop, parts)
+
+    def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""
         self.reads.num_bytes += tokens * self.token_bytes // self.config.num_layers
 
@@ -186,4 +255,4 @@ class FullCache:
 
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
-        self.blocks.rollback(self.length)
+        self.blocks.rollback(self.length - self.start)

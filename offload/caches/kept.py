@@ -25,10 +25,16 @@ class KeptCache:
         self.room = 0
         """Tokens that a new cache has room for beyond a run's, where that changes nothing else: a longer run after it
         then need not move anything."""
-        self._cache: FullCache | None = None
+        self.cache: FullCache | None = None
+        """The one that is kept."""
         self._link: Link | None = None
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
+
+    def rotate_for(self, prompt_length: int) -> None:
+        """Has keys rotated for a prompt of so many tokens; what the cache holds is forgotten where that differs."""
+        if self._decoder.rope.begin(prompt_length):
+            self.context = []
 
     def prepare(
         self,
@@ -47,7 +53,7 @@ class KeptCache:
         """
         if reuse == 0:
             self._drop()
-        old, shared = self._cache, self.shared_tokens(prompt)
+        old, shared = self.cache, self.shared_tokens(prompt)
         shared = shared if reuse is None else min(shared, reuse)
         plan = self._plan(request, replaces=old)
         if old and old.capacity >= request.context and (shared or old.blocks.block_size == plan.placement.block_size):
@@ -65,6 +71,31 @@ class KeptCache:
                 old, plan = None, self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
+        self.cache = self._make(plan, on_memory=on_memory)
+        if old:
+            self.cache.move_from(old, shared)
+        return self.cache, plan if request is asked else self._plan(asked, replaces=self.cache)
+
+    def beside(self, request: RunRequest, prefix: FullCache | None) -> tuple[FullCache, RunPlan]:
+        """Another full cache, for a sequence that is decoded beside the one whose cache is kept, and the plan of its
+        memory. It is its sequence's alone, and lasts as long. Every rank calls it.
+
+        Args: `prefix` holds the first `request.shared` tokens.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        plan = self._plan(request, replaces=None)
+        return self._make(plan, prefix=prefix), plan
+
+    def _make(
+        self, plan: RunPlan, *, prefix: FullCache | None = None, on_memory: Callable[[float], None] | None = None
+    ) -> FullCache:
+        """An empty cache as planned.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
         plan.check()
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
@@ -72,10 +103,8 @@ class KeptCache:
         with shortage_explained(decoder.device):
             kind = {"dtype": decoder.dtype, "device": decoder.device}
             blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory)
-        self._cache = FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size)
-        if old:
-            self._cache.move_from(old, shared)
-        return self._cache, plan if request is asked else self._plan(asked, replaces=self._cache)
+        start = plan.request.shared
+        return FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size, prefix=prefix, start=start)
 
     def _with_room(self, request: RunRequest, plan: RunPlan, old: FullCache | None) -> RunRequest:
         """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
@@ -88,7 +117,7 @@ class KeptCache:
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
-        if self._cache and not self._cache.blocks.all_on_device:
+        if self.cache and not self.cache.blocks.all_on_device:
             self.context = []
 
     def _plan(self, request: RunRequest, *, replaces: FullCache | None) -> RunPlan:
@@ -99,20 +128,23 @@ class KeptCache:
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""
-        if self._cache:
+        if self.cache:
             if self._link:
                 with suppress(LinkError):  # of what is not wanted any more
                     self._link.wait_for_stores()
             synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
-        self._cache, self.context = None, []
+        self.cache, self.context = None, []
 
     def shared_tokens(self, prompt: list[int]) -> int:
         """Leading tokens of `prompt` that the cache holds, of those that a run may take over."""
-        known = self.context[: self._cache.length] if self._cache else []
-        limit = min(len(known), reusable(prompt))
-        return next(
-            (i for i, (have, want) in enumerate(zip(known[:limit], prompt, strict=False)) if have != want), limit
-        )
+        known = self.context[: self.cache.length] if self.cache else []
+        return common_length(known, prompt[: reusable(prompt)])
+
+
+def common_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    shortest = min(len(some), len(others))
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), shortest)
 
 
 def reusable(prompt: Sequence[int]) -> int:

@@ -6,6 +6,9 @@ buffer, so that a pass writes its own rows and seldom moves earlier ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,18 @@ RECENT_ROWS = 8
 
 ROOM = 16
 """Rows of new tokens a buffer has room for at least: where passes bring fewer, earlier rows are moved less often."""
+
+
+@dataclass(frozen=True)
+class MassPart:
+    """The shares that some consecutive chunks got."""
+
+    first: int
+    """The first chunk."""
+    shares: Tensor
+    """`[num_heads, rows, chunks]`."""
+    factors: Tensor | None = None
+    """`[num_heads, rows]`, by which they are to be multiplied."""
 
 
 class RecentMass:
@@ -36,14 +51,15 @@ class RecentMass:
         kept = max(1, self._rows_left(layer, length))
         return self._buffers[layer][:, max(0, kept - RECENT_ROWS) : kept, : length // self._chunk_size]
 
-    def add(self, layer: int, start: int, stop: int, shares: Tensor) -> None:
+    def add(self, layer: int, start: int, stop: int, parts: Sequence[MassPart]) -> None:
         """Adds the rows of a pass behind those of tokens before `start`.
 
         Args:
             start, stop: positions of the pass's first token and behind its last.
-            shares: `[num_heads, rows, chunks]`, of the last `rows` tokens.
+            parts: of the last rows, in the order of chunks; chunks between them and before them got nothing.
         """
-        rows, chunks = shares.shape[1], min(shares.shape[2], -(-stop // self._chunk_size))
+        shares, last = parts[0].shares, parts[-1]
+        rows, chunks = shares.shape[1], min(last.first + last.shares.shape[2], -(-stop // self._chunk_size))
         # Rows are those of consecutive tokens: where a pass brings only its last ones, earlier ones are dropped.
         kept = max(0, self._rows_left(layer, start)) if rows == stop - start else 0
         kept = self._make_room(layer, kept, rows, shares.device)
@@ -52,9 +68,14 @@ class RecentMass:
             buffer[:, :kept, known:chunks] = 0
             self._chunks[layer] = known = chunks
         new = buffer[:, kept : kept + rows]
-        if shares.shape[0] > self._num_kv_heads:
-            shares = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=1)
-        new[..., :chunks] = shares[..., :chunks]
+        end = 0
+        for part in parts:
+            shares = part.shares if part.factors is None else part.shares * part.factors.unsqueeze(-1)
+            if shares.shape[0] > self._num_kv_heads:
+                shares = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=1)
+            new[..., end : part.first] = 0
+            end = min(part.first + shares.shape[2], chunks)
+            new[..., part.first : end] = shares[..., : end - part.first]
         if chunks < known:
             new[..., chunks:known] = 0
         self._rows[layer], self._ends[layer] = kept + rows, stop

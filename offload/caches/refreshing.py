@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .full import FullCache
+from .full import BlockCollector, FullCache
 from .retrieval import RetrievalCache
 
 
@@ -16,17 +16,22 @@ class RefreshingCache:
     for the interface."""
 
     def __init__(self, full: FullCache, retrieval: RetrievalCache) -> None:
-        self._full, self._retrieval = full, retrieval
+        self.full, self._retrieval = full, retrieval
 
     @property
     def length(self) -> int:
-        return self._full.length
+        return self.full.length
+
+    @property
+    def collector(self) -> BlockCollector | None:
+        """What the next pass is to hand its blocks to."""
+        return self._retrieval.collector
 
     def prepare(self, n: int) -> None:
-        self._full.prepare(n)
+        self.full.prepare(n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._full.attend(layer, q, k, v, collector=self._retrieval.collector)
+        return self.full.attend(layer, q, k, v, collector=self.collector)
 
     def rollback(self, length: int) -> None:
-        self._full.rollback(length)
+        self.full.rollback(length)

@@ -115,7 +115,7 @@ class RetrievalCache:
         length = self.source.length
         base = length // self.chunk_size * self.chunk_size
         chosen = self._choose(length)
-        if self._buffers and not self.source.blocks.all_on_device:
+        if self._buffers and not self.source.all_on_device:
             self.update_tail()
             self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
             self._selected = _Selection(chosen, base)
@@ -125,7 +125,7 @@ class RetrievalCache:
         self._make_room(self._kept + _FIRST_TAIL)
         for layer, (keys, values) in enumerate(self._buffers):
             if self._kept:
-                k, v = self.source.blocks.gather(layer, chosen[layer], self.chunk_size)
+                k, v = self.source.gather(layer, chosen[layer])
                 keys[:, : self._kept], values[:, : self._kept] = k, v
         self._filled = [self._base] * len(self._filled)
         self.update_tail()
@@ -142,7 +142,7 @@ class RetrievalCache:
         self._make_room(stop)
         for layer, (keys, values) in enumerate(self._buffers):
             if stop > start:
-                keys[:, start:stop], values[:, start:stop] = self.source.blocks.slice(layer, self._exact, length)
+                keys[:, start:stop], values[:, start:stop] = self.source.slice(layer, self._exact, length)
         self._exact = length
         self._filled = [max(filled, length) for filled in self._filled]
 

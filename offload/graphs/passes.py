@@ -11,7 +11,7 @@ What captures is behind a protocol: CUDA's own is in `cuda_graphs`; here nothing
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +22,7 @@ from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
+from ..caches.together import together
 from ..caches.token_slots import TokenSlots
 
 MOST_CAPTURED = 32
@@ -139,7 +140,7 @@ class Passes:
         graphs: captures passes over few tokens, if `cache` lets them be replayed.
         padded: whether rows are padded, see `kernels.selection.padded_rows`.
         """
-        self._padded = padded
+        self.padded = padded
         self.decoder, self.cache = decoder, cache
         self._replayable = cache if isinstance(cache, Replayable) else None
         self._graphs = graphs or Graphs()
@@ -164,7 +165,7 @@ class Passes:
         Returns:
             Logits `[num_logits, vocab_size]`, float32; they hold until the next call.
         """
-        with padded_rows(self._padded):
+        with padded_rows(self.padded):
             return self._forward(token_ids, num_logits)
 
     def _forward(self, token_ids: Tensor, num_logits: int) -> Tensor:
@@ -203,6 +204,32 @@ class Passes:
         captured.replay()
         cache.advance(start + n)
         return captured.logits
+
+
+class JoinedPasses:
+    """The forwards of one tier over several sequences at once."""
+
+    def __init__(self, members: Sequence[Passes]) -> None:
+        """Args: `members` are each sequence's own, of one decoder."""
+        self.members = list(members)
+        first = members[0]
+        self._decoder, self._padded = first.decoder, first.padded
+        self._cache = together([passes.cache for passes in members])
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """One pass over the next `counts[i]` tokens of each sequence, whose ids follow one another.
+
+        Returns:
+            Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens.
+        """
+        self._cache.counts = counts
+        with padded_rows(self._padded):
+            logits = self._decoder.forward(token_ids, self._cache, num_logits=token_ids.shape[0])
+        if list(counts) == list(rows):
+            return logits
+        parts = zip(logits.split(list(counts)), rows, strict=True)
+        return torch.cat([part[-wanted:] for part, wanted in parts])
 
 
 class _CapturedPass:

@@ -159,7 +159,9 @@ class Estimate:
     draft_length: int
     tokens_per_round: float
     tbt_s: float
-    """Time between tokens."""
+    """Time between tokens of a sequence."""
+    tokens_per_second: float
+    """Of all sequences together."""
 
 
 def weights_read(part: ModelConfig, gpus: int) -> int:
@@ -169,12 +171,12 @@ def weights_read(part: ModelConfig, gpus: int) -> int:
     return part.num_parameters - heads + -(-head // gpus)
 
 
-def pass_work(request: RunRequest, rows: float, kv_tokens: float) -> tuple[float, float]:
-    """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows and `kv_tokens`
-    tokens of keys and values."""
+def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float | None = None) -> tuple[float, float]:
+    """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows that see `kv_tokens`
+    tokens of keys and values each; in all `kv_read` tokens of them are read, which is as many unless it is given."""
     part = request.part
     weights = weights_read(part, request.gpus)
-    read = weights * request.dtype.itemsize + kv_tokens * request.token_bytes
+    read = weights * request.dtype.itemsize + (kv_tokens if kv_read is None else kv_read) * request.token_bytes
     multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
     return read, multiplied
 
@@ -192,12 +194,13 @@ class PassTimes:
         return self.plan.streamed_per_pass / self.hardware.link_bandwidth
 
     def verify(self, rows: int) -> float:
-        """A pass over the full cache, whose streamed blocks arrive while it works."""
-        return max(self.floor, self._target(rows, self.plan.request.context))
+        """A pass over the full cache, whose streamed blocks arrive while it works; `rows` of each sequence."""
+        context = self.plan.request.context
+        return max(self.floor, self._target(rows, context, context))
 
     def retrieval(self, rows: int) -> float:
-        """A pass over the retrieval cache."""
-        return self._target(rows, self.plan.budget)
+        """A pass over the retrieval cache; `rows` of each sequence."""
+        return self._target(rows, self.plan.budget, self.plan.request.sequences * self.plan.budget)
 
     def draft(self, rows: int = 1) -> float:
         """A step of the draft model, which every rank runs whole; 0 without one. Further rows cost nothing."""
@@ -205,12 +208,12 @@ class PassTimes:
         if draft is None:
             return 0.0
         read = weights_read(draft, 1) * request.dtype.itemsize
-        read += DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
+        read += request.sequences * DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
         return self.hardware.draft_step_seconds(read, draft.num_layers)
 
-    def _target(self, rows: int, kv_tokens: int) -> float:
+    def _target(self, rows: int, kv_tokens: int, kv_read: int) -> float:
         request = self.plan.request
-        work = pass_work(request, rows, kv_tokens)
+        work = pass_work(request, request.sequences * rows, kv_tokens, kv_read)
         return self.hardware.pass_seconds(*work, request.target.num_layers, request.gpus)
 
     def costs(self) -> dict[str, PassCost]:
@@ -230,7 +233,8 @@ def estimate(plan: RunPlan, hardware: Hardware, assumed: Assumptions) -> Estimat
     """The speed of a planned run; lengths that its settings leave open are those that are fastest."""
     settings, times = plan.request.settings, PassTimes(plan, hardware)
     if settings.tiers == 1:
-        return Estimate(1, times.floor, times.verify(1), 0.0, 0.0, 0, 0, 1.0, times.verify(1))
+        together = plan.request.sequences / times.verify(1)
+        return Estimate(1, times.floor, times.verify(1), 0.0, 0.0, 0, 0, 1.0, times.verify(1), together)
     draft_s, draft_length, token_s = 0.0, 0, times.retrieval(1)
     if settings.tiers == 3:
         draft_s = times.draft()
@@ -250,4 +254,5 @@ def estimate(plan: RunPlan, hardware: Hardware, assumed: Assumptions) -> Estimat
         draft_length=draft_length,
         tokens_per_round=expected_tokens(assumed.acceptance, block_length),
         tbt_s=tbt,
+        tokens_per_second=plan.request.sequences / tbt,
     )

@@ -38,6 +38,15 @@ class RunRequest:
     """Ranks that share one host's memory; default `gpus`."""
     triton: bool = True
     """Whether Triton's attention runs on the GPU, which reads a layer of many blocks as one."""
+    shared: int = 0
+    """Tokens of the context that the cache of another sequence holds."""
+    sequences: int = 1
+    """That are decoded together, each with an answer of its own to the same text."""
+
+    @property
+    def own(self) -> int:
+        """Tokens that take memory of their own."""
+        return self.context - self.shared
 
     @property
     def on_gpu(self) -> bool:

@@ -16,7 +16,7 @@ from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
-from .placement import Placement, place_resident, place_streamed
+from .placement import LARGEST_BLOCK, Placement, place_resident, place_streamed
 from .request import RunRequest
 
 RUNTIME_BYTES = 400 * 2**20
@@ -37,6 +37,9 @@ RETRIEVAL_DRAFT_TOKENS = 8
 STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
 """The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
 of these whose attention mass is small."""
+
+TAIL_TOKENS = 2048
+"""Tokens that are planned for each further sequence's own question and answer."""
 
 SMALL_MASS = 2**28, 1 / 32
 """Bytes, or the share of the full cache, that attention mass may take for longer verifications' sake."""
@@ -61,6 +64,7 @@ class RunPlan:
     """The retrieval cache and the attention mass that chunks are chosen by."""
     ring: int
     open_stretches: int
+    """Of what streams, and the tails of further sequences over the same text."""
     prefill: int
     """Activations of a long forward, RoPE's tables, and, where blocks stream, the layer it works on. A prefill and the
     retrieval cache never take their memory at the same time."""
@@ -183,6 +187,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
         verify_draft = _verify_draft(request, placement)
+        retrieval = budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
+        tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
             placement=placement,
@@ -191,20 +197,22 @@ def make_plan(request: RunRequest) -> RunPlan:
             weights=weights,
             resident_kv=placement.num_resident * block,
             streamed_kv=(placement.num_blocks - placement.num_resident) * block,
-            retrieval=budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest) if budget else 0,
+            retrieval=request.sequences * retrieval if budget else 0,
             ring=placement.ring_buffers * block // part.num_layers,
-            open_stretches=placement.open_tokens * token_bytes,
+            open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
-            streamed_per_pass=placement.streamed_blocks(request.context) * block,
+            streamed_per_pass=placement.streamed_blocks(request.own) * block,
             verify_draft=verify_draft,
         )
 
     def streamed(resident_bytes: float) -> RunPlan:
-        sizes = request.context, chunk_size, resident_bytes
+        sizes = request.own, chunk_size, resident_bytes
         return plan(place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu))
 
     one_block = request.on_gpu and request.triton
-    whole = plan(place_resident(part, request.dtype, request.context, chunk_size, one_block=one_block))
+    whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block))
+    if request.shared and request.own <= LARGEST_BLOCK:
+        return whole  # a tail of less than a block is not worth streaming
     if settings.resident is not None:
         wanted = settings.resident * 2**30
         return whole if wanted >= whole.kv else streamed(wanted)
@@ -256,7 +264,7 @@ def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) ->
     """The attention mass of the last rows over all chunks, where so many draft tokens are verified at most; and what a
     pass computes it from in one layer: the shares of every query head (float32), by block and joined."""
     part, verified = request.part, draft_tokens + 1
-    chunks = -(-placement.capacity // request.settings.planned_chunk_size)
+    chunks = -(-(request.shared + placement.capacity) // request.settings.planned_chunk_size)
     rows = max(verified, ROOM) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks * request.dtype.itemsize
     return mass + 2 * part.num_heads * verified * chunks * 4
@@ -264,7 +272,7 @@ def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) ->
 
 def _activation_bytes(request: RunRequest) -> int:
     """Hidden states of the whole prompt, RoPE's tables (float32), and one tile of rows inside a layer."""
-    part, context = request.part, request.context
+    part, context = request.part, request.own
     heads = 2 * part.num_heads + part.num_kv_heads
     width = part.hidden_size + 3 * part.intermediate_size + heads * part.head_dim * 3 // 2
     rows = min(PREFILL_ROWS, context)

@@ -1,49 +1,92 @@
 """The acceptance rule of speculative sampling: use drafted tokens without changing the target's distribution.
 
-One function, used at both levels. With fresh noise the rule is that of Leviathan et al. (arXiv 2211.17192) and Chen et
-al. (arXiv 2302.01318). With common noise (see `noise`) the target draws at every position, and a drafted token is
-accepted where it is what the target draws: what is emitted is then the target's own draws, whatever was drafted.
+One function, used at both levels, for one sequence and for several. With fresh noise the rule is that of Leviathan et
+al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). With common noise (see `noise`) the target draws at every
+position, and a drafted token is accepted where it is what the target draws: what is emitted is then the target's own
+draws, whatever was drafted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .noise import FreshNoise, Noise
-from .sampling import read
+from .noise import FreshNoise
+from .sampler import Sampler, draw
+from .sampling import checked_tokens
 
 
-def accept(proposed: Tensor, draft: Tensor, target: Tensor, noise: Noise, position: int) -> tuple[int, int]:
-    """Accepts some of the proposed tokens and draws the token that follows them. Waits for the device once.
+def accept(
+    proposed: Sequence[Sequence[int]],
+    drafts: Sequence[Tensor | None],
+    target: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Accepts some of the tokens proposed for each sequence and draws the token that follows them. Waits for the device
+    once.
 
-    The accepted tokens followed by the returned one are distributed exactly as if drawn one by one from `target`,
-    provided `proposed[i]` was drawn from `draft[i]`; with common noise whatever was proposed.
+    A sequence's accepted tokens followed by the returned one are distributed exactly as if drawn one by one from its
+    rows of `target`, provided token `i` of the proposed was drawn from row `i` of its draft; with common noise whatever
+    was proposed.
 
     Args:
-        proposed: `[n]` draft tokens, `n >= 0`.
-        draft: `[n, vocab]`, the distributions they were drawn from.
-        target: `[n + 1, vocab]`, the target's distribution after each number of proposed tokens, 0 to `n`.
-        position: in the text, of the first proposed token.
+        proposed: of each sequence `n` draft tokens, `n >= 0`.
+        drafts: of each sequence `[n, vocab]`, the distributions they were drawn from; `None` without tokens.
+        target: of each sequence, one after another, `[n + 1, vocab]`: the target's distribution after each number of
+            proposed tokens, 0 to `n`.
+        samplers: of each sequence.
+        positions: of each sequence, that of the first proposed token in the text.
 
     Returns:
-        The number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first rejection (with
-        fresh noise from the residual), or from `target[n]` when all are accepted.
+        Of each sequence the number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first
+        rejection (with fresh noise from the residual), or from its last row when all are accepted.
 
     Raises:
-        ModelError: the distribution to draw the next token from holds NaN.
+        ModelError: a distribution to draw the next token from holds NaN.
     """
-    n = proposed.shape[0]
-    if n == 0:
-        return 0, read(noise.draw(target, position))[0]
-    if isinstance(noise, FreshNoise):
-        accepted, token = _accept_by_ratio(proposed, draft, target, noise)
-    else:
-        drawn = noise.draw(target, position)
-        accepted = _leading(drawn[:n] == proposed)
-        token = drawn.gather(0, accepted)
-    count, token_id = read(torch.cat((accepted, token)))
-    return count, token_id
+    rows = [len(tokens) + 1 for tokens in proposed]
+    by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
+    if any(by_ratio):
+        return _accept_mixed(proposed, drafts, target, samplers, positions, by_ratio)
+    drawn: list[int] = draw(target, samplers, rows, positions).tolist()
+    outcomes: list[tuple[int, int]] = []
+    first = 0
+    for tokens in proposed:
+        accepted = 0
+        while accepted < len(tokens) and drawn[first + accepted] == tokens[accepted]:
+            accepted += 1
+        outcomes.append((accepted, drawn[first + accepted]))
+        first += len(tokens) + 1
+    checked_tokens([token for _, token in outcomes])
+    return outcomes
+
+
+def _accept_mixed(
+    proposed: Sequence[Sequence[int]],
+    drafts: Sequence[Tensor | None],
+    target: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    by_ratio: Sequence[bool],
+) -> list[tuple[int, int]]:
+    """`accept` where some sequences, those of `by_ratio`, are tested with fresh noise."""
+    outcomes: list[tuple[int, int] | None] = [None] * len(proposed)
+    found = []
+    parts = target.split([len(tokens) + 1 for tokens in proposed])
+    for i, (tokens, draft, rows, sampler) in enumerate(zip(proposed, drafts, parts, samplers, strict=True)):
+        if by_ratio[i]:
+            assert draft is not None and isinstance(sampler.noise, FreshNoise)
+            tested = torch.tensor(tokens, device=target.device)
+            found += list(_accept_by_ratio(tested, draft, rows, sampler.noise))
+        else:
+            (outcomes[i],) = accept([tokens], [draft], rows, [sampler], [positions[i]])
+    numbers = iter(torch.cat(found).tolist())
+    whole = [outcome or (next(numbers), next(numbers)) for outcome in outcomes]
+    checked_tokens([token for _, token in whole])
+    return whole
 
 
 def _accept_by_ratio(proposed: Tensor, draft: Tensor, target: Tensor, noise: FreshNoise) -> tuple[Tensor, Tensor]:
@@ -52,14 +95,9 @@ def _accept_by_ratio(proposed: Tensor, draft: Tensor, target: Tensor, noise: Fre
     picked = proposed.unsqueeze(1)
     chance = torch.rand(n, generator=noise.generator, device=proposed.device)
     offered, wanted = draft.gather(1, picked).squeeze(1), target[:n].gather(1, picked).squeeze(1)
-    accepted = _leading(chance * offered < wanted)
+    accepted = (chance * offered < wanted).long().cumprod(0).sum(0, keepdim=True)  # up to the first rejection
     drafted_from = draft.index_select(0, accepted.clamp(max=n - 1)) * (accepted < n)  # zeros when all are accepted
     return accepted, noise.draw(residual(target.index_select(0, accepted), drafted_from), 0)
-
-
-def _leading(passed: Tensor) -> Tensor:
-    """`[1]`: how many of the first of `passed` are true without a break."""
-    return passed.long().cumprod(0).sum(0, keepdim=True)
 
 
 def residual(target: Tensor, draft: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def seconds_per_token(drafted: int, draft_seconds: float, pass_seconds: float, r
     return (drafted * draft_seconds + pass_seconds) / expected_tokens(rate, drafted)
 
 
-def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int) -> tuple[int, float]:
+def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int, batch: int = 1) -> tuple[int, float]:
     """The number of tokens to draft for a pass, 0 to `longest`, and the expected seconds per token it gives.
 
     Args:
@@ -111,8 +111,9 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int)
         draft_seconds: time per draft token.
         rate: probability that one is accepted.
         longest: the largest number to consider.
+        batch: sequences that a pass tests the draft of; `draft_seconds` are those of a token for each.
     """
-    times = [seconds_per_token(n, draft_seconds, cost.seconds(n + 1), rate) for n in range(longest + 1)]
+    times = [seconds_per_token(n, draft_seconds, cost.seconds(batch * (n + 1)), rate) for n in range(longest + 1)]
     best = min(range(longest + 1), key=times.__getitem__)
     return best, times[best]
 

@@ -92,8 +92,8 @@ def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
 
     Args: `key`: that of the text, or an int64 tensor of one for each row.
     """
-    mixed_key = _mix(key.clone()) if isinstance(key, Tensor) else _signed(mixed(key))
-    return _mix(positions * _signed(_STEP) + mixed_key)
+    mixed_key = _mix(key.clone()) if isinstance(key, Tensor) else signed(mixed(key))
+    return _mix(positions * signed(_STEP) + mixed_key)
 
 
 def race(weights: Tensor, keys: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:
 
 def _exponential(keys: Tensor, tokens: Tensor) -> Tensor:
     """Exponentially distributed numbers, float64, one for each key and token (broadcast)."""
-    bits = _mix(keys + tokens * _signed(_STEP))
+    bits = _mix(keys + tokens * signed(_STEP))
     uniform = (bits >> 11).bitwise_and_(2**53 - 1).add_(1).double().mul_(2.0**-53)  # above 0, at most 1
     return uniform.log_().neg_().clamp_min_(2.0**-54)  # not 0, as 0 / 0 is no number
 
@@ -136,10 +136,10 @@ def _exponential(keys: Tensor, tokens: Tensor) -> Tensor:
 def _mix(x: Tensor) -> Tensor:
     """`mixed` for int64, in place; products wrap around."""
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        x = x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(multiplier))
+        x = x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(signed(multiplier))
     return x.bitwise_xor_((x >> 31).bitwise_and_(2**33 - 1))
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """The int64 with the lowest 64 bits of `x`."""
     return (x + 2**63) % 2**64 - 2**63

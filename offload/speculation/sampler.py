@@ -1,31 +1,25 @@
-"""What draws the tokens of a run: sampling parameters, noise, and where the text ends."""
+"""What draws the tokens of sequences: sampling parameters, noise, and where a text ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from .noise import Noise
+from .noise import CommonNoise, Noise, race, row_keys, signed
 from .sampling import Sampling, distribution
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws the tokens of one run."""
+    """Draws the tokens of one sequence."""
 
     sampling: Sampling
     noise: Noise
     eos_token_ids: frozenset[int]
     """The tokens that end the text."""
-
-    def distribution(self, logits: Tensor) -> Tensor:
-        """See `distribution`."""
-        return distribution(logits, self.sampling)
-
-    def draw(self, weights: Tensor, position: int) -> Tensor:
-        """See `CommonNoise.draw`."""
-        return self.noise.draw(weights, position)
 
     def ends(self, token: int) -> bool:
         """Whether `token` ends the text."""
@@ -35,3 +29,46 @@ class Sampler:
         """`tokens` up to the first that ends the text, which is kept."""
         end = next((i for i, token in enumerate(tokens) if self.ends(token)), len(tokens))
         return tokens[: end + 1]
+
+
+def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> Tensor:
+    """The distributions that each sampler makes of its rows of `logits`; see `distribution`.
+
+    Args:
+        logits: `[n, vocab]`, the first `rows[0]` rows of the first sampler's sequence, and so on.
+    """
+    filters = [_filters(sampler.sampling) for sampler in samplers]
+    if filters.count(filters[0]) == len(filters):
+        return distribution(logits, samplers[0].sampling)
+    parts = logits.split(list(rows))
+    return torch.cat([distribution(part, s.sampling) for part, s in zip(parts, samplers, strict=True)])
+
+
+def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Draws a token from each row of `weights` `[n, vocab]`; see `CommonNoise.draw`.
+
+    Args:
+        rows: how many of the rows are each sampler's.
+        positions: of each sampler's first row; those of its other rows follow.
+    """
+    noises = [sampler.noise for sampler in samplers]
+    if len(noises) == 1 or (noises.count(noises[0]) == len(noises) and _position_free(noises[0])):
+        return noises[0].draw(weights, positions[0])
+    keys = [noise.key for noise in noises if isinstance(noise, CommonNoise) and noise.key is not None]
+    if len(keys) < len(noises):
+        parts = weights.split(list(rows))
+        drawn = [noise.draw(part, at) for noise, part, at in zip(noises, parts, positions, strict=True)]
+        return torch.cat(drawn)
+    each = torch.tensor(rows, device=weights.device)
+    at = torch.cat([torch.arange(first, first + n) for first, n in zip(positions, rows, strict=True)])
+    key = torch.tensor([signed(key) for key in keys], device=weights.device).repeat_interleave(each)
+    return race(weights, row_keys(key, at.to(weights.device)))
+
+
+def _position_free(noise: Noise) -> bool:
+    """Whether its draws do not depend on positions."""
+    return not isinstance(noise, CommonNoise) or noise.key is None
+
+
+def _filters(sampling: Sampling) -> tuple[float, float, int]:
+    return sampling.temperature, sampling.top_p, sampling.top_k

@@ -112,7 +112,15 @@ def read(tokens: Tensor) -> list[int]:
     Raises:
         ModelError: one was drawn from a row that held NaN.
     """
-    numbers: list[int] = tokens.tolist()
+    return checked_tokens(tokens.tolist())
+
+
+def checked_tokens(numbers: list[int]) -> list[int]:
+    """Drawn tokens as they are.
+
+    Raises:
+        ModelError: one was drawn from a row that held NaN.
+    """
     if min(numbers) < 0:
         raise ModelError(
             "the model's logits are not finite numbers: its weights are damaged, or its dtype overflows "

@@ -46,8 +46,13 @@ class Blocks(Protocol):
         """What crossed a link so far."""
         ...
 
-    def prepare(self, start: int, n: int) -> None:
-        """Says that every layer's tokens `start` to `start + n` come next."""
+    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+        """Says that every layer's tokens `start` to `start + n` come next.
+
+        Args:
+            rows: that attend to them and to those before, where these are others' too; default `n`.
+            first_row: position of the first of these rows; default `start`.
+        """
         ...
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -125,7 +130,7 @@ class DeviceBlocks:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def prepare(self, start: int, n: int) -> None:
+    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:

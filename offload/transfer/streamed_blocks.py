@@ -68,6 +68,7 @@ class StreamedBlocks:
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
+        self._first_row = 0  # position of the first row that attends in it
 
     @property
     def capacity(self) -> int:
@@ -141,11 +142,12 @@ class StreamedBlocks:
     def traffic(self) -> Traffic:
         return self._link.traffic()
 
-    def prepare(self, start: int, n: int) -> None:
+    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
         self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
+        self._first_row = start if first_row is None else first_row
         self._workspace = None
-        if n > OPEN_SLACK:
+        if (n if rows is None else rows) > OPEN_SLACK:
             _, num_kv_heads, size, head_dim = self._block
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._stop // size) * size, head_dim)
             self._worked = -1
@@ -164,7 +166,7 @@ class StreamedBlocks:
         window = self._windows[layer]
         if window is None:
             return self.num_resident, whole
-        return min(max(self.num_resident, (self._start + 1 - window) // self.block_size), whole), whole
+        return min(max(self.num_resident, (self._first_row + 1 - window) // self.block_size), whole), whole
 
     def _close_block(self, filled: int) -> None:
         """Moves the first block of every open stretch, which holds `filled` tokens, to its home."""
@@ -231,12 +233,14 @@ class StreamedBlocks:
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
         if self._workspace is not None:
+            if layer != self._worked:  # the pass brings no tokens of its own
+                self._take_up(layer, self._start)
             begin, end = first // size * size, -(-stop // size) * size
             # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
             step = end - begin if self.dtype.itemsize == 2 else size
             for position in range(begin, end, step):
                 yield position, self._workspace[:, :, position : position + step]
-            if layer == len(self._open) - 1 and stop == self._stop:
+            if layer == len(self._open) - 1 and stop == self._stop > self._start:
                 self._workspace = None  # what is chosen and drafted from next wants its memory
             return
         whole = self._base // size

@@ -46,7 +46,7 @@ def test_fixed_lengths_stay(pair):
 @pytest.mark.parametrize(("accepted", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
 def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(), 60)
-    verify, retrieval, draft = run._tiers
+    verify, retrieval, draft = run.batch.tiers
     for tier in (verify, retrieval):
         tier.acceptance = Acceptance(accepted=accepted, tested=1000)
     draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
@@ -57,13 +57,13 @@ def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
 
 def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(seed=1), 60)
-    _, retrieval, draft = run._tiers
+    _, retrieval, draft = run.batch.tiers
     retrieval.acceptance = Acceptance(accepted=0, tested=1000)
     draft.cost = PassCost(retrieval.cost.base, 0.0)
     tries = []
     for _ in range(300):
         retrieval.counts.passes += 11  # passes of a round; not a divisor of the interval
-        run._top.choose_lengths()
+        run.batch.tiers[0].choose_lengths()
         tries.append(retrieval.draft_tokens)
     assert set(tries) == {0, 1}
     assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
@@ -85,15 +85,15 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     greedy = Sampling(temperature=0.0)
     short, long = random_tokens(90), random_tokens(1500)
     engine.generate(short, greedy, 10)
-    small = engine._kept._cache
+    small = engine._kept.cache
     grown = engine.generate(long, greedy, 10)
-    assert engine._kept._cache is not None and engine._kept._cache is not small
+    assert engine._kept.cache is not None and engine._kept.cache is not small
     assert grown.stats["reused_tokens"] == 90
-    assert engine._kept._cache.blocks.block_size == block_size_for(1510, 8)
+    assert engine._kept.cache.blocks.block_size == block_size_for(1510, 8)
     fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)
     assert grown.token_ids == fresh.token_ids
     engine.generate(random_tokens(50, seed=5), greedy, 10)
-    assert engine._kept._cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
+    assert engine._kept.cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
 
 
 def test_room_for_more_keeps_a_cache_in_its_place(pair):
@@ -103,12 +103,12 @@ def test_room_for_more_keeps_a_cache_in_its_place(pair):
     for length in range(20, 300, 40):
         found = [engine.generate(prompt[:length], Sampling(temperature=0.0), 8) for engine in (tight, roomy)]
         assert found[0].token_ids == found[1].token_ids
-        places.add(id(roomy._kept._cache))
-    cache = roomy._kept._cache
+        places.add(id(roomy._kept.cache))
+    cache = roomy._kept.cache
     assert len(places) == 1 and cache and cache.capacity >= 300 + 8
     most = roomy.target.config.max_position_embeddings
     roomy.generate(random_tokens(most - 8, seed=2), Sampling(temperature=0.0), 8, reuse=0)
-    cache = roomy._kept._cache
+    cache = roomy._kept.cache
     assert cache and cache.capacity < most + 64, "no more room than the model has positions"
 
 

@@ -139,16 +139,17 @@ def test_a_draft_does_not_wait_for_the_gpu(models, captures):
     engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="bfloat16", **LENGTHS)
     run = engine.stream(prompt, Sampling(0.8, 0.9, 40, seed=1), 60)
     next(run)
+    sequence = run.sequence.opened.tokens
     with torch.inference_mode():
-        for tier in (run._tiers[2], run._tiers[1]):
+        for tier in (run.batch.tiers[2], run.batch.tiers[1]):
             for mode in ("default", "default", "error"):  # warmed up, captured, replayed
                 torch.cuda.set_sync_debug_mode(mode)
                 try:
-                    tokens, _ = tier.draw_ahead(run._context, 4, run._sampler)
+                    tokens, _ = tier.draw_ahead([sequence], 4)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-                assert tokens.shape == (4,)
-                tier.rollback(len(run._context) - 1)
+                assert tokens.shape == (1, 4)
+                tier.rollback(sequence, len(sequence.context) - 1)
     assert len(captures) >= 2
     assert run.warnings == []
 

@@ -31,10 +31,10 @@ TWO_TOKENS = Sampling(temperature=1.3, top_p=1.0, top_k=2)
 
 
 @torch.inference_mode()
-def enumerate_joint(model, sampling: Sampling) -> dict[tuple[int, ...], float]:
+def enumerate_joint(model, sampling: Sampling, prompt: list[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """The exact probability of every continuation of `NUM_TOKENS` tokens, by transformers' logits."""
     prefixes = list(itertools.product(range(VOCAB), repeat=NUM_TOKENS))
-    logits = model(torch.tensor([PROMPT + list(p) for p in prefixes])).logits[:, len(PROMPT) - 1 : -1]
+    logits = model(torch.tensor([prompt + list(p) for p in prefixes])).logits[:, len(prompt) - 1 : -1]
     joint = {}
     for prefix, rows in zip(prefixes, logits, strict=True):
         steps = distribution(rows, sampling)

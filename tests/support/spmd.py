@@ -108,8 +108,8 @@ def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
     import torch
     import xxhash
 
-    assert engine.contexts and engine._kept._cache
-    blocks, ranks = engine._kept._cache.blocks, engine.target.ranks
+    assert engine.contexts and engine._kept.cache
+    blocks, ranks = engine._kept.cache.blocks, engine.target.ranks
     held = engine.contexts._heads_of(ranks.rank)
     blocks.drain()
     layers = [

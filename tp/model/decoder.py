@@ -17,14 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.layers import gated_mlp, linear
+from ...kernels.selection import FEW_ROWS
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.split import Split
 from ..weights.checkpoint import Checkpoint
 from .config import ModelConfig
 from .rope import Rope
 
-PREFILL_ROWS = 4096
-"""Tokens that are computed together in a layer, which bounds the activations of a long prefill."""
+PREFILL_ROWS = 1024
+"""Tokens that are computed together in a layer, which bounds the activations of a long prefill: those of a tile, which
+begins at a multiple of this number. So the numbers of a token do not depend on where a reading began, if that was at
+the beginning of a tile."""
 
 
 class Cache(Protocol):
@@ -142,9 +145,10 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding[token_ids]  # [n, hidden]
+        tiles = _tiles(start, hidden.shape[0])
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
-            for rows in hidden.split(PREFILL_ROWS):
+            for rows in hidden.split(tiles):
                 rows += self._attention(index, layer, rows, cache)
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
@@ -184,6 +188,15 @@ class Decoder:
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _tiles(start: int, n: int) -> list[int]:
+    """The tokens of each part of a pass over `n` tokens from position `start` on."""
+    if n <= FEW_ROWS:
+        return [n]
+    first = min(n, PREFILL_ROWS - start % PREFILL_ROWS)
+    whole, rest = divmod(n - first, PREFILL_ROWS)
+    return [first, *[PREFILL_ROWS] * whole, *([rest] if rest else [])]
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:

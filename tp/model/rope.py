@@ -30,15 +30,20 @@ class Rope:
     def begin(self, prompt_length: int) -> bool:
         """Sets the number of tokens of the prompt; returns whether that changes rotations, so that keys rotated before
         must not be used again, which only dynamic scaling can cause."""
-        original = self._config.original_positions
-        changed = max(prompt_length, original) != max(self._prompt_length, original)
+        changes = self.changes_with(prompt_length)
         self._prompt_length = prompt_length
-        if self._config.type != "dynamic" or not changed:
+        if not changes:
             return False
         rows = self._cos.shape[0]
         self._cos = self._sin = self._cos[:0]
         self.reserve(rows)
         return True
+
+    def changes_with(self, prompt_length: int) -> bool:
+        """Whether a prompt of this length would be rotated otherwise than the one that was begun with."""
+        original = self._config.original_positions
+        lengths = max(prompt_length, original), max(self._prompt_length, original)
+        return self._config.type == "dynamic" and lengths[0] != lengths[1]
 
     def reserve(self, positions: int) -> None:
         """Extends the table to all positions below `positions`; after a call for the whole context it grows no more."""

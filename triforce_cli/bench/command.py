@@ -10,7 +10,7 @@ from ...tp.errors import TriforceError, UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import Asked
+from .request import MOST_SEQUENCES, QUESTION_TOKENS, Asked
 
 EPILOG = """[bold]Examples[/]
 
@@ -19,6 +19,9 @@ EPILOG = """[bold]Examples[/]
 
   A model and a text of yours, with every run in a file, which [bold]triforce plan --measured[/] can start from:
   [cyan]triforce bench --model DIR --draft DIR --prompt-file book.txt --json bench.json[/]
+
+  Several questions about one text at a time:
+  [cyan]triforce bench --batch 1,2,4,8 --contexts 32768 --plot batch.png[/]
 
   Two GPUs, greedy, all tiers:
   [cyan]triforce bench --model qwen3-8b --gpus 2 --contexts 8192,32768 --tiers 1,2,3 --temperature 0[/]
@@ -30,7 +33,7 @@ EPILOG = """[bold]Examples[/]
 PICTURES = (".png", ".svg", ".pdf")
 
 _OF_RUNS = (
-    *("prompt", "prompt_file", "model", "max_new_tokens", "repeat"),
+    *("prompt", "prompt_file", "model", "max_new_tokens", "repeat", "batch"),
     *("temperature", "top_p", "top_k", "seed", "refresh", "exact"),
 )
 """Options that have no meaning for a shape."""
@@ -79,6 +82,15 @@ def _check_runs(request: Asked) -> None:
     """
     if request.assume_acceptance is not None:
         raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
+    if request.batch and request.batch[-1] > MOST_SEQUENCES:
+        raise UsageError(
+            f"--batch has {request.batch[-1]}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it"
+        )
+    if request.batch and request.contexts and request.contexts[0] <= request.max_new_tokens + QUESTION_TOKENS:
+        raise UsageError(
+            f"--contexts has {request.contexts[0]:,}, prompt and answer together, which has no room for a question of "
+            f"{QUESTION_TOKENS} tokens and --max-new-tokens {request.max_new_tokens:,}; raise one or lower the other"
+        )
     if request.contexts and request.contexts[0] <= request.max_new_tokens:
         raise UsageError(
             f"--contexts has {request.contexts[0]:,}, prompt and answer together, but --max-new-tokens is "

@@ -49,8 +49,11 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
         layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1, wspace=0.02)
         figure = Figure(figsize=(12, 5.6), dpi=150, layout=layout)
         left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
-        _draw_times(left, document)
-        _draw_acceptance(right, document)
+        if document.get("batches"):
+            _draw_throughput(left, right, document)
+        else:
+            _draw_times(left, document)
+            _draw_acceptance(right, document)
         figure.suptitle(_title(document), x=0.012, ha="left", fontsize=14, fontweight="bold")
         figure.supxlabel(_caption(document), x=0.012, ha="left", fontsize=8.5, color=GREY)
         stream = io.BytesIO()
@@ -134,6 +137,39 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
         axes.set_ylim(0, 1.05 * max(values))
     axes.set_title("time between tokens, ms", loc="left", fontsize=12, pad=10)
     _label(axes, contexts[-1]["context"], labels)
+
+
+def _draw_throughput(left: Axes, right: Axes, document: dict[str, Any]) -> None:
+    """Tokens per second of all sequences, and the time between tokens of each, against their number."""
+    for axes, name, title in (
+        (left, "tokens_per_s", "tokens per second, all sequences"),
+        (right, "tbt_ms", "time between tokens of each, ms"),
+    ):
+        for at in document["contexts"]:
+            shade = 1.0 if at is document["contexts"][-1] else 0.45
+            for tiers in sorted({row["tiers"] for row in at["tiers"]}):
+                rows = [row for row in at["tiers"] if row["tiers"] == tiers]
+                y = [row[name]["median"] for row in rows]
+                error = [
+                    [row[name]["median"] - row[name]["min"] for row in rows],
+                    [row[name]["max"] - row[name]["median"] for row in rows],
+                ]
+                axes.errorbar(
+                    [row["sequences"] for row in rows], y, error if any(map(any, error)) else None, alpha=shade,
+                    color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7, linewidth=2.4, capsize=4, elinewidth=1.3,
+                    label=f"{NAMES[tiers]}, {thousands(at['context'])}",
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(document["batches"]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("sequences decoded together")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.set_title(title, loc="left", fontsize=12, pad=10)
+    left.legend(frameon=False, fontsize=10)
 
 
 def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:

@@ -27,12 +27,12 @@ class Forecast:
     def __init__(self, order: Sequence[Step], new_tokens: int) -> None:
         self._order, self._new_tokens = order, new_tokens
         self._prefill: tuple[int, float] | None = None
-        self._runs: dict[tuple[int, int], list[float]] = {}
+        self._runs: dict[tuple[int, int, int | None], list[float]] = {}
 
     def note(self, step: Step, decode_s: float, prefill_s: float) -> None:
         if step.repeat == 0:
             self._prefill = step.context, prefill_s
-        self._runs.setdefault((step.context, step.tiers), []).append(decode_s)
+        self._runs.setdefault((step.context, step.tiers, step.sequences), []).append(decode_s)
 
     def prefill_s(self, context: int) -> float | None:
         """Time to read a prompt of so many tokens; `None` before one was read."""
@@ -43,10 +43,10 @@ class Forecast:
 
     def run_s(self, step: Step) -> float | None:
         """Time of an answer: as measured at this context, else as at another one, in proportion to the context."""
-        here = self._runs.get((step.context, step.tiers))
+        here = self._runs.get((step.context, step.tiers, step.sequences))
         if here:
             return fmean(here)
-        others = [(context, tiers) for context, tiers in self._runs if tiers == step.tiers] or list(self._runs)
+        others = [known for known in self._runs if known[1] == step.tiers] or list(self._runs)
         if not others:
             return None
         nearest = min(others, key=lambda key: abs(key[0] - step.context))
@@ -95,7 +95,8 @@ class Display:
         self._index += 1
         tiers = f"{step.tiers} tier{'s' if step.tiers > 1 else ''}"
         repeats = max(other.repeat for other in self._order)
-        what = f"{tiers}, run {step.repeat} of {repeats}" if step.repeat else "reading"
+        together = f"{step.sequences} sequences, " if (step.sequences or 1) > 1 else ""
+        what = f"{together}{tiers}, run {step.repeat} of {repeats}" if step.repeat else "reading"
         self._words = f"{step.context:,} tokens: {what}"
         self._prefill_left = self._run_left = 1.0
         if not self._progress and not step.repeat:
@@ -115,7 +116,8 @@ class Display:
         if self._progress:
             return
         left = self._forecast.left_s(self._index + 1)
-        result = f"TBT {run.tbt_ms:.1f} ms" if step.repeat else f"{prefill_s:.1f} s"
+        speed = f"{run.tokens_per_s:.1f} tokens/s" if step.sequences else f"TBT {run.tbt_ms:.1f} ms"
+        result = speed if step.repeat else f"{prefill_s:.1f} s"
         tell(f"{self._words}: {result}" + (f"; about {duration(left)} left" if left and left >= 1 else ""))
 
     def _draw(self, *, now: bool) -> None:

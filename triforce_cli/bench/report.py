@@ -64,7 +64,7 @@ def _context(at: AtContext, head: dict[str, Any]) -> dict[str, Any]:
         "restored_tokens": at.warm_up.stats["reused_tokens"],
         "resident_bytes": at.resident_bytes,
         "floor": floor_of(at, head),
-        "tiers": [_tiers(at.of(count), at.of(1), greedy) for count in sorted({run.tiers for run in at.runs})],
+        "tiers": [_tiers(at.of(tiers, count), at.of(1, count), greedy) for count, tiers in at.kinds],
     }
 
 
@@ -75,6 +75,8 @@ def _tiers(runs: list[Run], plain: list[Run], greedy: bool) -> dict[str, Any]:
     shares = {name: [one[name] for one in accepted if one[name] is not None] for name in accepted[0]}
     return {
         "tiers": runs[0].tiers,
+        "sequences": runs[0].sequences or 1,
+        "tokens_per_s": spread([run.tokens_per_s for run in runs]),
         "modelled": False,
         "tbt_ms": spread(times),
         "speedup": median(run.tbt_ms for run in plain) / median(times) if plain else None,
@@ -101,8 +103,27 @@ def report(console: Console, document: dict[str, Any]) -> None:
     print_lines(console, [head])
     titles = ("context", "tiers", "TBT, ms", "", "speed-up", "accepted", "a round", "floor", "prefill")
     rows = [_cells(at, row, row is at["tiers"][0]) for at in document["contexts"] for row in at["tiers"]]
+    if document.get("batches"):
+        titles = (titles[0], "sequences", "tokens/s", "gain", *titles[1:])
+        rows = [
+            [cells[0], *_batch_cells(at, row), *cells[1:]]
+            for cells, (at, row) in zip(rows, of_contexts(document), strict=True)
+        ]
     console.print(make_table(titles, rows, left=("context", "")))
     print_lines(console, ["", *notes(document)])
+
+
+def of_contexts(document: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What was measured, with the context it was measured at."""
+    return [(at, row) for at in document["contexts"] for row in at["tiers"]]
+
+
+def _batch_cells(at: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """The number of sequences, their tokens per second, and what that is of one sequence's, with as many tiers."""
+    one = next((other for other in at["tiers"] if (other["sequences"], other["tiers"]) == (1, row["tiers"])), None)
+    speed = row["tokens_per_s"]["median"]
+    gain = f"{speed / one['tokens_per_s']['median']:.2f}" if one and one is not row else "-"
+    return [str(row["sequences"]), f"{speed:.1f}", gain]
 
 
 def conditions(document: dict[str, Any]) -> str:
@@ -148,6 +169,12 @@ def notes(document: dict[str, Any]) -> list[str]:
         f"floor, ms: derived, the bytes of one pass ÷ the bandwidth measured before the runs ({measured}); speculation "
         "goes below it, as a pass gives several tokens.",
     ]
+    if document.get("batches"):
+        lines.append(
+            "tokens/s: of all sequences together, after the first token of each; gain: of one sequence's with as many "
+            "tiers. Each sequence has the same text and a question of its own; the text is read, and crosses the link, "
+            "once for all."
+        )
     if document["shape"]:
         lines += _shape_notes(document)
     else:

@@ -11,6 +11,12 @@ from ..parameters import CHANCES, FILE, Kind, Numbers, whole, whole_numbers
 
 AUTO_CONTEXTS = (4096, 16384, 65536)
 
+QUESTION_TOKENS = 32
+"""Tokens at the end of the prompt that each sequence of a batch has for itself: another place of the text."""
+
+MOST_SEQUENCES = 64
+"""Sequences of a batch at most: what the engine decodes together."""
+
 REPEAT = option(MEASURING, whole(1, "R"), "Runs of each kind; medians are shown.")
 
 
@@ -37,6 +43,16 @@ class Asked(Request):
         ),
     ] = Numbers((1, 3))  # noqa: RUF009 - a tuple
     """Ascending."""
+    batch: Annotated[
+        Numbers | None,
+        option(
+            MEASURING,
+            whole_numbers(1),
+            "Numbers of sequences to decode together, each with a question of its own about the same text: measures "
+            "tokens per second, as in 1,2,4,8.",
+        ),
+    ] = None
+    """Ascending; `None` measures runs alone."""
     repeat: Annotated[int, REPEAT] = 3
     context: Annotated[str | None, CONTEXT] = None
     shape: Annotated[

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import torch
 from rich.console import Console
 
-from ...offload import Engine, Sampling
+from ...offload import Engine, Generation, Sampling
 from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
 from ...offload.speculation.vocabulary import check_pair
@@ -33,7 +33,7 @@ from ..terminal.streams import Unfailing, tell
 from .measure import AtContext, measure, steps
 from .progress import Display
 from .report import as_document, report
-from .request import AUTO_CONTEXTS, Asked
+from .request import AUTO_CONTEXTS, QUESTION_TOKENS, Asked
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
     target, draft = directories
     config = check_pair(target, draft)
     sampling = Sampling(**request.sampling)
-    contexts = fitting_contexts(request, config, request.max_new_tokens)
+    contexts = fitting_contexts(request, config, request.max_new_tokens + (QUESTION_TOKENS if request.batch else 0))
     tokenizer = Tokenizer.load(target)
     prompt = long_prompt(source, tokenizer, config, contexts[-1] - request.max_new_tokens)
     with call.signals.allowed():
@@ -63,6 +63,7 @@ def run(
         "sampling": request.sampling,
         "new_tokens": request.max_new_tokens,
         "repeats": request.repeat,
+        "batches": list(request.batch) if request.batch else None,
         "prompt": {
             "name": prompt.name,
             "text_tokens": prompt.text_tokens,
@@ -71,7 +72,7 @@ def run(
     }
 
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-    order = steps(contexts, tiers, request.repeat)
+    order = steps(contexts, tiers, request.repeat, request.batch or (None,))
     found: list[AtContext] = []
 
     def document(interrupted: bool) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def run(
             request.max_new_tokens,
             found=found,
             watch=display,
-            advance=lambda generation: step(generation, call.signals),
+            advance=lambda run: step(cast(Generation, run), call.signals),
             saved=request.context,
         )
     engine.finish()

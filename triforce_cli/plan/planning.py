@@ -55,6 +55,7 @@ class Plan:
             "draft": self.draft,
             "dtype": str(request.dtype).removeprefix("torch."),
             "context": request.context,
+            "batch": request.sequences,
             "gpus": request.gpus,
             "gpu": {
                 "name": card.name,
@@ -133,6 +134,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         gpus=request.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
         host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),
+        sequences=request.batch,
     )
     calibration = None
     if measured is None:

@@ -23,7 +23,9 @@ def show(plan: Plan) -> None:
     console = Console(file=sys.stdout, highlight=False, markup=False)
     request, card = plan.run.request, plan.card
     small = "" if plan.draft is None else " and its draft" if plan.draft == plan.model else f" with {plan.draft}"
-    console.print(f"{plan.model}{small}: {str(request.dtype).removeprefix('torch.')}, {request.context:,} tokens")
+    several = f", {request.sequences} sequences over one text" if request.sequences > 1 else ""
+    kind = str(request.dtype).removeprefix("torch.")
+    console.print(f"{plan.model}{small}: {kind}, {request.context:,} tokens{several}")
     console.print(
         f"{request.gpus} × {card.name}: {card.memory_gib:.2f} GiB at {card.memory_gb_per_s:,.0f} GB/s, "
         f"link {card.link_gb_per_s:.3g} GB/s\n"
@@ -131,14 +133,18 @@ def _measured(calibration: Calibration) -> list[str]:
 
 def _speed_table(plan: Plan) -> Table:
     rows: list[list[str]] = []
+    batch = plan.run.request.sequences > 1
     for tiers, one in plan.estimates.items():
         if one is None:
-            rows.append([str(tiers), "does not fit", *[""] * 5])
+            rows.append([str(tiers), "does not fit", *[""] * (6 if batch else 5)])
             continue
         lengths = {1: "-", 2: str(one.block_length), 3: f"{one.block_length}, {one.draft_length}"}[tiers]
         times = map(_ms, (one.tbt_s, one.verify_s, one.retrieval_s, one.draft_s))
         rows.append([str(tiers), *times, lengths, f"{one.tokens_per_round:.1f}"])
-    return make_table(("tiers", "TBT, modelled", "verification", "retrieval", "draft", "lengths", "tokens/round"), rows)
+        if batch:
+            rows[-1].append(f"{one.tokens_per_second:,.1f}")
+    titles = ("tiers", "TBT, modelled", "verification", "retrieval", "draft", "lengths", "tokens/round")
+    return make_table((*titles, "tokens/s") if batch else titles, rows)
 
 
 def _ms(seconds: float) -> str:

@@ -37,6 +37,14 @@ class PlanRequest(ModelRequest):
             "Context length in tokens, prompt and answer together; auto is all positions of the model.",
         ),
     ] = None
+    batch: Annotated[
+        int,
+        option(
+            MACHINE,
+            whole(1),
+            "Sequences that are decoded together, each with a question and an answer of its own about one text.",
+        ),
+    ] = 1
     gpus: Annotated[int, option(HARDWARE, whole(1), "GPUs that share the model (tensor parallelism).")] = 1
     gpu: Annotated[
         str | None, option(HARDWARE, Kind("CARD"), f"{', '.join(CARDS)}. Default: {DEFAULT_CARD}.")

@@ -106,14 +106,15 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
     calls = {"retrieval": 0, "draft": 0}
     run = engine.stream(random_tokens(300, 320), Sampling(temperature=0.0), 30, ignore_eos=True)
     next(run)
-    for tier in run._tiers[1:]:
-        forward = tier.passes.forward
+    for tier in run.batch.tiers[1:]:
+        passes = run.sequence.opened.tokens.passes[tier.name]
+        forward = passes.forward
 
         def counted(*arguments, forward=forward, name=tier.name):
             calls[name] += 1
             return forward(*arguments)
 
-        monkeypatch.setattr(tier.passes, "forward", counted)
+        monkeypatch.setattr(passes, "forward", counted)
     for _ in run:
         pass
     assert _run(Step(330, 3, 1), run).passes == {"verify": run.statistics.rounds, **calls}
@@ -173,6 +174,35 @@ def test_tokens_that_differ_from_plain_decoding_are_told(bench, tmp_path, monkey
     assert (
         "Greedy tokens differ from plain decoding, which must not be, at 200 (from token 7 on, 3 tiers)" in outcome.out
     )
+
+
+@pytest.mark.slow
+def test_sequences_that_are_decoded_together_are_measured(bench, tmp_path):
+    outcome, document = bench(
+        tmp_path / "bench.json", batch="1,3", contexts=300, repeat=2, plot=tmp_path / "batch.png"
+    )
+    assert outcome.code == 0, outcome
+    (at,) = document["contexts"]
+    assert [(row["sequences"], row["tiers"]) for row in at["tiers"]] == [(1, 1), (1, 3), (3, 1), (3, 3)]
+    assert document["batches"] == [1, 3] and not undocumented(document, "bench.md")
+    for row in at["tiers"]:
+        assert row["tokens_per_s"]["min"] > 0 and len(row["runs"]) == 2 and row["first_difference"] is None
+    assert "tokens/s" in outcome.out and "gain" in outcome.out
+    assert outcome.err.count("3 sequences, 3 tiers, run 2 of 2") == 1
+    assert (tmp_path / "batch.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch": "1,65"}, ("--batch", "65", "at most 64")),
+        ({"batch": "0,2"}, ("--batch", "0,2")),
+        ({"batch": "2", "contexts": "40"}, ("--contexts", "40", "question of 32 tokens")),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_by_value(bench, options, words):
+    outcome, _ = bench(**options)
+    check_refusal(outcome, 2, *words)
 
 
 def test_json_on_stdout_is_alone_there(bench):

@@ -54,7 +54,7 @@ def test_a_run_takes_the_bytes_that_were_planned(resident):
     engine = Engine.load("embedded", device="cpu", dtype="bfloat16", resident=resident, budget=256)
     run = engine.stream(random_tokens(PROMPT, 256), Sampling(temperature=0.0), NEW_TOKENS, ignore_eos=True)
     next(run)
-    cache = engine._kept._cache
+    cache = engine._kept.cache
     assert cache is not None
     blocks, rounds = cache.blocks, 0
     before = run.stats()["link"]["bytes_streamed"]
@@ -228,3 +228,16 @@ def test_cards_are_plausible():
     for card in CARDS.values():
         assert 10 < card.memory_gib < 200 and 4 < card.memory_gb_per_s / card.link_gb_per_s < 200
         assert 20 < card.tflops * 1e3 / card.memory_gb_per_s < 500, "operations a byte"
+
+
+def test_sequences_over_one_text_share_its_stream(capfd):
+    """The link carries the text once for all; what each has of its own takes memory."""
+    one, eight = (
+        json.loads(plan(capfd, "--model", SEVEN, "--context", 65536, "--batch", n, "--json", "-").out) for n in (1, 8)
+    )
+    assert eight["batch"] == 8
+    for tier, together in zip(one["modelled"], eight["modelled"], strict=True):
+        assert together["tokens_per_second"] > 3 * tier["tokens_per_second"]
+        assert together["tokens_per_second"] == pytest.approx(8e3 / together["tbt_ms"])
+    assert eight["per_gpu_bytes"]["retrieval"] == 8 * one["per_gpu_bytes"]["retrieval"]
+    assert "8 sequences over one text" in plan(capfd, "--model", SEVEN, "--context", 65536, "--batch", 8).out

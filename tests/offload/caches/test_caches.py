@@ -178,7 +178,7 @@ def test_a_run_chooses_chunks_by_the_last_accepted_tokens(tmp_path):
         replayed = full_cache(engine.target)
         append(engine.target, replayed, tokens[:-1])
         for layer in range(3):
-            error = (run._full.recent_mass(layer) - replayed.recent_mass(layer)).abs().max()
+            error = (run.sequence.opened.full.recent_mass(layer) - replayed.recent_mass(layer)).abs().max()
             assert error < 1e-5, f"round {event.index}, layer {layer}: shares differ by {error}"
     assert rejected > 2, "no round rejected so many tokens that rows from before the pass would count"
 
@@ -280,8 +280,8 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
     tokens = list(prompt)
     for event in run:
         tokens += event.tokens
-        assert run._full.length == len(tokens) - 1
-        if event.index % 7 or run._retrieval is None or run._streaming is None:
+        assert run.sequence.opened.full.length == len(tokens) - 1
+        if event.index % 7 or run.sequence.opened.retrieval is None or run.sequence.opened.streaming is None:
             continue
         fresh = FullCache.on_device(
             engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
@@ -289,14 +289,16 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
         append(engine.target, fresh, tokens[:-1])
         for layer in range(3):
             for got, want in zip(
-                run._full.blocks.slice(layer, 0, fresh.length), fresh.blocks.slice(layer, 0, fresh.length), strict=True
+                run.sequence.opened.full.blocks.slice(layer, 0, fresh.length),
+                fresh.blocks.slice(layer, 0, fresh.length),
+                strict=True,
             ):
                 assert torch.allclose(got, want, atol=1e-4)
-        assert run._retrieval.length == fresh.length
-        assert run._streaming.length <= fresh.length
+        assert run.sequence.opened.retrieval.length == fresh.length
+        assert run.sequence.opened.streaming.length <= fresh.length
         replayed = StreamingCache(engine.draft)
-        append(engine.draft, replayed, tokens[: run._streaming.length])
-        kept = run._streaming.length
-        got, want = probe(engine.draft, run._streaming), probe(engine.draft, replayed)
-        run._streaming.rollback(kept)
+        append(engine.draft, replayed, tokens[: run.sequence.opened.streaming.length])
+        kept = run.sequence.opened.streaming.length
+        got, want = probe(engine.draft, run.sequence.opened.streaming), probe(engine.draft, replayed)
+        run.sequence.opened.streaming.rollback(kept)
         assert torch.allclose(got, want, atol=1e-4)

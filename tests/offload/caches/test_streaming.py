@@ -41,7 +41,7 @@ def load(models, **settings):
 
 def blocks_of(engine) -> Any:
     """The blocks of an engine's cache, with what only tests may see."""
-    return engine._kept._cache.blocks
+    return engine._kept.cache.blocks
 
 
 def block_bytes(engine):
@@ -102,10 +102,11 @@ def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(mod
     first = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     for _ in range(3):
         next(first)
-    assert first._retrieval is not None and first._retrieval.collector is not None
-    kept = [keys.clone() for keys, _ in first._retrieval._buffers]
+    retrieval = first.sequence.opened.retrieval
+    assert retrieval is not None and retrieval.collector is not None
+    kept = [keys.clone() for keys, _ in retrieval._buffers]
     engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)
-    assert all(torch.equal(keys, old) for (keys, _), old in zip(first._retrieval._buffers, kept, strict=True))
+    assert all(torch.equal(keys, old) for (keys, _), old in zip(retrieval._buffers, kept, strict=True))
 
 
 def test_prompt_leaves_the_device_once(models):
@@ -139,7 +140,7 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
         [*PROMPT, *random_tokens(110, seed=4)], Sampling(temperature=0.0), 40
     )  # a block is closed meanwhile
     memory = blocks_of(engine)._host if resident == 0 else blocks_of(engine)._layers
-    dropped = [weakref.ref(engine._kept._cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
+    dropped = [weakref.ref(engine._kept.cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
     del memory
     assert all(part() is not None for part in dropped)
     make, found = kept_cache.make_blocks, []

@@ -99,7 +99,7 @@ class Case:
 
 def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
     """Of the first tokens of the cache that the last run used, `[2, num_kv_heads, tokens, head_dim]`."""
-    cache = engine._kept._cache
+    cache = engine._kept.cache
     assert cache
     cache.blocks.drain()
     pieces = cache.blocks.export(layer, 0, tokens)
@@ -152,7 +152,7 @@ def test_a_context_that_grew_reads_only_what_is_new(checkpoints, store):
     engine = case.engine(checkpoints, store)
     grown = engine.read(TEXT[:500], "book", on_prefill=shares.append)
     assert grown.saved == 500 and shares[-1] == 1.0 and sorted(shares) == shares
-    assert engine._running and engine._running.statistics.reused_tokens == 300
+    assert engine._running and engine._running.sequences[0].statistics.reused_tokens == 300
     unchanged = case.engine(checkpoints, store)
     assert unchanged.read(TEXT[:500], "book") == grown and unchanged._running is None, "there was nothing to read"
 

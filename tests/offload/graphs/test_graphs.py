@@ -110,11 +110,11 @@ def test_what_a_capture_takes_says_nothing_of_a_pass(pairs, monkeypatch):
     engine, recorder = recorded_engine(pairs["llama"])
     run = engine.stream(PROMPT, GREEDY, 60)
     next(run)
-    draft, observed, after_each = run._tiers[-1], [], []
+    draft, tokens, observed, after_each = run.batch.tiers[-1], run.sequence.opened.tokens, [], []
     monkeypatch.setattr(PassCost, "observe", lambda *given: observed.append(given))
     for _ in range(4):
-        draft._draw_alone(run._context, 1, run._sampler)
-        draft.rollback(len(run._context) - 1)
+        draft._draw_alone([tokens], 1)
+        draft.rollback(tokens, len(tokens.context) - 1)
         after_each.append(len(observed))
     assert recorder.warm_ups == recorder.captures == 1
     assert after_each == [0, 0, 1, 2]
@@ -178,20 +178,21 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     run = engine.stream(PROMPT, Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=1), 50)
     for _ in range(5):
         next(run)
-    _, retrieval, draft = run._tiers
-    length, replays = len(run._context) - 1, recorder.replays
+    _, retrieval, draft = run.batch.tiers
+    sequence = run.sequence.opened.tokens
+    length, replays = len(sequence.context) - 1, recorder.replays
     for tier in (draft, retrieval):
         with torch.inference_mode(), NoWaiting():
-            tokens, rows = tier.draw_ahead(run._context, 6, run._sampler)
-        assert tokens.shape == (6,)
-        assert rows.shape == (6, 97)
-        tier.rollback(length)
+            tokens, rows = tier.draw_ahead([sequence], 6)
+        assert tokens.shape == (1, 6)
+        assert rows.shape == (1, 6, 97)
+        tier.rollback(sequence, length)
     assert recorder.replays > replays
     for tier, waits in ((draft, 1), (retrieval, 2)):  # one of the draft's own, one of the test of its tokens
         with torch.inference_mode(), count_waits() as calls:
-            tier.step(run._context, 4, run._sampler)
+            tier.step([sequence], [4])
         assert calls == ["tolist"] * waits, tier.name
-        tier.rollback(length)
+        tier.rollback(sequence, length)
     assert len(list(itertools.islice(run, 3))) == 3, "it goes on"
 
 
@@ -199,16 +200,17 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     engine, _ = recorded_engine(pairs["llama"], tiers=2)
     run = engine.stream(PROMPT, GREEDY, 80)
     next(run)
-    retrieval = run._tiers[1]
+    retrieval = run.batch.tiers[1]
     with torch.inference_mode():
-        tokens, rows = retrieval.extend(run._context, 8, run._sampler)
+        sequence = run.sequence.opened.tokens
+        ((tokens, rows),) = retrieval.extend([sequence], [8])
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
-        sampler = Sampler(GREEDY, run._sampler.noise, frozenset({tokens[end]}))
-        retrieval.rollback(len(run._context) - 1)
-        cut, cut_rows = retrieval.extend(run._context, 8, sampler)
+        sequence.sampler = Sampler(GREEDY, sequence.sampler.noise, frozenset({tokens[end]}))
+        retrieval.rollback(sequence, len(sequence.context) - 1)
+        ((cut, cut_rows),) = retrieval.extend([sequence], [8])
     assert cut == tokens[: end + 1]
     assert torch.equal(cut_rows, rows[: end + 1])
-    assert retrieval.cache.length == len(run._context) + end
+    assert sequence.passes["retrieval"].cache.length == len(sequence.context) + end
 
 
 def test_logits_of_a_draft_that_are_no_numbers_are_an_error_when_read(pairs):

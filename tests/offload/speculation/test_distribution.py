@@ -136,11 +136,12 @@ def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target,
     engine, target = engine_and_target
     module = "triforce.offload.speculation.tiers.accept"
 
-    def accept_all(proposed, draft, target, noise, position):
-        return proposed.shape[0], int(noise.draw(target[-1:], position + proposed.shape[0]))
+    def accept_all(proposed, drafts, target, samplers, positions):
+        count = len(proposed[0])
+        return [(count, int(samplers[0].noise.draw(target[-1:], positions[0] + count)))]
 
-    def accept_shifted(proposed, draft, target, noise, position):
-        return accept(proposed, draft, target, noise, position - 1)
+    def accept_shifted(proposed, drafts, target, samplers, positions):
+        return accept(proposed, drafts, target, samplers, [positions[0] - 1])
 
     monkeypatch.setattr(module, accept_all if wrong == "the draft's draws" else accept_shifted)
     monkeypatch.setattr(engine, "settings", with_lengths(engine, 2, 3))

@@ -10,6 +10,7 @@ from profiles import examples
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.offload.speculation.acceptance import accept, residual
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise, key_of, mixed
+from triforce.offload.speculation.sampler import Sampler
 from triforce.offload.speculation.sampling import Sampling, distribution, read
 from triforce.tp.errors import ModelError, UsageError
 
@@ -46,6 +47,12 @@ def fresh(seed=0):
     return FreshNoise(torch.Generator().manual_seed(seed))
 
 
+def accept_one(proposed, draft, target, noise, position):
+    """`accept` for one sequence."""
+    sampler = Sampler(Sampling(), noise, frozenset())
+    return accept([proposed], [draft], target, [sampler], [position])[0]
+
+
 NOISES = pytest.mark.parametrize("noise", [fresh(), CommonNoise(7)], ids=["fresh", "common"])
 
 
@@ -70,7 +77,7 @@ def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken,
     with pytest.raises(ModelError, match="not finite numbers"):
         read(tokens)
     with pytest.raises(ModelError, match="not finite numbers"):
-        accept(torch.tensor([1]), torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
+        accept_one([1], torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
 
 
 @pytest.mark.parametrize(
@@ -114,28 +121,27 @@ class ScriptedUniform:
 def test_acceptance_follows_the_ratio_and_stops_at_the_first_rejection(monkeypatch):
     draft = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
     target = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.25, 0.75], [1.0, 0.0]])
-    proposed = torch.tensor([0, 0, 1])  # each accepted with probability 0.5, 0.5, 1
+    proposed = [0, 0, 1]  # each accepted with probability 0.5, 0.5, 1
     for pattern, want in (
         ((0.49, 0.49, 0.99), (3, 0)),
         ((0.49, 0.51, 0.99), (1, 1)),
         ((0.51, 0.1, 0.1), (0, 1)),
     ):
         monkeypatch.setattr(torch, "rand", ScriptedUniform(pattern))
-        assert accept(proposed, draft, target, fresh(), 0) == want
+        assert accept_one(proposed, draft, target, fresh(), 0) == want
 
 
 def test_nothing_proposed_draws_from_the_target():
     target = torch.tensor([[0.0, 0.0, 1.0]])
-    empty = torch.empty(0, dtype=torch.int64)
     for noise in (fresh(), CommonNoise(1), CommonNoise(None)):
-        assert accept(empty, target, target, noise, 0) == (0, 2)
+        assert accept_one([], None, target, noise, 0) == (0, 2)
 
 
 def test_tokens_of_equal_distributions_are_always_accepted():
     generator = torch.Generator().manual_seed(0)
     rows = torch.softmax(torch.randn(9, 6, generator=generator), -1)
     for proposed in itertools.islice(itertools.permutations(range(6)), 200):
-        accepted, _ = accept(torch.tensor(proposed), rows[:6], rows[:7], FreshNoise(generator), 0)
+        accepted, _ = accept_one(list(proposed), rows[:6], rows[:7], FreshNoise(generator), 0)
         assert accepted == 6
 
 
@@ -147,7 +153,7 @@ def test_with_common_noise_a_token_is_accepted_where_the_target_draws_it():
         if wrong < 4:
             proposed[wrong] = (proposed[wrong] + 1) % 40
         want = wrong, int(drawn[wrong])
-        assert accept(proposed, target[:4], target, CommonNoise(11), 100) == want
+        assert accept_one(proposed.tolist(), target[:4], target, CommonNoise(11), 100) == want
 
 
 def test_common_noise_of_a_row_depends_on_its_position_alone():

@@ -48,7 +48,7 @@ class TinyContexts:
     def on(self, root: Path, disk: Disk | None = None, most_bytes: int | None = None) -> Engine:
         """The engine as if it had just been loaded, with the contexts in `root`."""
         engine = self.engine
-        engine._end_run(0)
+        engine._end_run()
         engine._kept.context = []
         assert engine.contexts
         engine.contexts.store = store_at(root, disk, most_bytes)

@@ -30,7 +30,7 @@ from triforce.offload.planning.placement import Placement
 from triforce.offload.planning.shape_steps import RandomWeights
 from triforce.offload.speculation import noise, sampling
 from triforce.offload.speculation.noise import CommonNoise
-from triforce.offload.speculation.sampler import Sampler
+from triforce.offload.speculation.sampler import Sampler, distributions, draw
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import Traffic
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -233,7 +233,7 @@ def draft_token() -> Counter[str]:
     counts = counted_replay(decoder, cache, 1)
     sampler = Sampler(Sampling(seed=1), CommonNoise(1), frozenset())
     logits = torch.randn(1, 32000)
-    return counts + counted(lambda: sampler.draw(sampler.distribution(logits), CONTEXT))
+    return counts + counted(lambda: draw(distributions(logits, [sampler], [1]), [sampler], [1], [CONTEXT]))
 
 
 def captures_of_a_run() -> Counter[str]:

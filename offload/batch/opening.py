@@ -1,0 +1,239 @@
+"""What a sequence begins with: a full cache that shares what others hold, and the caches of the drafting tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...tp.devices import device_name
+from ...tp.errors import UsageError
+from ...tp.model.decoder import PREFILL_ROWS, Decoder
+from ..caches.full import FullCache
+from ..caches.kept import KeptCache, common_length, reusable
+from ..caches.refreshing import RefreshingCache
+from ..caches.retrieval import RetrievalCache
+from ..caches.streaming import StreamingCache
+from ..checks import tokens_are_exact
+from ..contexts.model import ContextPlan, ModelContexts
+from ..graphs.passes import Graphs, Passes
+from ..planning.cost_model import Hardware, PassTimes, hardware_of
+from ..planning.request import RunRequest
+from ..planning.run_plan import RunPlan, make_plan
+from ..run_document import run_identity
+from ..settings import Settings
+from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
+from ..speculation.refresh import RefreshPolicy
+from ..speculation.sampler import Sampler
+from ..speculation.sampling import Sampling
+from ..speculation.sequence import TokenSequence
+from ..speculation.tiers import Tier
+from .request import Order
+from .sequence import BatchSequence, SequenceCaches
+
+SHARED_STEP = PREFILL_ROWS
+"""Sequences share a multiple of so many tokens: tiles of a prefill, whose numbers are the same in whoever's reading."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What an engine has loaded, and how it decodes."""
+
+    target: Decoder
+    draft: Decoder | None
+    settings: Settings
+    names: tuple[str, str | None]
+    kept: KeptCache
+    contexts: ModelContexts | None
+
+    @property
+    def padded(self) -> bool:
+        """Whether passes that decide about the text are padded."""
+        exact = self.settings.exact
+        return exact == "on" or (exact == "auto" and self.target.device.type == "cuda")
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens cannot depend on lengths and tiers."""
+        return tokens_are_exact(self.target, self.settings.planned_chunk_size, self.padded)
+
+    @property
+    def hardware(self) -> Hardware:
+        device = self.target.device
+        return hardware_of(device, device_name(device), self.settings.link_gbps)
+
+    def request(self, context: int, settings: Settings | None = None) -> RunRequest:
+        """A run over `context` tokens, without the memory it may take."""
+        draft = self.draft.config if self.draft else None
+        settings = settings or self.settings  # of all tiers, as a later run may want them on the same cache
+        return RunRequest(self.target.config, draft, self.target.dtype, context, settings, self.target.ranks.size)
+
+
+class Opening:
+    """Opens the sequences of one batch."""
+
+    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int) -> None:
+        """Args:
+        tiers: 1 to 3.
+        fresh_seed: starts the generator that tokens without a seed are drawn with.
+        """
+        self._models, self._graphs, self._num_tiers = models, graphs, tiers
+        self.target = models.target
+        self._fresh_seed = fresh_seed
+        self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
+        self._first: BatchSequence | None = None
+        self.tiers: list[Tier] = []
+        """The full cache's tier first, then those below it; none before a sequence was opened."""
+
+    def open(
+        self,
+        sequence: BatchSequence,
+        running: Sequence[BatchSequence],
+        *,
+        reuse: int | None = None,
+        contexts: ContextPlan | None = None,
+        on_memory: Callable[[float], None] | None = None,
+    ) -> None:
+        """Gives a sequence its caches. Every rank calls it.
+
+        Args:
+            running: sequences that it may share tokens with.
+            reuse: leading tokens to take over from the batch before at most, for the first sequence.
+            contexts: what it does with saved contexts.
+            on_memory: see `StreamedBlocks`.
+
+        Raises:
+            CapacityError: there is not so much memory.
+            UsageError: its keys would be rotated otherwise than those of others.
+        """
+        models, order = self._models, sequence.order
+        prompt = sequence.context
+        request = models.request(len(prompt) + order.max_new_tokens)
+        if self._first is None:
+            models.kept.rotate_for(len(prompt))
+            full, plan = models.kept.prepare(prompt, request, reuse, on_memory)
+            models.kept.context = prompt
+            self.tiers = self._make_tiers(order, request, plan)
+            self._first = sequence
+        else:
+            self._check_rotation(order)
+            full, plan = self._further(prompt, request, [self._first, *running])
+        sequence.caches = self._caches(sequence, full, plan, contexts)
+        sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
+
+    def _check_rotation(self, order: Order) -> None:
+        """Raises:
+        UsageError: the prompt's rotation depends on its length.
+        """
+        assert self._first is not None
+        rope, config = self._models.target.rope, self._models.target.config.rope
+        if rope.changes_with(len(order.prompt)):
+            raise UsageError(
+                f"the prompt has {len(order.prompt):,} tokens, more than the {config.original_positions:,} that the "
+                "model was trained on, and its RoPE scaling (dynamic) depends on the prompt's length: it cannot be "
+                "answered together with others; ask it alone"
+            )
+
+    def _further(
+        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence]
+    ) -> tuple[FullCache, RunPlan]:
+        """A full cache beside those of `others`, and the plan of its sequence."""
+        prefix, shared = self._prefix(prompt, others)
+        return self._models.kept.beside(replace(request, shared=shared), prefix)
+
+    def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:
+        """The cache that holds the most of `prompt`, and how many tokens of it."""
+        step = SHARED_STEP
+        while step % self._models.settings.planned_chunk_size:
+            step += SHARED_STEP
+        best: FullCache | None = None
+        shared = 0
+        for other in others:
+            root = self._models.kept.cache if other is self._first else None
+            full = other.caches.full if other.caches else root
+            # What was generated was computed with other tiles than a prompt.
+            known = min(len(other.order.prompt), full.length if full else 0)
+            tokens = common_length(other.context[:known], prompt[: reusable(prompt)]) // step * step
+            if full is not None and tokens > shared:
+                best, shared = full, tokens
+        while best and best.prefix and shared <= best.start:
+            best = best.prefix
+        return best, shared
+
+    def _caches(
+        self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None
+    ) -> SequenceCaches:
+        models, order = self._models, sequence.order
+        speculates = len(self.tiers) > 1
+        full.begin(mass_rows=plan.mass_rows if speculates else 0)
+        retrieval = streaming = None
+        passes = {"verify": self._passes("verify", models.target, full)}
+        if speculates:
+            target = models.target
+            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size}
+            retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
+            passes["verify"] = self._passes("verify", target, RefreshingCache(full, retrieval))
+            passes["retrieval"] = self._passes("retrieval", target, retrieval)
+        if models.draft and len(self.tiers) == 3:
+            streaming = StreamingCache(models.draft)
+            passes["draft"] = self._passes("draft", models.draft, streaming)
+        eos = () if order.ignore_eos else models.target.config.eos_token_ids
+        sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))
+        return SequenceCaches(
+            full=full,
+            retrieval=retrieval,
+            streaming=streaming,
+            tokens=TokenSequence(sequence.context, sampler, passes),
+            refresh=RefreshPolicy(models.settings.refresh),
+            saved=models.contexts.use(contexts) if models.contexts and contexts else None,
+            identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
+            traffic_before=full.traffic(),
+        )
+
+    def _passes(self, name: str, decoder: Decoder, cache: Any) -> Passes:
+        return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
+
+    def _make_tiers(self, order: Order, request: RunRequest, plan: RunPlan) -> list[Tier]:
+        """The tiers, with what passes are expected to cost."""
+        models = self._models
+        adapts = order.sampling.seed is None or models.exact
+        # Where lengths follow from these costs for good, they must not depend on what memory is free.
+        lengths = plan if adapts else make_plan(request)
+        costs = PassTimes(lengths, models.hardware).costs()
+        decoders = [("verify", models.target), ("retrieval", models.target)]
+        if models.draft:
+            decoders.append(("draft", models.draft))
+        vocabulary = models.target.config.vocab_size
+        tiers = [
+            Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts)
+            for name, decoder in decoders[: self._num_tiers]
+        ]
+        most = lengths.verify_draft, lengths.retrieval_draft
+        for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
+            upper.drafter, upper.longest, upper.fixed = lower, tokens.most, tokens.fixed
+            upper.draft_tokens = tokens.fixed or upper.draft_tokens
+        return tiers
+
+    def _noise(self, sampling: Sampling, number: int) -> Noise:
+        """What a sequence draws with."""
+        if sampling.greedy:
+            return CommonNoise(None)
+        if sampling.seed is not None:
+            return CommonNoise(key_of(sampling.seed, number))
+        return FreshNoise(self._generator)
+
+    def _identity(self, sampling: Sampling, budget: int, full: FullCache) -> dict[str, Any]:
+        models = self._models
+        return run_identity(
+            models.target,
+            models.names,
+            models.settings,
+            sampling,
+            tiers=len(self.tiers),
+            seed=self._fresh_seed if sampling.seed is None else sampling.seed,
+            budget=budget,
+            exact=models.exact,
+            resident_bytes=sum(holder.blocks.resident_bytes for holder in full.holders),
+        )

@@ -1,0 +1,158 @@
+"""A sequence of a batch: what it was asked for, its caches, and what it brought so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..caches.full import FullCache
+from ..caches.retrieval import RetrievalCache
+from ..caches.streaming import StreamingCache
+from ..contexts.use import ContextUse
+from ..planning.memory import device_peak_bytes, host_peak_bytes
+from ..run_document import run_document
+from ..speculation.refresh import RefreshPolicy
+from ..speculation.sampler import Sampler
+from ..speculation.sequence import Counts, TokenSequence
+from ..statistics import Statistics
+from ..transfer.link import Traffic
+from .request import Order
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one step of a sequence brought. Round 0 is the prefill and its first token."""
+
+    index: int
+    tokens: list[int]
+    """1 or more tokens of the text."""
+    seconds: float
+    proposed: int
+    """Draft tokens that the full cache's pass was given to test."""
+    accepted: int
+    """Those of them that were accepted."""
+    refreshed: bool
+    """Whether the retrieval cache was refreshed after it."""
+
+
+@dataclass(eq=False)
+class SequenceCaches:
+    """What a sequence holds while it is decoded."""
+
+    full: FullCache
+    retrieval: RetrievalCache | None
+    streaming: StreamingCache | None
+    tokens: TokenSequence
+    refresh: RefreshPolicy
+    saved: ContextUse | None
+    identity: dict[str, Any]
+    """The part of its JSON that is known before it is read."""
+    traffic_before: Traffic = field(default_factory=Traffic)
+
+
+class BatchSequence:
+    """One of the sequences that are decoded together."""
+
+    def __init__(self, order: Order, joined: float) -> None:
+        """Args: `joined` is when it was asked for, by `time.perf_counter`."""
+        self.order = order
+        self.context = list(order.prompt)
+        """The prompt and the tokens so far."""
+        self.statistics = Statistics(prompt_tokens=len(order.prompt))
+        """Current at any time: a new object a round."""
+        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting"
+        self.error: str | None = None
+        """What it failed with, while others went on."""
+        self.waits_for: str | None = None
+        """Why it has not begun, where others had to be served first."""
+        self.caches: SequenceCaches | None = None
+        self.joined = joined
+        self.since = joined
+        """When its last round ended."""
+        self.asked_to_end = self.ends = False  # the second by all ranks, after a round
+        self._warnings: list[str] = []
+        self._document: dict[str, Any] | None = None  # once the caches are given back
+
+    @property
+    def opened(self) -> SequenceCaches:
+        """Its caches, which it has from when it begins until it ends."""
+        assert self.caches is not None
+        return self.caches
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more tokens are to come."""
+        return self.statistics.finish_reason == "interrupted"
+
+    @property
+    def missing(self) -> int:
+        """Tokens that may still come."""
+        return self.order.max_new_tokens - len(self.statistics.token_ids)
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.opened.tokens.sampler
+
+    @property
+    def saved(self) -> ContextUse | None:
+        """The saved contexts that it starts from and saves, if any."""
+        return self.caches.saved if self.caches else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What it had to do without so far, a line each."""
+        return self.saved.warnings if self.saved else self._warnings
+
+    def record(self, statistics: Statistics) -> None:
+        """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
+        that an interrupt finds either."""
+        ended, caches = statistics.finish_reason, self.opened
+        if self.sampler.ends(statistics.token_ids[-1]):
+            ended = "eos"
+        elif len(statistics.token_ids) >= self.order.max_new_tokens:
+            ended = "length"
+        counts = caches.tokens.counts
+        verify = counts["verify"]
+        retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
+        self.statistics = replace(
+            statistics,
+            finish_reason=ended,
+            verify_s=verify.seconds,
+            retrieval_s=retrieval.seconds,
+            draft_s=draft.seconds,
+            retrieval_proposed=verify.proposed,
+            retrieval_accepted=verify.accepted,
+            retrieval_tested=verify.tested,
+            draft_proposed=retrieval.proposed,
+            draft_accepted=retrieval.accepted,
+            draft_tested=retrieval.tested,
+            kv_read_bytes=sum(holder.reads.num_bytes for holder in caches.full.holders),
+            kv_read_s=sum(holder.reads.seconds for holder in caches.full.holders),
+            link=caches.full.traffic().since(caches.traffic_before),
+        )
+
+    def document(self, lengths: dict[str, int], warnings: list[str]) -> dict[str, Any]:
+        """The JSON of the sequence so far.
+
+        Args: `lengths` are those in force.
+        """
+        if self.caches is None:
+            return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
+        caches = self.caches
+        config, device = caches.full.config, caches.full.blocks.device
+        ranks = caches.identity["world_size"]
+        statistics = replace(
+            self.statistics,
+            kv_bytes=caches.full.length * config.kv_bytes_per_token(caches.full.blocks.dtype) * ranks,
+            host_peak_bytes=host_peak_bytes(),
+            device_peak_bytes=device_peak_bytes(device),
+        )
+        identity = caches.identity | {"context": caches.saved.name if caches.saved else None}
+        found = run_document(identity, statistics, lengths, warnings)
+        return found if self.error is None else {**found, "error": self.error}
+
+    def give_back(self, lengths: dict[str, int], warnings: list[str]) -> None:
+        """Parts with the caches; statistics stay."""
+        if self.caches is not None:
+            self._document, self._warnings = self.document(lengths, warnings), self.warnings
+            self.caches = None

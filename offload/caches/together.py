@@ -1,0 +1,72 @@
+"""Caches of several sequences as one cache, for passes over rows of all of them.
+
+A pass's rows are those of the first sequence, then those of the second, and so on. Each cache keeps its own keys and
+values. Full caches share more: keys and values that several sequences begin with are attended by the rows of all of
+them at once, so that a block is read, and crosses the link, once for everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ...tp.model.decoder import Cache
+from .full import FullCache
+from .refreshing import RefreshingCache
+from .shared_attention import SharedAttention
+
+
+def together(caches: Sequence[Cache]) -> JoinedCache:
+    """One cache for passes over all sequences of `caches`, which are of one kind."""
+    full = [cache for cache in caches if isinstance(cache, (FullCache, RefreshingCache))]
+    return JoinedFullCache(full) if len(full) == len(caches) else JoinedCache(caches)
+
+
+class JoinedCache:
+    """Caches of several sequences, each of which attends to its own keys. See `tp.decoder.Cache` for the interface."""
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        self._caches = list(caches)
+        self.counts: Sequence[int] = ()
+        """The tokens of each sequence in the pass to come."""
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequence."""
+        return max(cache.length for cache in self._caches)
+
+    def prepare(self, n: int) -> None:
+        for cache, count in zip(self._caches, self.counts, strict=True):
+            cache.prepare(count)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = [
+            cache.attend(layer, q[:, rows], k[:, rows], v[:, rows])
+            for cache, rows in zip(self._caches, self._rows(), strict=True)
+        ]
+        return torch.cat(outs, dim=1)
+
+    def rollback(self, length: int) -> None:
+        raise NotImplementedError("sequences are rolled back one by one")
+
+    def _rows(self) -> Iterator[slice]:
+        """The rows of each sequence."""
+        return (slice(first, stop) for first, stop in pairwise(accumulate(self.counts, initial=0)))
+
+
+class JoinedFullCache(JoinedCache):
+    """Full caches, some of which begin with keys and values that another one holds (`FullCache.prefix`)."""
+
+    def __init__(self, caches: Sequence[FullCache | RefreshingCache]) -> None:
+        super().__init__(caches)
+        self._members = list(caches)
+        self._attention = SharedAttention([cache.full for cache in caches])
+
+    def prepare(self, n: int) -> None:
+        self._attention.prepare(self.counts)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention.attend(layer, q, k, v, [cache.collector for cache in self._members])

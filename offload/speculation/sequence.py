@@ -1,0 +1,46 @@
+"""What the tiers know of a sequence that is being decoded: its tokens, how they are drawn, and its caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..graphs.passes import Passes
+from .sampler import Sampler
+
+
+@dataclass
+class Counts:
+    """What a tier has done for a sequence, or for all, so far."""
+
+    seconds: float = 0.0
+    """Seconds in its own passes, without its drafter's. A pass takes its time for each of the sequences in it."""
+    passes: int = 0
+    proposed: int = 0
+    """Draft tokens that its passes were given to test."""
+    accepted: int = 0
+    """Those of them that were accepted."""
+    tested: int = 0
+    """Those that were accepted or rejected: nothing after the first rejection of a pass is tested."""
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """A prompt and its answer, being decoded."""
+
+    context: list[int]
+    """The prompt and the tokens so far."""
+    sampler: Sampler
+    passes: dict[str, Passes]
+    """By the name of the tier: passes over this sequence alone, each with the sequence's cache."""
+    counts: dict[str, Counts] = field(default_factory=dict)
+    """By the name of the tier."""
+
+    def __post_init__(self) -> None:
+        for name in self.passes:
+            self.counts.setdefault(name, Counts())
+
+    def rollback(self, tier: str, length: int) -> None:
+        """Rolls a tier's cache back to the first `length` tokens, if it holds more."""
+        cache = self.passes[tier].cache
+        if cache.length > length:
+            cache.rollback(length)

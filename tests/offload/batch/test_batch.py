@@ -1,0 +1,256 @@
+"""Sequences that are decoded together: each has the tokens that it has alone, whoever keeps it company."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.selection import use_kernels
+from triforce.offload import Batch, Engine, Request, Sampling
+from triforce.offload.batch.opening import SHARED_STEP
+from triforce.tp.model import decoder as decoders
+
+GREEDY = Sampling(temperature=0.0)
+BOOK = random_tokens(2 * SHARED_STEP + 300, seed=3)
+"""What prompts begin with."""
+
+
+class Models(dict):
+    """For each family a model's directory, and transformers' model. Made when they are first asked for."""
+
+    def __init__(self, root):
+        self.root = root
+        save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+
+    def __missing__(self, family):
+        model = save_family(self.root / family, family, seed=1, head_dim=32, hidden_size=64)
+        self[family] = self.root / family, model
+        return self[family]
+
+    def engine(self, family, **settings) -> Engine:
+        given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64} | settings
+        return Engine.load(self[family][0], self.root / "draft", **given)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def finish(batch: Batch) -> list[list[int]]:
+    """The tokens of each sequence, which are those of its rounds."""
+    brought: dict[int, list[int]] = {}
+    for index, event in batch:
+        brought.setdefault(index, []).extend(event.tokens)
+    texts = [sequence.statistics.token_ids for sequence in batch.sequences]
+    assert texts == [brought.get(i, []) for i in range(len(texts))]
+    return texts
+
+
+def prompts_of(draw) -> list[list[int]]:
+    """Prompts some of which begin alike: with parts of one text, or with parts of each other."""
+    prompts: list[list[int]] = []
+    for seed in range(draw(st.integers(1, 9))):
+        shared = draw(st.sampled_from([0, 3, 700, SHARED_STEP, SHARED_STEP + 40, 2 * SHARED_STEP + 10]))
+        base = draw(st.sampled_from([BOOK, *prompts]))
+        own = draw(st.sampled_from([1, 9, 60, 290, SHARED_STEP + 5]))
+        prompts.append(base[:shared] + random_tokens(own, seed=100 + seed))
+    return prompts
+
+
+@given(data=st.data())
+@examples(40)
+@pytest.mark.slow
+def test_greedy_tokens_are_those_of_transformers_for_each_prompt_alone(models, data):
+    prompts = prompts_of(data.draw)
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    tiers = data.draw(st.sampled_from([1, 2, 3, 3]))
+    resident = data.draw(st.sampled_from([None, None, 0.0, 1e-4]))
+    new_tokens = data.draw(st.lists(st.integers(1, 24), min_size=len(prompts), max_size=len(prompts)))
+    together = data.draw(st.sampled_from([2, 64]))
+    later = data.draw(st.integers(0, len(prompts) - 1))  # so many join while the others run
+    requests = [
+        Request(prompt, GREEDY, count, ignore_eos=True) for prompt, count in zip(prompts, new_tokens, strict=True)
+    ]
+    engine = models.engine(family, tiers=tiers, resident=resident)
+    batch = engine.batch(requests[: len(requests) - later], max_sequences=together)
+    texts: dict[int, list[int]] = {}
+    waiting = requests[len(requests) - later :]
+    for index, event in batch:
+        texts.setdefault(index, []).extend(event.tokens)
+        if waiting:
+            assert batch.add(waiting.pop(0)) < len(requests)
+    for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
+        if i < len(batch.sequences):
+            assert texts[i] == greedy_oracle(models[family][1], prompt, count), i
+    assert len(batch.sequences) == len(requests) - len(waiting)
+
+
+@pytest.mark.parametrize("resident", [None, 0.0])
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_questions_about_one_text_are_answered_as_alone(models, family, resident):
+    prompts = [BOOK + random_tokens(n, seed=n) for n in (5, 30, 70)]
+    engine = models.engine(family, resident=resident)
+    texts = finish(engine.batch([Request(prompt, GREEDY, 12, ignore_eos=True) for prompt in prompts]))
+    assert texts == [greedy_oracle(models[family][1], prompt, 12) for prompt in prompts]
+
+
+def test_what_prompts_begin_with_is_read_once(models):
+    prompts = [BOOK + random_tokens(n, seed=n) for n in (5, 30, 70)]
+    batch = models.engine("llama").batch([Request(prompt, GREEDY, 12, ignore_eos=True) for prompt in prompts])
+    finish(batch)
+    assert [sequence.statistics.reused_tokens for sequence in batch.sequences] == [0, 2 * SHARED_STEP, 2 * SHARED_STEP]
+    documents = batch.stats()["sequences"]
+    assert [len(document["token_ids"]) for document in documents] == [12, 12, 12]
+
+
+ARITHMETICS = [
+    pytest.param("float32", "auto", False, id="float32"),
+    pytest.param("bfloat16", "on", False, id="bfloat16, padded"),
+    pytest.param("bfloat16", "on", True, id="bfloat16, padded, plain"),
+    pytest.param(
+        "bfloat16",
+        "off",
+        False,
+        id="bfloat16, compiled",
+        marks=pytest.mark.skipif(
+            cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "exact", "plain"), ARITHMETICS)
+@pytest.mark.parametrize("resident", [None, 0.0])
+@pytest.mark.slow(keep=2)
+def test_a_sequence_has_one_text_alone_and_in_any_company(models, dtype, exact, plain, resident):
+    if plain and resident is None:
+        pytest.skip("without compiled kernels a prefill in 16 bits depends on how large blocks are")
+    sampling = [GREEDY, Sampling(0.8, 0.9, seed=5), Sampling(1.0, 1.0, 20, seed=5), Sampling(0.8, 0.9, seed=6)]
+    lengths = (5, 30, 70, SHARED_STEP + 40)
+    requests = [
+        Request(BOOK + random_tokens(n, seed=n), s, 16, ignore_eos=True, number=i)
+        for i, (n, s) in enumerate(zip(lengths, sampling, strict=True))
+    ]
+    backends: dict[str, Any] = {"attention": "plain", "layers": "plain"} if plain else {}
+    with use_kernels(**backends):
+        engine = models.engine("llama", dtype=dtype, exact=exact, resident=resident)
+        alone = [finish(engine.batch([request], reuse=0))[0] for request in requests]
+        for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3]):
+            together = finish(engine.batch([requests[i] for i in order], reuse=0))
+            assert together == [alone[i] for i in order], order
+
+
+def test_numbers_of_one_seed_have_texts_of_their_own_and_the_first_is_the_seed_s(models):
+    engine, sampling = models.engine("llama"), Sampling(1.0, 1.0, seed=8)
+    prompt = BOOK[:200]
+    texts = finish(engine.batch([Request(prompt, sampling, 20, ignore_eos=True, number=i) for i in range(4)]))
+    assert texts[0] == engine.generate(prompt, sampling, 20, ignore_eos=True).token_ids
+    assert len({tuple(text) for text in texts}) == 4
+
+
+def test_a_bad_request_fails_alone(models):
+    requests = [
+        Request([], GREEDY, 4),
+        Request(BOOK[:50], GREEDY, 4, ignore_eos=True),
+        Request(BOOK, GREEDY, 10_000),
+        Request([97], GREEDY, 4),
+        Request(BOOK[:60], GREEDY, 0),
+        Request(BOOK[:70], GREEDY, 4, ignore_eos=True),
+    ]
+    batch = models.engine("llama").batch(requests)
+    texts = finish(batch)
+    assert [len(text) for text in texts] == [0, 4, 0, 0, 0, 4]
+    errors = [sequence.error or "" for sequence in batch.sequences]
+    for error, part in zip(errors, ("empty", "", "4096 positions", "token 97", "max-new-tokens is 0", ""), strict=True):
+        assert part in error.replace(",", "") and bool(part) == bool(error)
+    assert batch.stats()["new_tokens"] == 8
+
+
+def test_a_pass_serves_all_sequences(models, monkeypatch):
+    """Weights are read once a step, whatever the number of sequences."""
+    calls: list[tuple[bool, int]] = []
+    forward = decoders.Decoder.forward
+
+    def counted(self, token_ids, cache, **options):
+        calls.append((self.config.num_layers == 1, token_ids.shape[0]))
+        return forward(self, token_ids, cache, **options)
+
+    monkeypatch.setattr(decoders.Decoder, "forward", counted)
+    settings = {"draft_length": 2, "block_length": 3}
+    engine = models.engine("llama", **settings)
+    requests = [Request([*BOOK[:300], i], GREEDY, 12, ignore_eos=True) for i in range(5)]
+    batch = engine.batch(requests)
+    for _ in range(5):
+        next(batch)
+    calls.clear()
+    rounds = [next(batch) for _ in range(5)]
+    assert sorted(index for index, _ in rounds) == list(range(5))
+    verifications = [rows for small, rows in calls if not small and rows >= 5 * 4]
+    assert len(verifications) == 1 and verifications[0] == 5 * 4
+    batch.close()
+
+
+def test_a_shared_text_crosses_the_link_once_a_verification(models):
+    def streamed(count: int) -> float:
+        engine = models.engine("llama", resident=0.0, block_length=3, draft_length=2, refresh="never")
+        prompts = [BOOK + random_tokens(20, seed=i) for i in range(count)]
+        batch = engine.batch([Request(prompt, GREEDY, 10, ignore_eos=True) for prompt in prompts])
+        for _ in range(count):
+            next(batch)
+        traffic = batch.sequences[0].opened.full.traffic
+        before = traffic().bytes_in
+        for _ in range(count):
+            next(batch)
+        found = traffic().bytes_in - before
+        batch.close()
+        return found
+
+    assert streamed(1) == streamed(6) > 0
+
+
+def test_sequences_that_leave_give_back_what_they_held(models):
+    """Blocks and descriptors return to where they were."""
+    import gc
+    import os
+
+    from triforce.offload.caches.full import FullCache
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, FullCache) for thing in gc.get_objects())
+
+    engine = models.engine("llama")
+    batch = engine.batch([Request(BOOK, GREEDY, 400, ignore_eos=True)])
+    next(batch)
+    before, files = alive(), len(os.listdir("/proc/self/fd"))
+    for i in range(30):
+        batch.add(Request([*BOOK, i], Sampling(1.0, seed=i), 1 + i % 5))
+        next(batch)
+        if i % 7 == 3:
+            batch.end(i)
+    while any(sequence.state != "ended" for sequence in batch.sequences[1:]):
+        next(batch)
+    assert len(batch.sequences) == 31
+    assert alive() == before
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+    rest = list(itertools.islice(batch, 3))
+    assert {index for index, _ in rest} == {0}
+    batch.close()
+
+
+def test_a_sequence_that_is_ended_leaves_and_the_others_go_on(models):
+    prompts = [BOOK[:100], BOOK[:120]]
+    batch = models.engine("llama").batch([Request(prompt, GREEDY, 30, ignore_eos=True) for prompt in prompts])
+    for count, (_index, _) in enumerate(batch):
+        if count == 3:
+            batch.end(0)
+    first, second = batch.sequences
+    assert first.state == second.state == "ended"
+    assert 0 < len(first.statistics.token_ids) < 30 and first.statistics.finish_reason == "interrupted"
+    want = greedy_oracle(models["llama"][1], prompts[1], 30)
+    assert second.statistics.token_ids == want and second.statistics.finish_reason == "length"

@@ -1,0 +1,128 @@
+"""Tokens of sequences in company follow the target's distribution, each its own, and are independent of one another."""
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import settings
+from joint_distribution import NUM_TOKENS, PROMPT, SAMPLING, SHAPE, VOCAB, enumerate_joint, p_value
+from profiles import share
+from tiny import save_llama
+from triforce.offload import Engine, Request
+from triforce.offload.batch import opening
+from triforce.offload.caches.together import JoinedCache, JoinedFullCache
+
+TEXTS = 20_000
+"""Texts of four sequences that `pytest --campaign` draws."""
+
+PROMPTS = [[*PROMPT, *tail] for tail in ([1], [2, 5], [1, 3, 3], [6])]
+
+
+@pytest.fixture(scope="module")
+def engine_and_target(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    target = save_llama(root / "target", seed=2, **(SHAPE | {"num_hidden_layers": 1}))
+    save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
+    lengths = {"budget": 8, "draft_length": 2, "block_length": 3, "refresh": "round"}
+    return Engine.load(root / "target", root / "draft", device="cpu", **lengths), target
+
+
+@pytest.fixture(autouse=True)
+def share_short_prompts(monkeypatch):
+    monkeypatch.setattr(opening, "SHARED_STEP", 32)
+
+
+def drawn(engine, batches):
+    """The beginnings of three tokens of all four sequences in so many batches, and the batches that shared a prefix."""
+    texts, sharing = [], 0
+    for seed in range(batches):
+        with patch("secrets.randbelow", lambda _, seed=seed: seed):
+            batch = engine.batch([Request(prompt, SAMPLING, NUM_TOKENS + 4) for prompt in PROMPTS], reuse=0)
+        for _ in batch:
+            if all(len(sequence.statistics.token_ids) >= NUM_TOKENS for sequence in batch.sequences):
+                break
+        texts.append([tuple(sequence.statistics.token_ids[:NUM_TOKENS]) for sequence in batch.sequences])
+        sharing += batch.sequences[1].statistics.reused_tokens == 32
+        batch.close()
+    return texts, sharing
+
+
+def p_of_each(texts, target):
+    """How likely texts that differ so much from the target's distribution are, for each sequence."""
+    return [
+        p_value(Counter(of), enumerate_joint(target, SAMPLING, PROMPTS[i]))
+        for i, of in enumerate(zip(*texts, strict=True))
+    ]
+
+
+def p_of_pairs(texts):
+    """How likely tokens of two sequences are to be so much alike, if they are independent, for each two."""
+    import scipy.stats
+
+    found = []
+    for i in range(len(PROMPTS)):
+        for j in range(i):
+            table = [[0] * VOCAB for _ in range(VOCAB)]
+            for text in texts:
+                for a, b in zip(text[i], text[j], strict=True):
+                    table[a][b] += 1
+            rows = [row for row in table if sum(row)]
+            columns = [list(column) for column in zip(*rows, strict=True) if sum(column)]
+            found.append(float(scipy.stats.chi2_contingency(columns).pvalue))
+    return found
+
+
+def batches(full):
+    """Of a full run; a campaign draws `TEXTS` texts."""
+    campaign = settings.get_current_profile_name() == "campaign"
+    return TEXTS // len(PROMPTS) if campaign else share(full)
+
+
+@pytest.mark.slow
+def test_texts_of_four_sequences_follow_the_target_distribution_and_are_independent(engine_and_target):
+    engine, target = engine_and_target
+    count = batches(700)
+    texts, sharing = drawn(engine, count)
+    assert sharing == count
+    assert min(p_of_each(texts, target)) > 1e-3 / len(PROMPTS)
+    assert min(p_of_pairs(texts)) > 1e-3 / 6
+
+
+@pytest.mark.slow
+def test_that_test_notices_noise_that_two_sequences_share(engine_and_target, monkeypatch):
+    engine, _ = engine_and_target
+    draw = opening.FreshNoise.draw
+
+    def shared(noise, weights, position):
+        """All rows are drawn with the numbers of the first."""
+        state = noise.generator.get_state()
+        rows = []
+        for row in weights.split(1):
+            noise.generator.set_state(state)
+            rows.append(draw(noise, row, position))
+        return torch.cat(rows)
+
+    monkeypatch.setattr(opening.FreshNoise, "draw", shared)
+    texts, _ = drawn(engine, share(200, least=100))
+    assert min(p_of_pairs(texts)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [JoinedCache, JoinedFullCache])
+@pytest.mark.slow
+def test_that_test_notices_caches_that_are_mixed_up(engine_and_target, monkeypatch, kind):
+    """The rows of the last sequence meet the keys of the one before it. In the drafting tiers that changes no text."""
+    engine, target = engine_and_target
+    attend = kind.attend
+
+    def mixed(self, layer, q, k, v):
+        out = attend(self, layer, q, k, v).clone()
+        if len(set(self.counts)) == 1 and len(self.counts) == len(PROMPTS):
+            n = self.counts[0]
+            out[:, -n:] = out[:, -2 * n : -n].clone()
+        return out
+
+    monkeypatch.setattr(kind, "attend", mixed)
+    texts, _ = drawn(engine, share(400, least=200))
+    p = min(p_of_each(texts, target))
+    assert p < 1e-6 if kind is JoinedFullCache else p > 1e-4
