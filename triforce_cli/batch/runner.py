@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from ...offload import Batch, Engine, Request, Sampling
+from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
@@ -24,6 +25,9 @@ from .answers_file import AnswersFile
 from .request import BatchRequest
 from .totals import Totals, answer_line, refused_line
 from .writing import Job, Writing
+
+_AHEAD = 1
+"""Sequences that wait in a batch, so that it does not end while there are more."""
 
 _LONG = 4096
 """Tokens of a prompt from which on lines tell how it is read, where there is no live display."""
@@ -87,28 +91,35 @@ class Runner:
     def _run_batch(self, contexts: ContextRequest) -> None:
         """Answers requests until none is left, in one batch that others join."""
         self._batch, self._reading, self._events = None, {}, 0
-        started = list(self._next(self._most))
+        started = list(self._next(self._most + _AHEAD))
         if not started:
             return
         self._writing = {index: writing for index, (writing, _) in enumerate(started)}
         try:
             self._batch = self._engine.batch(
                 [request for _, request in started],
+                max_sequences=self._most,
                 contexts=contexts,
                 on_memory=None if self._display else progress_lines("taking host memory for the KV cache"),
                 on_prefill=self._read,
             )
             self._decode(self._batch)
         except (Stop, Exception) as error:
-            alone = isinstance(error, TriforceError) and not isinstance(error, PeerError) and len(self._writing) == 1
-            if not alone:  # or else it is this request that is at fault
+            if not self._is_of_requests(error):
                 self._keep_unfinished()
                 raise
-            self._fail(next(iter(self._writing.values())).job, _as_body_error(str(error)))
+            for job in {writing.job for writing in self._writing.values()}:
+                self._fail(job, _as_body_error(str(error)))
         finally:
             if self._batch:
                 self._batch.close()
                 self.totals.add_batch(self._batch.stats())
+
+    def _is_of_requests(self, error: BaseException) -> bool:
+        """Whether an error is of what was asked for, and not of the model: others can still be answered."""
+        if isinstance(error, PeerError) or not isinstance(error, TriforceError):
+            return False
+        return isinstance(error, ContextError) or len(self._writing) == 1
 
     def _decode(self, batch: Batch) -> None:
         """Runs the batch to its end; others take the places of those that are complete."""
@@ -128,7 +139,7 @@ class Runner:
             if event is None:
                 self._begin_again()
                 return
-            for writing, request in self._next(self._most - len(self._writing)):
+            for writing, request in self._next(self._most + _AHEAD - len(self._writing)):
                 self._writing[batch.add(request)] = writing
 
     def _update(self, batch: Batch, index: int) -> None:

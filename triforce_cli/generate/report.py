@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from ...offload import Batch, Engine, Generation
+    from ...offload import Engine, Generation
+    from ...offload.batch.sequence import BatchSequence
     from .prompt import Prompt
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -58,9 +59,9 @@ def report_choices(
     print_rows(console, rows)
 
 
-def report_context(generation: Generation | Batch) -> None:
-    """What a saved context saves the run from reading."""
-    saved = generation.saved
+def report_context(run: Generation | BatchSequence) -> None:
+    """What a saved context saves a run from reading."""
+    saved = run.saved
     if saved and saved.prefix:
         tell(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read")
 

@@ -189,8 +189,8 @@ class _Several:
                     on_prefill=lambda index, share: self._read(index, share, progress.prefill),
                     contexts=contexts,
                 )
-                report_context(batch)
                 step(batch, self._signals)  # the first token is taken from the statistics, like all others
+                report_context(batch.sequences[0])
             with self._display(batch) if self._live else nullcontext() as display:
                 self._decode(batch, display)
         except (Stop, Exception) as error:

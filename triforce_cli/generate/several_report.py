@@ -31,8 +31,7 @@ def report_several(console: Console, document: dict[str, Any], names: Sequence[s
         rows["together"] = f"{speed}; reading took {document['prefill_s']:.2f} s"
     if document["link"]["bytes_streamed"]:
         rows["link"] = describe_link(document["link"])
-    memory = document["memory"]
-    rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
+    rows["memory"] = f"{describe_memory(document['memory'])}; KV cache {gib(document['memory']['kv_bytes'])}"
     if document["warnings"]:
         rows["warning"] = "; ".join(document["warnings"])
     print_rows(console, rows)
