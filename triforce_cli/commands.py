@@ -31,6 +31,9 @@ from .options import ReportRequest, command
 from .plan.command import EPILOG as PLAN_EPILOG
 from .plan.command import plan
 from .plan.request import PlanRequest
+from .serve.command import EPILOG as SERVE_EPILOG
+from .serve.command import serve
+from .serve.request import ServeRequest
 
 
 class _BareJson(TyperCommand):
@@ -63,6 +66,7 @@ app = typer.Typer(
 app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
 app.command("chat", epilog=CHAT_EPILOG)(command(ChatRequest, chat))
 app.command("batch", epilog=BATCH_EPILOG)(command(BatchRequest, batch))
+app.command("serve", epilog=SERVE_EPILOG)(command(ServeRequest, serve))
 app.command("read", epilog=READ_EPILOG)(command(ReadRequest, read))
 app.add_typer(contexts, name="contexts")
 app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(

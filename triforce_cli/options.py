@@ -35,8 +35,8 @@ from .parameters import (
 
 MEASURING, PROMPT, MACHINE, SAMPLING, OUTPUT = "Measuring", "Prompt", "Model and machine", "Sampling", "Output"
 SPECULATION = "Speculation (auto: the preset's values, or chosen for this machine and adapted while running)"
-HARDWARE, ASSUMED = "Hardware", "Assumed"
-_GROUPS = (MEASURING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
+HARDWARE, ASSUMED, SERVING = "Hardware", "Assumed", "Serving"
+_GROUPS = (MEASURING, SERVING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
 """As `--help` shows them."""
 
 Options = TypeVar("Options")

@@ -91,6 +91,8 @@ AUTO_OR_TOKENS = _number("N", "auto or a whole number of tokens from 1", int, la
 AUTO_OR_THREADS = _number("N", "auto or a whole number from 1", int, lambda n: n >= 1, auto=True)
 AUTO_OR_GIB = _number("GIB", "auto or a number of GiB, 0 or more", float, lambda x: 0 <= x < inf, auto=True)
 AUTO_OR_POSITIVE = _number("X", "auto or a number above 0", float, lambda x: 0 < x < inf, auto=True)
+SECONDS = _number("SECONDS", "a number of seconds, 0 or more", float, lambda x: 0 <= x < inf)
+PORT = _number("PORT", "a port from 0 to 65535", int, lambda port: 0 <= port < 2**16)
 MINUTES = _number("MIN", "a number of minutes above 0", float, lambda x: 0 < x < inf)
 
 

@@ -53,7 +53,7 @@ def read_source(
     if prompt_file is not None and prompt is not None:
         raise UsageError("--prompt-file and --prompt are both given; give one of them")
     if prompt is not None:
-        return Source(_checked(read_option("--prompt", prompt, tell), "--prompt"), "")
+        return Source(checked(read_option("--prompt", prompt, tell), "--prompt"), "")
     if prompt_file is None:
         return Source(_built_in_text(), "the built-in prompt (the Python language reference)", built_in=True)
     return read_file(prompt_file, "--prompt-file", tell)
@@ -70,8 +70,10 @@ def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
             raise TriforceError(f"{option} is -, but there is no standard input")
         if sys.stdin.isatty():
             tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
-        return Source(_checked(_decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
-    return Source(_checked(_decoded(read_bytes(path, option), str(path), tell), str(path)), path.name)
+        return Source(
+            checked(decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin"
+        )
+    return Source(checked(decoded(read_bytes(path, option), str(path), tell), str(path)), path.name)
 
 
 def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
@@ -80,7 +82,7 @@ def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
     Raises:
         TriforceError: its bytes are not UTF-8 (Python hands them over as lone surrogates).
     """
-    return _decoded(value.encode("utf-8", "surrogateescape"), option, tell)
+    return decoded(value.encode("utf-8", "surrogateescape"), option, tell)
 
 
 def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
@@ -113,7 +115,7 @@ def read_bytes(path: Path, option: str) -> bytes:
         raise TriforceError(f"{option} {path} cannot be read: {error.strerror or error}") from error
 
 
-def _decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
+def decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
     """`raw` as text, without a byte-order mark and with line ends as `\\n`, as text files are read everywhere."""
     try:
         text = raw.decode("utf-8-sig")
@@ -129,7 +131,12 @@ def _decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
     return text
 
 
-def _checked(text: str, name: str) -> str:
+def checked(text: str, name: str) -> str:
+    """`text`, if it is one.
+
+    Raises:
+        TriforceError: it is empty, or not text.
+    """
     if "\0" in text:
         raise TriforceError(
             f"{name} is not text: it has a NUL byte at offset {len(text[: text.index(chr(0))].encode()):,}; "

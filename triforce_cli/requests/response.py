@@ -29,7 +29,7 @@ def response_body(request: AnswerRequest, model: str, answers: Sequence[Finished
     """The answers to a request, at least one, in their order. `model` is its name."""
     chat = request.endpoint == CHAT
     return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "id": new_id(request),
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
@@ -41,8 +41,17 @@ def response_body(request: AnswerRequest, model: str, answers: Sequence[Finished
 
 def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
     said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
-    reason = _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
-    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+    return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason_of(answer)}
+
+
+def new_id(request: AnswerRequest) -> str:
+    """An id for a response."""
+    return f"{'chatcmpl' if request.endpoint == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
+
+
+def finish_reason_of(answer: FinishedAnswer) -> str:
+    """In OpenAI's words."""
+    return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
 
 
 def usage(answers: Sequence[FinishedAnswer]) -> dict[str, Any]:

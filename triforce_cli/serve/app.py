@@ -1,0 +1,228 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...offload.contexts.manifest import ContextError
+from ...tp.errors import UsageError
+from ..contexts.report import describe, describe_all
+from ..requests.body import CHAT, COMPLETION, BodyError
+from ..requests.response import response_body
+from .access import Access
+from .gate import Gate, error_response, public_error
+from .jobs import Event, Failed, Finished, Job, Saved, Upload
+from .metrics import Metrics
+from .service import Service
+from .streams import FIRST_EVENT_S, AnswerStream, Events, reading_stream
+
+T = TypeVar("T")
+
+_CONTEXTS = "/v1/contexts"
+_ROUTES = ("/", "/health", "/metrics", "/v1/models", CHAT, COMPLETION, _CONTEXTS)
+_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_STREAM_TYPE = "text/event-stream"
+
+
+def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[str], None]) -> ASGIApp:
+    """The application of one server."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    routes = Routes(service, metrics)
+    app.get("/health")(routes.health)
+    app.get("/metrics")(routes.metrics)
+    app.get("/v1/models")(routes.models)
+    app.post(CHAT)(routes.answer)
+    app.post(COMPLETION)(routes.answer)
+    app.get(_CONTEXTS)(routes.list_contexts)
+    app.post(_CONTEXTS)(routes.add_context)
+    app.delete(_CONTEXTS + "/{name}")(routes.remove_context)
+
+    async def known(_: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = BodyError(str(error.detail).lower(), code="invalid_request", status=error.status_code)
+        assert isinstance(error, BodyError)
+        return error_response(error, service.hidden)
+
+    app.add_exception_handler(BodyError, known)
+    app.add_exception_handler(HTTPException, known)
+    return Gate(app, access, metrics, route_of, log, service.hidden)
+
+
+def route_of(path: str) -> str:
+    """The route of a path, with nothing in it that a client has made up."""
+    if path in _ROUTES:
+        return path
+    return f"{_CONTEXTS}/{{name}}" if path.startswith(f"{_CONTEXTS}/") else "other"
+
+
+class Routes:
+    """What is done for each."""
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._service, self._metrics = service, metrics
+
+    async def health(self) -> Response:
+        state = self._service.worker.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self) -> Response:
+        model = {"id": self._service.name, "object": "model", "created": 0, "owned_by": "triforce"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def answer(self, request: Request) -> Response:
+        """An answer, streamed or whole."""
+        service = self._service
+        job, events, delivery = await service.ask(await request.body(), request.url.path, _client(request))
+        noted = request.scope["triforce"]
+        noted |= {"prompt_tokens": len(job.prompt.token_ids), "answers": job.request.answers}
+        if not delivery.stream:
+            answers = await self._until_gone(request, job, _collect(job, events))
+            noted["new_tokens"] = sum(answer.num_tokens for answer in answers)
+            return JSONResponse(response_body(job.request, service.name, answers))
+        stream = AnswerStream(
+            job.request, service.name,
+            include_usage=delivery.include_usage, return_progress=delivery.return_progress,
+        )  # fmt: skip
+        return await self._streamed(request, job, events, lambda first: stream.run(first, events, self._error))
+
+    async def list_contexts(self) -> Response:
+        found = await asyncio.to_thread(describe_all, self._service.store)
+        data = [{"name": one["name"], "damaged": True} if "damaged" in one else one for one in found]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def add_context(self, request: Request) -> Response:
+        """Reads a text and saves it."""
+        service = self._service
+        async with request.form(max_files=1, max_fields=2, max_part_size=1024) as form:
+            others = [field for field in form if field not in ("name", "file", "return_progress")]
+            if others:
+                raise BodyError("there are the fields name, file and return_progress only")
+            name, file, wanted = form.get("name"), form.get("file"), form.get("return_progress", "false")
+            if not isinstance(name, str) or not isinstance(file, UploadFile):
+                raise BodyError("give name, a text, and file, a file, as multipart/form-data", "file")
+            if wanted not in ("true", "false"):
+                raise BodyError("return_progress must be true or false", "return_progress")
+            raw = await file.read()
+        upload, events = await service.upload(name, raw, _client(request))
+        request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
+
+        def described(saved: Saved) -> dict[str, Any]:
+            return describe(service.store, name) | {"read_tokens": saved.tokens, "read_s": saved.seconds}
+
+        if wanted == "true":
+            return await self._streamed(
+                request, upload, events, lambda first: reading_stream(first, events, described, self._error)
+            )
+        saved = await self._until_gone(request, upload, _saved(events))
+        return JSONResponse(await asyncio.to_thread(described, saved), 201)
+
+    async def remove_context(self, name: str) -> Response:
+        store = self._service.store
+        try:
+            known = await asyncio.to_thread(store.directory(name).is_dir)
+            if known:
+                await asyncio.to_thread(store.remove, name)
+        except UsageError as error:
+            raise BodyError(str(error), "name") from error
+        except ContextError as error:
+            raise BodyError(str(error), "name", code="context_in_use", status=409) from error
+        if not known:
+            raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
+        return JSONResponse({"name": name, "deleted": True})
+
+    def _error(self, error: BodyError) -> dict[str, Any]:
+        return public_error(error, self._service.hidden)
+
+    async def _streamed(
+        self, request: Request, work: Job | Upload, events: Events, run: Callable[[Event | None], AsyncIterator[bytes]]
+    ) -> Response:
+        """A stream of what comes of a piece of work. One that fails at once is answered with its status."""
+        try:
+            first = await self._until_gone(request, work, events.next(FIRST_EVENT_S))
+        except BaseException:
+            self._service.abandon(work)
+            raise
+        if isinstance(first, Failed):
+            raise first.error
+
+        return _WorkStream(run(first), lambda: self._service.abandon(work))
+
+    async def _until_gone(self, request: Request, work: Job | Upload, wanted: Coroutine[Any, Any, T]) -> T:
+        """What is waited for. Where the client goes away, the work is given up.
+
+        Raises:
+            ClientDisconnect: it did.
+        """
+        waiting, gone = asyncio.ensure_future(wanted), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            raise ClientDisconnect
+        finally:
+            if not waiting.done() or waiting.cancelled() or waiting.exception() is not None:
+                self._service.abandon(work)
+            waiting.cancel()
+            gone.cancel()
+
+
+class _WorkStream(StreamingResponse):
+    """A stream that gives its work up when it ends, however it does."""
+
+    def __init__(self, content: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(content, headers=_STREAM, media_type=_STREAM_TYPE)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(job: Job, events: Events) -> list[Any]:
+    """All answers of a request.
+
+    Raises:
+        BodyError: it got none.
+    """
+    found = {}
+    while len(found) < job.request.answers:
+        event = await events.next()
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, Finished):
+            found[event.number] = event.answer
+    return [found[number] for number in sorted(found)]
+
+
+async def _saved(events: Events) -> Saved:
+    """Raises:
+    BodyError: the text was not saved.
+    """
+    while not isinstance(event := await events.next(), Saved):
+        if isinstance(event, Failed):
+            raise event.error
+    return event
+
+
+def _client(request: Request) -> str:
+    """Whose turn it is."""
+    return request.client.host if request.client else ""

@@ -1,0 +1,63 @@
+"""`triforce serve`: everything that can be checked before PyTorch is imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ...tp.errors import TriforceError, UsageError
+from ...tp.parallel.place import Place
+from ...tp.weights.registry import find_pair
+from ..call import Call
+from .request import ServeRequest
+
+EPILOG = """[bold]Examples[/]
+
+  For this machine, with questions about a text that was read before:
+  [cyan]triforce read book.txt[/]
+  [cyan]triforce serve --context book[/]
+
+  curl http://127.0.0.1:8000/v1/chat/completions -d
+  [cyan]'{"messages": [{"role": "user", "content": "Who is Levin?"}], "stream": true}'[/]
+
+  For others, who need a key:
+  [cyan]triforce serve --model llama-3.1-8b-instruct --host 0.0.0.0 --api-key @key.txt[/]
+"""
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+
+
+def serve(request: ServeRequest, call: Call) -> None:
+    """Answers requests over HTTP in OpenAI's form, several at a time, streamed or not.
+
+    [bold]Ctrl-C[/] or SIGTERM lets answers end; a second one cuts them.
+    """
+    _check_options(request)
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise TriforceError(
+            f"serve needs {', '.join(missing)}, which is not installed: pip install 'triforce-cli[serve]'"
+        )
+    from ..terminal.streams import tell
+    from .access import Access, listener
+
+    access = Access.of(request)
+    with listener(request) as listening:
+        directories = find_pair(request.model, request.wanted_draft, tell)
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+            from .run import run
+
+            run(request, access, listening, directories, call.signals)
+
+
+def _check_options(request: ServeRequest) -> None:
+    """Raises:
+    UsageError: several ranks, or an impossible name.
+    """
+    place = Place.from_environment()
+    if request.gpus > 1 or (place is not None and place.size > 1):
+        ranks = request.gpus if place is None else place.size
+        raise UsageError(f"serve has one rank so far, not {ranks}: leave --gpus out, and start it without torchrun")
+    if request.context is not None:
+        from ...offload.contexts.home import user_store
+
+        user_store().directory(request.context)

@@ -1,0 +1,87 @@
+"""Work that waits: so much at most, and clients take turns, so that one who asks a lot delays others by one request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """A piece of work that can wait."""
+
+    @property
+    def client(self) -> str:
+        """Whose it is."""
+        ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class FairQueue(Generic[W]):
+    """For any number of threads that put, and one that takes."""
+
+    def __init__(self, most: int) -> None:
+        """Args: `most` pieces of work wait."""
+        self._most = most
+        self._by_client: OrderedDict[str, deque[W]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def __len__(self) -> int:
+        with self._changed:
+            return sum(map(len, self._by_client.values()))
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self._most
+
+    def put(self, work: W) -> bool:
+        """Whether there was room, and the queue is open."""
+        with self._changed:
+            if self._closed or self.full:
+                return False
+            self._by_client.setdefault(work.client, deque()).append(work)
+            self._changed.notify()
+            return True
+
+    def next(self) -> W | None:
+        """The next one in turn, waited for; `None` once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._by_client or self._closed)
+            return self.take()
+
+    def take(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
+        """The next one in turn, if there is one and it fits. One that does not is not passed by, or it might wait for
+        ever."""
+        with self._changed:
+            if not self._by_client:
+                return None
+            client, waiting = next(iter(self._by_client.items()))
+            if not fits(waiting[0]):
+                return None
+            work = waiting.popleft()
+            self._by_client.move_to_end(client)
+            if not waiting:
+                del self._by_client[client]
+            return work
+
+    def remove(self, work: W) -> None:
+        """Forgets a piece of work, if it waits."""
+        with self._changed:
+            waiting = self._by_client.get(work.client)
+            if waiting and work in waiting:
+                waiting.remove(work)
+                if not waiting:
+                    del self._by_client[work.client]
+
+    def close(self) -> list[W]:
+        """Takes no more; what was waiting."""
+        with self._changed:
+            self._closed = True
+            left = [work for waiting in self._by_client.values() for work in waiting]
+            self._by_client.clear()
+            self._changed.notify_all()
+            return left

@@ -1,0 +1,134 @@
+"""Around the routes: who may ask, how long a body may be, errors in OpenAI's form, and a line in the log for each
+request, which has nothing of what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..requests.body import BodyError
+from ..requests.response import error_body
+from .access import Access
+from .jobs import as_body_error
+from .metrics import Metrics
+
+MOST_BYTES = 2**25
+"""Of a body: the text of a million tokens has a fifth of that."""
+
+_RETRY_AFTER_S = {"queue_full": 5, "loading": 5, "stopping": 30}
+"""When to ask again, by the code of the error."""
+
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Gate:
+    """An ASGI application around another one."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        metrics: Metrics,
+        routes: Callable[[str], str],
+        log: Callable[[str], None],
+        hidden: Mapping[str, str],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """Args:
+        routes: the route of a path, for logs: a path may hold anything.
+        log: takes a line.
+        hidden: what stands in messages for places on this machine, which are no client's business.
+        """
+        self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
+        self._hidden, self._most_bytes = hidden, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began, status, noted = time.perf_counter(), 499, dict[str, Any]()
+        scope["triforce"] = noted
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            error = await self._answer(scope, self._limited(receive), noting_send)
+            if error is not None and status == 499:
+                await error_response(error, self._hidden)(scope, receive, noting_send)
+        except ClientDisconnect:
+            pass
+        finally:
+            client = scope.get("client")
+            route = self._routes(scope["path"])
+            line = {
+                "time": round(time.time(), 3),
+                "client": client[0] if client else None,
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "ms": round((time.perf_counter() - began) * 1e3, 1),
+                **noted,
+            }
+            self._log(json.dumps(line))
+            self._metrics.requests.labels(route, status).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> BodyError | None:
+        """Has the routes answer; the error, where that is not what they did."""
+        headers = Headers(scope=scope)
+        refused = self._access.refusal(scope["path"], headers)
+        length = headers.get("content-length", "")
+        if refused is None and length.isdecimal() and int(length[:20]) > self._most_bytes:
+            refused = self._too_long()
+        if refused is not None:
+            return refused
+        try:
+            await self._app(scope, receive, send)
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # the routes have answered those that they expect
+            return as_body_error(error)
+        return None
+
+    def _limited(self, receive: Receive) -> Receive:
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._most_bytes:
+                raise self._too_long()
+            return message
+
+        return limited
+
+    def _too_long(self) -> BodyError:
+        return BodyError(f"the body is longer than {self._most_bytes:,} bytes", code="body_too_long", status=413)
+
+
+def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:
+    """An error in OpenAI's form."""
+    headers = dict(_HEADERS)
+    if error.code in _RETRY_AFTER_S:
+        headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(public_error(error, hidden), error.status, headers)
+
+
+def public_error(error: BodyError, hidden: Mapping[str, str]) -> dict[str, Any]:
+    """The body of an error, without places on this machine."""
+    body = error_body(error)
+    for place, word in hidden.items():
+        body["error"]["message"] = body["error"]["message"].replace(place, word)
+    return body

@@ -1,0 +1,120 @@
+"""What the engine is asked to do for clients, and what it tells of it. Jobs are made by the thread that serves HTTP and
+worked on by the engine's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ...offload.contexts.manifest import ContextError, Frame
+from ...tp.errors import CapacityError, TriforceError
+from ..requests.answer_text import AnswerText
+from ..requests.body import AnswerRequest, BodyError
+from ..requests.prompts import RequestPrompt
+from ..requests.response import FinishedAnswer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A prompt or a text is being read."""
+
+    total: int
+    """Tokens."""
+    cached: int
+    """Those that were known already."""
+    processed: int
+    """Those that are known or read by now."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More text of one of a request's answers."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One of a request's answers is complete."""
+
+    number: int
+    answer: FinishedAnswer
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A text was read and saved."""
+
+    tokens: int
+    """Those that had to be read."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing follows."""
+
+    error: BodyError
+
+
+Event = Progress | Piece | Finished | Saved | Failed
+
+
+@dataclass(eq=False)
+class _Work:
+    client: str
+    send: Callable[[Event], None]
+    """Tells whoever waits for it; from any thread."""
+    came: float = field(default_factory=time.perf_counter, init=False)
+    abandoned: bool = field(default=False, init=False)
+    """Whether nobody waits for it any more."""
+
+    def fail(self, error: BaseException) -> None:
+        self.send(Failed(as_body_error(error)))
+
+
+@dataclass(eq=False)
+class Job(_Work):
+    """A request for answers."""
+
+    request: AnswerRequest
+    prompt: RequestPrompt
+
+
+@dataclass(eq=False)
+class Upload(_Work):
+    """A text that is to be read and saved."""
+
+    name: str
+    token_ids: list[int]
+    frame: Frame
+
+
+@dataclass(eq=False)
+class Writing:
+    """One of the answers to a request, while it is written."""
+
+    job: Job
+    number: int
+    text: AnswerText
+    began: float = 0.0
+    """When its prompt was first read, by `time.perf_counter`; 0 before."""
+
+
+def as_body_error(error: BaseException) -> BodyError:
+    """What a client is told of an error; of one that is a fault here, not more than that."""
+    if isinstance(error, BodyError):
+        return error
+    if isinstance(error, CapacityError):
+        return BodyError(str(error), code="out_of_memory", status=503)
+    if isinstance(error, ContextError):
+        return BodyError(str(error), "context", code="context_not_usable")
+    if isinstance(error, TriforceError):
+        return BodyError(str(error), code="not_answered", status=500)
+    return BodyError(f"the server failed ({type(error).__name__})", code="internal_error", status=500)
+
+
+STOPPING = BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)

@@ -1,0 +1,71 @@
+"""What `GET /metrics` tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from ...offload import Round
+from ...offload.statistics import Statistics
+
+_TTFT_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TBT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class Metrics:
+    """Counts of one server; any thread may add to them."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self.requests = self._make(Counter, "requests", "Requests by endpoint and status", ("endpoint", "status"))
+        self._prompt = self._make(Counter, "prompt_tokens", "Tokens of prompts")
+        self._cached = self._make(Counter, "cached_tokens", "Tokens of prompts that need not be read again")
+        self._new = self._make(Counter, "generated_tokens", "Tokens of answers")
+        self._drafted = self._make(Counter, "draft_tokens", "Draft tokens that the full cache's passes were given")
+        self._accepted = self._make(Counter, "draft_tokens_accepted", "Draft tokens that were accepted")
+        self._link = self._make(Counter, "link_bytes", "Bytes of KV cache that streamed to the device")
+        self._ttft = self._make(
+            Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S
+        )
+        self._tbt = self._make(
+            Histogram, "time_between_tokens_seconds", "A token's share of its round's time", (), _TBT_S
+        )
+        self._link_total = 0
+        gauge = self._make(Gauge, "device_memory_bytes", "GPU memory that PyTorch has allocated; 0 without a GPU")
+        gauge.set_function(lambda: torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
+
+    def watch(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for when it is read."""
+        self._make(Gauge, name, help).set_function(value)
+
+    def add_first_token(self, seconds: float, statistics: Statistics) -> None:
+        """An answer has begun, so long after it was asked for."""
+        self._ttft.observe(seconds)
+        self._prompt.inc(statistics.prompt_tokens)
+        self._cached.inc(statistics.reused_tokens)
+        self._new.inc()
+
+    def add_round(self, event: Round, link_bytes: int) -> None:
+        """Args: `link_bytes` crossed the link in all so far; 0 where nothing streams."""
+        if event.index:
+            self._new.inc(len(event.tokens))
+            self._drafted.inc(event.proposed)
+            self._accepted.inc(event.accepted)
+            for _ in event.tokens:
+                self._tbt.observe(event.seconds / len(event.tokens))
+        self._link.inc(max(0, link_bytes - self._link_total))
+        self._link_total = max(self._link_total, link_bytes)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _make(
+        self, kind: Any, name: str, help: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] | None = None
+    ) -> Any:
+        more = {"buckets": buckets} if buckets else {}
+        return kind(name, help, labels, namespace="triforce", registry=self._registry, **more)

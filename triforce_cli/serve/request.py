@@ -1,0 +1,74 @@
+"""The options of `triforce serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ..options import CONTEXT, GPUS, MACHINE, SERVING, TIERS, Request, flag, new_tokens, option
+from ..parameters import PORT, SECONDS, TEXT, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRequest(Request):
+    """What `triforce serve` is asked for. Sampling options and lengths are for requests that do not say."""
+
+    json: Path | None = None  # no options here: requests bring their prompts, and a server has no end to report
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    host: Annotated[
+        str,
+        option(
+            SERVING,
+            TEXT,
+            "The address to listen at. Any but this machine's own (loopback) needs --api-key or --no-auth.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[int, option(SERVING, PORT, "The port to listen at; 0 takes a free one and says which.")] = 8000
+    api_key: Annotated[
+        str | None,
+        option(
+            SERVING,
+            TEXT,
+            "The key that requests must bring (Authorization: Bearer KEY); [bold]@FILE[/] reads it from a file, so "
+            "that no list of processes shows it.",
+        ),
+    ] = None
+    no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer anybody who can reach --host, without a key.")] = False
+    allow_host: Annotated[
+        list[str] | None,
+        option(
+            SERVING,
+            TEXT,
+            "A further name that this server is reached by, such as a proxy's; requests for others are refused. May be "
+            "repeated.",
+        ),
+    ] = None
+    max_sequences: Annotated[
+        int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
+    ] = 8
+    max_queue: Annotated[
+        int, option(SERVING, whole(1), "Requests that wait for their turn, at most; further ones are refused (429).")
+    ] = 64
+    grace: Annotated[
+        float,
+        option(SERVING, SECONDS, "How long answers may go on after SIGTERM or Ctrl-C; a second one cuts them."),
+    ] = 30.0
+    save_prompts: Annotated[
+        bool,
+        flag(
+            "--save-prompts",
+            SERVING,
+            "Save what is read of long prompts as contexts, from which later ones start, also after a restart. Without "
+            "it nothing is saved but what is uploaded.",
+        ),
+    ] = False
+    context: Annotated[str | None, CONTEXT] = None
+    gpus: Annotated[int, GPUS] = 1
+    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer whose request does not say.")] = 256
+    tiers: Annotated[int, TIERS] = 3
+
+    @property
+    def most_tiers(self) -> int:
+        return self.tiers

@@ -1,0 +1,129 @@
+"""One run of `triforce serve`: a thread for HTTP, one for the engine, and signals in the main one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+
+from ...offload.speculation.vocabulary import check_pair
+from ...tp.errors import TriforceError
+from ..generate.prompt import saved_text
+from ..terminal.stopping import Signals, Stop
+from ..terminal.streams import tell
+from .access import Access
+from .app import make_app
+from .metrics import Metrics
+from .request import ServeRequest
+from .service import Service
+from .worker import Worker
+
+_CUT_S = 5.0
+"""How long threads may take to end once everything was cut."""
+
+
+def run(
+    request: ServeRequest,
+    access: Access,
+    listening: socket.socket,
+    directories: tuple[Path, Path | None],
+    signals: Signals,
+) -> None:
+    """Serves until a signal comes, or the engine fails. `directories` are the target's and the draft's.
+
+    Raises:
+        TriforceError: the model cannot be loaded, or the server cannot go on.
+        Stop: it was stopped by a signal.
+    """
+    config = check_pair(*directories)
+    if request.context is not None:
+        saved_text(request.context, config)
+    metrics = Metrics()
+    worker = Worker(request, directories[0], metrics, tell)
+    service = Service(request, directories[0], config, worker)
+    http = HttpThread(make_app(service, access, metrics, tell), listening)
+    million = config.num_parameters / 1e6
+    host, port = listening.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    tell(f"{service.name}, {million:,.1f} M parameters: loading; listening at http://{host}:{port}")
+    ended: BaseException | None = None
+    worker.start()
+    http.start()
+    try:
+        with signals.allowed():
+            worker.ended.wait()
+        ended = worker.error
+    except Stop as stop:
+        ended = stop
+        _let_end(worker, request.grace, signals)
+    stopped = worker.cut(_CUT_S)
+    stopped = http.stop(_CUT_S) and stopped
+    service.close()
+    if isinstance(ended, Stop) and not stopped:
+        _leave(ended)
+    if ended is not None and not isinstance(ended, TriforceError | Stop):
+        raise TriforceError(f"the engine failed ({type(ended).__name__}: {ended})") from ended
+    if ended is not None:
+        raise ended
+
+
+def _let_end(worker: Worker, grace_s: float, signals: Signals) -> None:
+    """Lets answers end, until a second signal comes."""
+    loading = worker.state == "loading"
+    worker.stop()
+    signals.take()
+    if loading or worker.ended.is_set():
+        return
+    tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
+    try:
+        with signals.allowed():
+            worker.ended.wait(grace_s)
+    except Stop:
+        tell("cut")
+
+
+def _leave(stop: Stop) -> NoReturn:
+    """Ends the process although a thread computes, which the interpreter must not take apart."""
+    if stop.message:
+        tell(stop.message)
+    sys.stdout.flush()
+    os._exit(stop.exit_code)
+
+
+class HttpThread:
+    """Runs an application until `stop`."""
+
+    def __init__(self, app: object, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,  # pyright: ignore[reportArgumentType]
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
+        self._listening = listening
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, wait_s: float) -> bool:
+        """Whether it has ended within `wait_s` seconds; what is being sent has two of them."""
+        self._server.should_exit = True
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve([self._listening]))

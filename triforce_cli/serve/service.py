@@ -1,0 +1,182 @@
+"""What the routes ask for: prompts of checked requests, and their way to the engine's thread and back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...offload.checks import check_context
+from ...offload.contexts.home import user_store
+from ...tp.errors import CapacityError, TriforceError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import Tokenizer
+from ..generate.prompt import checked, decoded, read_text
+from ..requests.body import AnswerRequest, BodyError, Defaults, check_body
+from ..requests.prompts import PromptMaker
+from .fair_queue import FairQueue
+from .jobs import STOPPING, Job, Upload
+from .request import ServeRequest
+from .streams import Events
+from .worker import Worker
+
+T = TypeVar("T")
+
+_DELIVERY = ("stream", "stream_options", "return_progress")
+"""Fields that say how an answer is delivered, and change nothing of it."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How a client wants its answer."""
+
+    stream: bool = False
+    include_usage: bool = False
+    return_progress: bool = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Delivery:
+        """Raises:
+        BodyError: a field that is not what it must be.
+        """
+        options = body.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise BodyError("stream_options must be an object", "stream_options")
+        others = [name for name in options or {} if name not in ("include_usage", "include_obfuscation")]
+        if others:
+            name = f"stream_options.{others[0]}"
+            raise BodyError(f"{name} is not supported here; leave it out", name, code="unsupported_field")
+        stream = _flag(body, "stream")
+        if options and not stream:
+            raise BodyError("stream_options is for answers with stream: true", "stream_options")
+        return cls(stream, _flag(options or {}, "include_usage", "stream_options."), _flag(body, "return_progress"))
+
+
+def _flag(body: Mapping[str, Any], name: str, before: str = "") -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BodyError(f"{before}{name} must be true or false", f"{before}{name}")
+    return bool(value)
+
+
+class Service:
+    """One model that answers."""
+
+    def __init__(self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker) -> None:
+        """Args: `directory` is the target's."""
+        self.worker, self._config, self.grace_s = worker, config, request.grace
+        self.name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
+        self._tokenizer = Tokenizer.load(directory)
+        self._defaults = Defaults(
+            models=frozenset((self.name, self.name.rpartition("/")[2])),
+            max_new_tokens=request.max_new_tokens,
+            context=request.context,
+            **request.sampling,
+        )
+        self.store = user_store()
+        # One thread: some tokenizers cannot be used by two at a time.
+        self._preparing = ThreadPoolExecutor(1, "prompts")
+        places = {str(self.store.root): "the saved contexts", str(directory): "the model"}
+        self.hidden = places | {str(Path.home()): "~"}
+        """What stands in messages to clients for places on this machine."""
+
+    @property
+    def queue(self) -> FairQueue[Job | Upload]:
+        return self.worker.queue
+
+    async def ask(self, raw: bytes, endpoint: str, client: str) -> tuple[Job, Events, Delivery]:
+        """Puts a request for answers into the queue.
+
+        Raises:
+            BodyError: it cannot be answered as it was asked, or not now.
+        """
+        self._check_open()
+        request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
+        prompt = await self._prepare(lambda: PromptMaker(self._tokenizer, self._config).make(request))
+        events = Events()
+        job = Job(client, events.send, request, prompt)
+        self._put(job)
+        return job, events, delivery
+
+    async def upload(self, name: str, raw: bytes, client: str) -> tuple[Upload, Events]:
+        """Puts a text that is to be read and saved into the queue.
+
+        Raises:
+            BodyError: it cannot be, or not now.
+        """
+        self._check_open()
+
+        def prepare() -> Upload:
+            self.store.directory(name)
+            text = checked(decoded(raw, "file", lambda _: None), "file")
+            token_ids, frame = read_text(text, None, False, self._tokenizer)
+            check_context(self._config, len(token_ids), 1)
+            return Upload(client, events.send, name, token_ids, frame)
+
+        events = Events()
+        upload = await self._prepare(prepare)
+        self._put(upload)
+        return upload, events
+
+    def abandon(self, work: Job | Upload) -> None:
+        """Nobody waits for it any more."""
+        work.abandoned = True
+        self.queue.remove(work)
+
+    def close(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
+        body = parsed(raw)
+        rest = {name: value for name, value in body.items() if name not in _DELIVERY}
+        return check_body(rest, endpoint, self._defaults), Delivery.of(body)
+
+    async def _prepare(self, work: Callable[[], T]) -> T:
+        """Runs what takes time beside the loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+        except CapacityError as error:
+            raise BodyError(str(error), code="context_length_exceeded") from error
+        except TriforceError as error:
+            raise error if isinstance(error, BodyError) else BodyError(str(error)) from error
+
+    def _check_open(self) -> None:
+        """Raises:
+        BodyError: nothing can be answered now.
+        """
+        state = self.worker.state
+        if state == "loading":
+            raise BodyError("the model is being loaded; ask again later", code="loading", status=503)
+        if state != "ready":
+            raise STOPPING
+        if self.queue.full:
+            raise _queue_full()
+
+    def _put(self, work: Job | Upload) -> None:
+        if not self.queue.put(work):
+            raise STOPPING if self.worker.state != "ready" else _queue_full()
+
+
+def _queue_full() -> BodyError:
+    return BodyError("too many requests wait already; ask again later", code="queue_full", status=429)
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """A body's fields.
+
+    Raises:
+        BodyError: it is no JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", None) or type(error).__name__
+        at = f" at line {error.lineno:,}, column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else ""
+        raise BodyError(f"the body is not JSON: {reason}{at}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise BodyError("the body is not a JSON object", code="invalid_json")
+    return body

@@ -1,0 +1,143 @@
+"""Server-sent events: an answer as it grows, in OpenAI's form, and how a text is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from ..requests.body import CHAT, AnswerRequest, BodyError
+from ..requests.response import FinishedAnswer, finish_reason_of, new_id, timings, usage
+from .jobs import Event, Failed, Finished, Piece, Progress, Saved
+
+KEEP_ALIVE_S = 5.0
+"""A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
+
+FIRST_EVENT_S = 1.0
+"""How long a stream waits for its first event before it begins: an error within that has a status of its own."""
+
+DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Events:
+    """What the engine's thread tells, for the thread that serves HTTP. Made in its loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+
+    def send(self, event: Event) -> None:
+        """From any thread; once the loop has ended, nobody listens."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+
+    async def next(self, timeout_s: float | None = None) -> Event | None:
+        """The next one; `None` where there was none for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+
+def sse(data: Any) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def progress_body(event: Progress) -> dict[str, Any]:
+    """As llama.cpp's server has it."""
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": event.seconds * 1e3,
+    }
+
+
+class AnswerStream:
+    """The chunks of one request's answers."""
+
+    def __init__(self, request: AnswerRequest, model: str, *, include_usage: bool, return_progress: bool) -> None:
+        self._request, self._chat = request, request.endpoint == CHAT
+        self._include_usage, self._return_progress = include_usage, return_progress
+        self._same = {
+            "id": new_id(request),
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._answers: dict[int, FinishedAnswer] = {}
+
+    async def run(
+        self, first: Event | None, events: Events, error_of: Callable[[BodyError], dict[str, Any]]
+    ) -> AsyncIterator[bytes]:
+        """Until all answers are complete, or an error, which is then the last event.
+
+        Args: `first` is an event that has come already, or `None`.
+        """
+        if self._chat:
+            for number in range(self._request.answers):
+                yield self._chunk(number, {"role": "assistant", "content": ""})
+        event = first or await events.next(KEEP_ALIVE_S)
+        while True:
+            if event is None:
+                yield _KEEP_ALIVE
+            elif isinstance(event, Failed):
+                yield sse(error_of(event.error))
+                return
+            elif isinstance(event, Progress) and self._return_progress:
+                yield self._chunk(0, {} if self._chat else "", prompt_progress=progress_body(event))
+            elif isinstance(event, Piece):
+                yield self._chunk(event.number, {"content": event.text} if self._chat else event.text)
+            elif isinstance(event, Finished):
+                self._answers[event.number] = event.answer
+                yield self._end(event)
+                if len(self._answers) == self._request.answers:
+                    break
+            event = await events.next(KEEP_ALIVE_S)
+        if self._include_usage:
+            yield sse({**self._same, "choices": [], "usage": usage(self._ordered), "timings": timings(self._ordered)})
+        yield DONE
+
+    @property
+    def _ordered(self) -> list[FinishedAnswer]:
+        return [self._answers[number] for number in sorted(self._answers)]
+
+    def _end(self, event: Finished) -> bytes:
+        whole = len(self._answers) == self._request.answers
+        more = {"timings": timings(self._ordered)} if whole else {}
+        return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.answer), **more)
+
+    def _chunk(self, number: int, said: dict[str, str] | str, finish_reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": number, ("delta" if self._chat else "text"): said}
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        usage_of_none = {"usage": None} if self._include_usage else {}
+        return sse({**self._same, "choices": [choice], **usage_of_none, **more})
+
+
+async def reading_stream(
+    first: Event | None,
+    events: Events,
+    described: Callable[[Saved], dict[str, Any]],
+    error_of: Callable[[BodyError], dict[str, Any]],
+) -> AsyncIterator[bytes]:
+    """How a text is read, and what it then is."""
+    event = first or await events.next(KEEP_ALIVE_S)
+    while True:
+        if event is None:
+            yield _KEEP_ALIVE
+        elif isinstance(event, Progress):
+            yield sse({"prompt_progress": progress_body(event)})
+        elif isinstance(event, Failed):
+            yield sse(error_of(event.error))
+            return
+        elif isinstance(event, Saved):
+            yield sse(described(event))
+            yield DONE
+            return
+        event = await events.next(KEEP_ALIVE_S)

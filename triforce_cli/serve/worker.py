@@ -1,0 +1,144 @@
+"""The thread that owns the engine: loads it, and does what waits in the queue, one batch or one reading at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from ...offload import Engine, Sampling
+from ...offload.contexts.manifest import ContextError
+from ...offload.contexts.model import ContextRequest
+from ...tp.errors import TriforceError
+from ...tp.weights.tokenizer import Tokenizer
+from ..generate.run import ROOM, load_engine
+from ..requests.body import BodyError
+from .batching import CutError, RunningBatch
+from .fair_queue import FairQueue
+from .jobs import STOPPING, Job, Progress, Saved, Upload
+from .metrics import Metrics
+from .request import ServeRequest
+
+
+class Worker:
+    """Works from `start` until `stop`, or until it fails."""
+
+    def __init__(self, request: ServeRequest, directory: Path, metrics: Metrics, tell: Callable[[str], None]) -> None:
+        """Args:
+        directory: of the target.
+        tell: takes notes for people.
+        """
+        self._request, self._directory, self._metrics, self._tell = request, directory, metrics, tell
+        self.queue: FairQueue[Job | Upload] = FairQueue(request.max_queue)
+        self.state: Literal["loading", "ready", "stopping", "failed"] = "loading"
+        self.engine: Engine | None = None
+        """Once it is loaded."""
+        self.error: BaseException | None = None
+        """What it failed with."""
+        self.ended = threading.Event()
+        self._cut = False
+        self._batch: RunningBatch | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        metrics.watch("queue_length", "Requests that wait for their turn", lambda: len(self.queue))
+        metrics.watch("running_answers", "Answers that are being written, or wait for memory", lambda: self.running)
+
+    @property
+    def running(self) -> int:
+        """Answers that are being written."""
+        batch = self._batch
+        return len(batch) if batch else 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Has it end once the answers are complete that are being written; what waits is refused."""
+        if self.state != "failed":
+            self.state = "stopping"
+        for work in self.queue.close():
+            work.fail(STOPPING)
+
+    def cut(self, wait_s: float) -> bool:
+        """Breaks off what is under way; whether the thread has ended within `wait_s` seconds. It cannot while it loads
+        weights."""
+        self._cut = True
+        self._thread.join(wait_s if self.engine else 0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = load_engine(self._request, None, ROOM)
+            # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
+            tokenizer = Tokenizer.load(self._directory)
+            self.engine = engine
+            if self.state == "loading":
+                self.state = "ready"
+                self._tell("ready")
+            while (work := self.queue.next()) is not None:
+                self._do(engine, tokenizer, work)
+            engine.finish()
+            engine.close()
+        except BaseException as error:
+            self.error, self.state = error, "failed"
+        finally:
+            self.stop()
+            self.ended.set()
+
+    def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
+        """Does one piece of work, and what joins it. What fails with it does not end the server."""
+        try:
+            if work.abandoned:
+                return
+            if isinstance(work, Upload):
+                self._read(engine, work)
+                return
+            request = self._request
+            self._batch = RunningBatch(
+                engine, tokenizer, self.queue, self._metrics,
+                most=request.max_sequences, save_prompts=request.save_prompts, is_cut=lambda: self._cut,
+            )  # fmt: skip
+            self._batch.run(work)
+        except TriforceError:
+            pass  # whoever asked knows
+        except Exception as error:
+            self._tell(f"error: the engine failed ({type(error).__name__}); requests that were being answered know")
+            if self._request.debug:
+                traceback.print_exc()
+        finally:
+            self._batch = None
+
+    def _read(self, engine: Engine, upload: Upload) -> None:
+        """Reads and saves a text, unless all of it is saved."""
+        contexts, name, token_ids = engine.contexts, upload.name, upload.token_ids
+        assert contexts  # the engine was loaded from files
+        began, tokens = time.perf_counter(), len(token_ids)
+
+        def note(share: float) -> None:
+            if self._cut or upload.abandoned:
+                raise CutError
+            read = tokens - missing + round(share * missing)
+            upload.send(Progress(tokens, tokens - missing, read, time.perf_counter() - began))
+
+        try:
+            missing = contexts.missing(name, token_ids)
+        except ContextError as error:
+            upload.fail(BodyError(str(error), "name", code="context_exists", status=409))
+            return
+        try:
+            if missing:
+                save = ContextRequest(save=name, frame=upload.frame, required=True)
+                run = engine.stream(token_ids, Sampling(0.0), 1, tiers=1, on_prefill=note, contexts=save)
+                for _ in run:
+                    pass
+        except CutError:
+            upload.fail(STOPPING)
+        except ContextError as error:
+            upload.fail(BodyError(str(error), code="context_not_saved", status=507))
+        except Exception as error:
+            upload.fail(error)
+            raise
+        else:
+            upload.send(Saved(missing, time.perf_counter() - began))
