@@ -152,8 +152,9 @@ def _report(console: Console, document: dict[str, Any]) -> None:
         rows["prompts"] = f"{document['prompt_tokens']:,} tokens, of which {read:,} had to be read"
         if document["link"]["bytes_streamed"]:
             rows["link"] = describe_link(document["link"])
-        memory = document["memory"]
-        rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
+        if document["memory"]:
+            memory = document["memory"]
+            rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
     if document["warnings"]:
         rows["warning"] = "; ".join(document["warnings"])
     print_rows(console, rows)

@@ -1,4 +1,4 @@
-"""Answers requests: keeps so many sequences in a batch as may be, and writes a line for each request that is complete."""
+"""Answers requests: keeps so many sequences in a batch as may be, and writes a line for each complete request."""
 
 from __future__ import annotations
 
