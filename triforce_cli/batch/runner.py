@@ -66,7 +66,7 @@ class Runner:
             TriforceError: the model cannot go on; what was complete is written.
             Stop: it was interrupted; what came of each answer is written.
         """
-        self._display = display
+        self._display, self.totals.began = display, time.perf_counter()
         self._to_come = sum(job.request.answers for job in jobs)
         groups: dict[str | None, list[Job]] = {}
         for job in jobs:
