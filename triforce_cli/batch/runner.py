@@ -216,8 +216,8 @@ class Runner:
                 kept[writing.number] = writing.finish(sequence)
         self._writing = {}
         for job, answers in unfinished.items():
-            self.totals.interrupted += 1
             if answers:
+                self.totals.interrupted += 1
                 body = response_body(job.request, self._model, [answers[number] for number in sorted(answers)])
                 error = {"code": "interrupted", "message": "the run was stopped before the answer was complete"}
                 self._file.add(answer_line(job.line, 499, body, error))
