@@ -56,19 +56,20 @@ def run(
     for line in work.malformed:
         totals.fail(line, line.error or "")
     jobs, refused = _checked(request, work, totals)
-    engine, ended = None, None
+    loaded: tuple[Tokenizer, Engine] | None = None
+    ended: BaseException | None = None
     if directories is not None and (jobs or _with_other_ranks()):
         with signals.allowed():
             check_pair(*directories)
-            tokenizer = Tokenizer.load(directories[0])
-            engine = load_engine(request, None)
-        _tell_start(engine, request, work, len(jobs))
+            loaded = Tokenizer.load(directories[0]), load_engine(request, None)
+        _tell_start(loaded[1], request, work, len(jobs))
     with work.answers as file:
         for line in work.malformed:
             file.add(malformed_line(work, line))
         for line, error in refused:
             file.add(refused_line(line, error))
-        if engine and jobs:
+        if loaded and jobs:
+            tokenizer, engine = loaded
             maker = PromptMaker(tokenizer, engine.target.config)
             ended = _answer(request, Runner(engine, tokenizer, maker, file, totals, signals, request), jobs, console)
     document = totals.document(torch.get_num_threads())
@@ -79,9 +80,9 @@ def run(
     _report(console, document)
     if ended is not None:
         raise ended
-    if engine:
-        engine.finish()
-        engine.close()
+    if loaded:
+        loaded[1].finish()
+        loaded[1].close()
     if totals.failures:
         raise typer.Exit(1)
 
@@ -152,8 +153,9 @@ def _report(console: Console, document: dict[str, Any]) -> None:
         rows["prompts"] = f"{document['prompt_tokens']:,} tokens, of which {read:,} had to be read"
         if document["link"]["bytes_streamed"]:
             rows["link"] = describe_link(document["link"])
-        memory = document["memory"]
-        rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
+        if document["memory"]:
+            memory = document["memory"]
+            rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
     if document["warnings"]:
         rows["warning"] = "; ".join(document["warnings"])
     print_rows(console, rows)

@@ -1,4 +1,4 @@
-"""Answers requests: keeps so many sequences in a batch as may be, and writes a line for each request that is complete."""
+"""Answers requests: keeps so many sequences in a batch as may be, and writes a line for each complete request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Runner:
             TriforceError: the model cannot go on; what was complete is written.
             Stop: it was interrupted; what came of each answer is written.
         """
-        self._display = display
+        self._display, self.totals.began = display, time.perf_counter()
         self._to_come = sum(job.request.answers for job in jobs)
         groups: dict[str | None, list[Job]] = {}
         for job in jobs:
@@ -216,8 +216,8 @@ class Runner:
                 kept[writing.number] = writing.finish(sequence)
         self._writing = {}
         for job, answers in unfinished.items():
-            self.totals.interrupted += 1
             if answers:
+                self.totals.interrupted += 1
                 body = response_body(job.request, self._model, [answers[number] for number in sorted(answers)])
                 error = {"code": "interrupted", "message": "the run was stopped before the answer was complete"}
                 self._file.add(answer_line(job.line, 499, body, error))

@@ -124,7 +124,12 @@ def run_several(
 
 
 def _prepare(
-    request: GenerateRequest, wanted: Sequence[WantedAnswer], source: Source, tokenizer: Tokenizer, *, target_config: Any
+    request: GenerateRequest,
+    wanted: Sequence[WantedAnswer],
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    target_config: Any,
 ) -> list[Answer]:
     """The answers with their prompts, or the reasons why they have none.
 

@@ -1,5 +1,6 @@
 """The live display of a batch: a line a sequence, in any size, and on a real terminal."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -87,5 +88,27 @@ def test_a_terminal_shows_the_sequences_and_then_their_answers(pair):
         after = raw[raw.rindex("\x1b[?1049l") :]
         assert after.index("--- Why?") < after.index("--- How?") < after.index("written")
         assert "interrupted" in after and "Traceback" not in raw
+    finally:
+        terminal.close()
+
+
+def test_a_terminal_shows_the_requests_of_a_file_by_their_names(pair, tmp_path):
+    from terminals import Terminal
+
+    body = {"prompt": "It was the best of times", "max_tokens": 900, "temperature": 0}
+    lines = [{"custom_id": f"request-{n}", "body": body | ({"tools": [1]} if n == 2 else {})} for n in range(5)]
+    (tmp_path / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    files = (tmp_path / "requests.jsonl", "-o", tmp_path / "answers.jsonl")
+    fixed = ("--model", pair[0], "--draft", pair[1], "--device", "cpu", "--max-sequences", 2)
+    terminal = Terminal("batch", *files, *fixed, columns=90, rows=20)
+    try:
+        terminal.read_until(r"running .* request-1")
+        terminal.read_until(r"sequences +2 running, \d+ waiting")
+        terminal.type("\x03")
+        assert terminal.finish() == 130
+        raw = terminal.raw
+        before, after = raw[: raw.index("\x1b[?1049h")], raw[raw.rindex("\x1b[?1049l") :]
+        assert "line 3: tools would change the answer" in before
+        assert "2 interrupted" in after and "Traceback" not in raw
     finally:
         terminal.close()
