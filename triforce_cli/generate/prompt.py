@@ -70,9 +70,7 @@ def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
             raise TriforceError(f"{option} is -, but there is no standard input")
         if sys.stdin.isatty():
             tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
-        return Source(
-            checked(decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin"
-        )
+        return Source(checked(decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
     return Source(checked(decoded(read_bytes(path, option), str(path), tell), str(path)), path.name)
 
 

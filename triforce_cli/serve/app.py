@@ -19,8 +19,8 @@ from ..contexts.report import describe, describe_all
 from ..requests.body import CHAT, COMPLETION, BodyError
 from ..requests.response import response_body
 from .access import Access
-from .gate import Gate, error_response, public_error
-from .jobs import Event, Failed, Finished, Job, Saved, Upload
+from .gate import GONE, Gate, error_response, public_error
+from .jobs import Event, Failed, Finished, Job, Saved, Upload, as_body_error
 from .metrics import Metrics
 from .service import Service
 from .streams import FIRST_EVENT_S, AnswerStream, Events, reading_stream
@@ -49,11 +49,14 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     async def known(_: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             error = BodyError(str(error.detail).lower(), code="invalid_request", status=error.status_code)
-        assert isinstance(error, BodyError)
-        return error_response(error, service.hidden)
+        return error_response(as_body_error(error), service.hidden)
 
-    app.add_exception_handler(BodyError, known)
-    app.add_exception_handler(HTTPException, known)
+    async def nobody_waits(*_: object) -> Response:
+        return Response(status_code=GONE)  # for the log
+
+    for kind in (BodyError, HTTPException, Exception):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(ClientDisconnect, nobody_waits)
     return Gate(app, access, metrics, route_of, log, service.hidden)
 
 
@@ -95,7 +98,11 @@ class Routes:
             job.request, service.name,
             include_usage=delivery.include_usage, return_progress=delivery.return_progress,
         )  # fmt: skip
-        return await self._streamed(request, job, events, lambda first: stream.run(first, events, self._error))
+
+        def end() -> None:
+            noted["new_tokens"] = stream.new_tokens
+
+        return await self._streamed(request, job, events, lambda first: stream.run(first, events, self._error), end)
 
     async def list_contexts(self) -> Response:
         found = await asyncio.to_thread(describe_all, self._service.store)
@@ -146,7 +153,12 @@ class Routes:
         return public_error(error, self._service.hidden)
 
     async def _streamed(
-        self, request: Request, work: Job | Upload, events: Events, run: Callable[[Event | None], AsyncIterator[bytes]]
+        self,
+        request: Request,
+        work: Job | Upload,
+        events: Events,
+        run: Callable[[Event | None], AsyncIterator[bytes]],
+        end: Callable[[], None] = lambda: None,
     ) -> Response:
         """A stream of what comes of a piece of work. One that fails at once is answered with its status."""
         try:
@@ -157,7 +169,11 @@ class Routes:
         if isinstance(first, Failed):
             raise first.error
 
-        return _WorkStream(run(first), lambda: self._service.abandon(work))
+        def ended() -> None:
+            self._service.abandon(work)
+            end()
+
+        return _WorkStream(run(first), ended)
 
     async def _until_gone(self, request: Request, work: Job | Upload, wanted: Coroutine[Any, Any, T]) -> T:
         """What is waited for. Where the client goes away, the work is given up.

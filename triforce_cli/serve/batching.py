@@ -23,6 +23,10 @@ _SAVED_FROM = 1024
 """Tokens of a prompt from which on `--save-prompts` saves it."""
 
 
+_TELL_S = 0.1
+"""Between two events of how a prompt is read."""
+
+
 class CutError(Exception):
     """Broken off: the server ends, or nobody waits for what is being read."""
 
@@ -116,8 +120,9 @@ class RunningBatch:
 
     def _join(self, batch: Batch) -> None:
         """Lets those in that are next in turn, as long as there is room. One about another saved context waits for the
-        end of the batch, as one that is restored begins a batch."""
-        while len(self._writing) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
+        end of the batch, as one that is restored begins a batch; so does whatever comes once all are complete, as the
+        first of a batch goes on from all that the last one has read."""
+        while 0 < len(self._writing) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
             job = self._queue.take(lambda w: isinstance(w, Job) and w.request.context in (None, self._context))
             if not isinstance(job, Job):
                 return
@@ -131,7 +136,9 @@ class RunningBatch:
             return
         s, job, text = sequence.statistics, writing.job, writing.text
         if event.index == 0:
-            self._metrics.add_first_token(time.perf_counter() - job.came, s)
+            self._metrics.add_first_token(time.perf_counter() - job.came)
+            if writing.number == 0:
+                self._metrics.add_prompt(s)
         self._metrics.add_round(event, sequence.caches.full.traffic().bytes_in if sequence.caches else 0)
         piece = text.update(s.token_ids)
         ended = s.finish_reason != "interrupted" or text.stopped
@@ -167,13 +174,13 @@ class RunningBatch:
         if self._is_cut() or all(writing.job.abandoned for writing in self._writing.values()):
             raise CutError
         writing = self._writing.get(index)
-        if writing is None or batch is None:
+        now = time.perf_counter()
+        if writing is None or batch is None or writing.number or (share < 1 and now - writing.told < _TELL_S):
             return
-        now, s = time.perf_counter(), batch.sequences[index].statistics
-        writing.began = writing.began or now
+        writing.began, writing.told = writing.began or now, now
+        s = batch.sequences[index].statistics
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
-        if writing.number == 0:
-            writing.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - writing.began))
+        writing.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - writing.began))
 
     def _fail_all(self, error: BaseException) -> None:
         for job in {writing.job for writing in self._writing.values()}:

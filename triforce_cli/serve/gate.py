@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +23,9 @@ MOST_BYTES = 2**25
 
 _RETRY_AFTER_S = {"queue_full": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
+
+GONE = 499
+"""The status in the log where nobody waited for one."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
@@ -52,7 +54,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        began, status, noted = time.perf_counter(), 499, dict[str, Any]()
+        began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
         scope["triforce"] = noted
 
         async def noting_send(message: Message) -> None:
@@ -63,10 +65,8 @@ class Gate:
 
         try:
             error = await self._answer(scope, self._limited(receive), noting_send)
-            if error is not None and status == 499:
+            if error is not None and status == GONE:
                 await error_response(error, self._hidden)(scope, receive, noting_send)
-        except ClientDisconnect:
-            pass
         finally:
             client = scope.get("client")
             route = self._routes(scope["path"])
@@ -93,9 +93,7 @@ class Gate:
             return refused
         try:
             await self._app(scope, receive, send)
-        except ClientDisconnect:
-            raise
-        except Exception as error:  # the routes have answered those that they expect
+        except Exception as error:  # where it was not answered already
             return as_body_error(error)
         return None
 

@@ -102,6 +102,8 @@ class Writing:
     text: AnswerText
     began: float = 0.0
     """When its prompt was first read, by `time.perf_counter`; 0 before."""
+    told: float = 0.0
+    """When that was last told."""
 
 
 def as_body_error(error: BaseException) -> BodyError:

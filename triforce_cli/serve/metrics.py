@@ -42,11 +42,14 @@ class Metrics:
         """A gauge whose value is asked for when it is read."""
         self._make(Gauge, name, help).set_function(value)
 
-    def add_first_token(self, seconds: float, statistics: Statistics) -> None:
-        """An answer has begun, so long after it was asked for."""
-        self._ttft.observe(seconds)
+    def add_prompt(self, statistics: Statistics) -> None:
+        """A request's prompt is read."""
         self._prompt.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.reused_tokens)
+
+    def add_first_token(self, seconds: float) -> None:
+        """An answer has begun, so long after it was asked for."""
+        self._ttft.observe(seconds)
         self._new.inc()
 
     def add_round(self, event: Round, link_bytes: int) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,9 @@ from .request import ServeRequest
 from .service import Service
 from .worker import Worker
 
+_BACKLOG = 2048
+"""Connections that wait to be accepted."""
+
 _CUT_S = 5.0
 """How long threads may take to end once everything was cut."""
 
@@ -35,36 +39,26 @@ def run(
     directories: tuple[Path, Path | None],
     signals: Signals,
 ) -> None:
-    """Serves until a signal comes, or the engine fails. `directories` are the target's and the draft's.
+    """Serves until a signal comes, or the engine fails.
+
+    Args: `directories` are the target's and the draft's.
 
     Raises:
         TriforceError: the model cannot be loaded, or the server cannot go on.
         Stop: it was stopped by a signal.
     """
-    config = check_pair(*directories)
-    if request.context is not None:
-        saved_text(request.context, config)
-    metrics = Metrics()
-    worker = Worker(request, directories[0], metrics, tell)
-    service = Service(request, directories[0], config, worker)
-    http = HttpThread(make_app(service, access, metrics, tell), listening)
-    million = config.num_parameters / 1e6
-    host, port = listening.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    tell(f"{service.name}, {million:,.1f} M parameters: loading; listening at http://{host}:{port}")
+    server = Server(request, access, listening, directories, tell)
+    tell(server.introduction)
+    server.start()
     ended: BaseException | None = None
-    worker.start()
-    http.start()
     try:
         with signals.allowed():
-            worker.ended.wait()
-        ended = worker.error
+            server.worker.ended.wait()
+        ended = server.worker.error
     except Stop as stop:
         ended = stop
-        _let_end(worker, request.grace, signals)
-    stopped = worker.cut(_CUT_S)
-    stopped = http.stop(_CUT_S) and stopped
-    service.close()
+        _let_end(server.worker, request.grace, signals)
+    stopped = server.cut()
     if isinstance(ended, Stop) and not stopped:
         _leave(ended)
     if ended is not None and not isinstance(ended, TriforceError | Stop):
@@ -85,7 +79,7 @@ def _let_end(worker: Worker, grace_s: float, signals: Signals) -> None:
         with signals.allowed():
             worker.ended.wait(grace_s)
     except Stop:
-        tell("cut")
+        pass
 
 
 def _leave(stop: Stop) -> NoReturn:
@@ -94,6 +88,53 @@ def _leave(stop: Stop) -> NoReturn:
         tell(stop.message)
     sys.stdout.flush()
     os._exit(stop.exit_code)
+
+
+class Server:
+    """The threads of a server, and what they share."""
+
+    def __init__(
+        self,
+        request: ServeRequest,
+        access: Access,
+        listening: socket.socket,
+        directories: tuple[Path, Path | None],
+        note: Callable[[str], None],
+    ) -> None:
+        """Args: `note` takes lines for people and the log.
+
+        Raises:
+            TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
+        """
+        config = check_pair(*directories)
+        if request.context is not None:
+            saved_text(request.context, config)
+        metrics = Metrics()
+        self.worker = Worker(request, directories[0], metrics, note)
+        self.service = Service(request, directories[0], config, self.worker)
+        self.app = make_app(self.service, access, metrics, note)
+        self._http = HttpThread(self.app, listening)
+        self._host, self.port = listening.getsockname()[:2]
+        self._million = config.num_parameters / 1e6
+
+    @property
+    def introduction(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        what = f"{self.service.name}, {self._million:,.1f} M parameters"
+        return f"{what}: loading; listening at http://{host}:{self.port}"
+
+    def start(self, *, load: bool = True) -> None:
+        """Begins to listen and, with `load`, to load the model."""
+        self._http.start()
+        if load:
+            self.worker.start()
+
+    def cut(self) -> bool:
+        """Breaks off what is under way; whether all threads have ended."""
+        stopped = self.worker.cut(_CUT_S)
+        stopped = self._http.stop(_CUT_S) and stopped
+        self.service.close()
+        return stopped
 
 
 class HttpThread:
@@ -117,6 +158,7 @@ class HttpThread:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
+        self._listening.listen(_BACKLOG)  # from here on whoever comes waits for the thread
         self._thread.start()
 
     def stop(self, wait_s: float) -> bool:

@@ -105,6 +105,11 @@ class AnswerStream:
         yield DONE
 
     @property
+    def new_tokens(self) -> int:
+        """Of the answers that are complete."""
+        return sum(answer.num_tokens for answer in self._answers.values())
+
+    @property
     def _ordered(self) -> list[FinishedAnswer]:
         return [self._answers[number] for number in sorted(self._answers)]
 

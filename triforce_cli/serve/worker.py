@@ -65,7 +65,8 @@ class Worker:
         """Breaks off what is under way; whether the thread has ended within `wait_s` seconds. It cannot while it loads
         weights."""
         self._cut = True
-        self._thread.join(wait_s if self.engine else 0)
+        if self._thread.is_alive():
+            self._thread.join(wait_s if self.engine else 0)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

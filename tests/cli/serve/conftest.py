@@ -1,0 +1,144 @@
+"""A server in the tests' process: real HTTP on a free port, with the tiny pair."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """Those of a stream, in its order; the last one of a whole stream is `[DONE]`."""
+        found = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line.startswith(b"data: ")]
+        return [one.decode() if one == b"[DONE]" else json.loads(one) for one in found]
+
+
+class TestServer:
+    """A server, and requests to it."""
+
+    __test__ = False
+
+    def __init__(self, pair: tuple[Path, Path], *, load: bool = True, **options: Any) -> None:
+        from triforce.cli.serve.access import Access, listener
+        from triforce.cli.serve.request import ServeRequest
+        from triforce.cli.serve.run import Server
+
+        fixed = {"model": str(pair[0]), "draft": "none", "device": "cpu", "dtype": "float32", "port": 0}
+        request = ServeRequest(**(fixed | options))
+        self.log: list[str] = []
+        self.listening = listener(request)
+        self.server = Server(request, Access.of(request), self.listening, (pair[0], None), self.log.append)
+        self.worker, self.port = self.server.worker, self.server.port
+        self.gate: Any = self.server.app
+        self.server.start(load=load)
+        self.wait_for(lambda: self.worker.state != "loading" or not load)
+
+    def close(self) -> None:
+        self.worker.stop()
+        assert self.server.cut()
+
+    @staticmethod
+    def wait_for(holds, seconds=30.0) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "it never came"
+            time.sleep(0.005)
+
+    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, raw, given)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        connection = self.connect(method, path, body, **headers)
+        response = connection.getresponse()
+        reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        connection.close()
+        return reply
+
+    def chat(self, question: str = "Why?", **fields: Any) -> Reply:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 10, **fields}
+        return self.ask("POST", CHAT, body)
+
+    def complete(self, prompt: str | list[int] = "It was", **fields: Any) -> Reply:
+        return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
+
+    def upload(self, name: str, text: str, **fields: str) -> Reply:
+        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
+        parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
+        body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
+        return self.ask("POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge")
+
+    def at_once(self, *calls: Any) -> list[Any]:
+        """What calls return that are made at the same time."""
+        found: list[Any] = [None] * len(calls)
+
+        def call(index: int) -> None:
+            found[index] = calls[index]()
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(pair) -> Iterator[TestServer]:
+    """One for all tests of a file."""
+    found = TestServer(pair)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def serving(pair):
+    """Makes further ones: `with serving(max_queue=1) as server`."""
+
+    @contextmanager
+    def make(**options: Any) -> Iterator[TestServer]:
+        found = TestServer(pair, **options)
+        try:
+            yield found
+        finally:
+            found.close()
+
+    return make
+
+
+@pytest.fixture
+def slow_rounds(monkeypatch):
+    """A round of the engine takes at least 10 ms."""
+    from triforce.offload import Batch
+
+    next_round = Batch.__next__
+
+    def slowly(batch):
+        time.sleep(0.01)
+        return next_round(batch)
+
+    monkeypatch.setattr(Batch, "__next__", slowly)

@@ -1,0 +1,237 @@
+"""Answers over HTTP: whole and streamed, alone and beside others, and what is said where there is none."""
+
+import json
+import time
+
+import pytest
+from command import TEXT, run_here, undocumented
+from triforce.offload import Batch, Engine
+from triforce.tp.errors import CapacityError
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def text_of(reply):
+    assert reply.status == 200, reply
+    (choice,) = reply.json["choices"]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def pieces_of(reply, number=0):
+    """The text of a stream's answer, put together."""
+    assert reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"), reply
+    assert reply.events[-1] == "[DONE]"
+    choices = [one for event in reply.events[:-1] for one in event["choices"] if one["index"] == number]
+    return "".join(one["delta"].get("content", "") if "delta" in one else one["text"] for one in choices)
+
+
+def test_an_answer_has_the_form_of_openai_and_what_it_cost(server):
+    found = server.chat().json
+    (choice,) = found["choices"]
+    assert (found["object"], choice["message"]["role"]) == ("chat.completion", "assistant")
+    assert choice["finish_reason"] in ("stop", "length") and choice["logprobs"] is None
+    usage, timings = found["usage"], found["timings"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert server.complete().json["object"] == "text_completion"
+    assert not undocumented(found, "serving.md", "batches.md")
+
+
+@pytest.mark.slow
+def test_an_answer_is_the_one_that_generate_writes(server, pair, capfd):
+    for fields, more in (
+        ({}, ("--temperature", 0)),
+        ({"temperature": 1, "seed": 5}, ("--temperature", 1, "--seed", 5)),
+    ):
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+        alone = run_here(capfd, "generate", *fixed, "--prompt", TEXT, "--max-new-tokens", 12, *more, "--json", "-")
+        assert text_of(server.complete(TEXT, max_tokens=12, **fields)) == json.loads(alone.out)["text"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+def test_a_stream_brings_the_same_text_in_pieces(server, kind):
+    ask = getattr(server, kind)
+    fields = {"temperature": 1, "seed": 3, "max_tokens": 20}
+    stream = ask(stream=True, stream_options={"include_usage": True}, **fields)
+    whole = ask(**fields)
+    assert pieces_of(stream) == text_of(whole)
+    *_, last, usage, _ = stream.events
+    assert last["choices"][0]["finish_reason"] == whole.json["choices"][0]["finish_reason"]
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == whole.json["usage"]["completion_tokens"]
+    assert usage["timings"] == last["timings"]
+    assert len({event["id"] for event in stream.events[:-1]}) == 1
+    assert "usage" not in ask(stream=True, **fields).events[0]
+
+
+def test_several_answers_are_drawn_with_one_seed_each_its_own(server):
+    fields = {"temperature": 1, "seed": 7, "max_tokens": 12}
+    choices = server.complete(n=3, **fields).json["choices"]
+    assert [one["index"] for one in choices] == [0, 1, 2] and len({one["text"] for one in choices}) == 3
+    assert choices[0]["text"] == text_of(server.complete(**fields))
+    stream = server.complete(n=3, stream=True, **fields)
+    assert [pieces_of(stream, number) for number in range(3)] == [one["text"] for one in choices]
+
+
+def test_an_answer_ends_before_a_stop_and_shows_nothing_of_it(server):
+    whole = text_of(server.complete(max_tokens=40))
+    stop = whole[8:11]
+    for stream in (False, True):
+        reply = server.complete(max_tokens=40, stop=["never to be", stop], stream=stream)
+        text = pieces_of(reply) if stream else text_of(reply)
+        assert text == whole[: whole.index(stop)]
+        last = reply.events[-2] if stream else reply.json
+        assert last["choices"][0]["finish_reason"] == "stop"
+
+
+def test_reading_is_told_where_that_is_asked_for(server):
+    reply = server.complete(TEXT, stream=True, return_progress=True)
+    progress = [event["prompt_progress"] for event in reply.events[:-1] if "prompt_progress" in event]
+    assert progress and progress[-1]["processed"] == progress[-1]["total"] >= progress[-1]["cache"]
+    assert not undocumented(progress, "serving.md")
+    assert not any("prompt_progress" in event for event in server.complete(TEXT, stream=True).events[:-1])
+
+
+def test_a_follow_up_reads_only_what_is_new(server):
+    first = server.complete(TEXT).json
+    again = server.complete(TEXT + " And then").json
+    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert first["usage"]["prompt_tokens"] - 16 <= cached < again["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"presence_penalty": 1}, 400, "presence_penalty"),
+        ({"model": "gpt-5"}, 404, "model"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"stream": "yes"}, 400, "stream"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"stream": True, "stream_options": {"other": 1}}, 400, "stream_options.other"),
+        ({"max_tokens": 10**6}, 400, "messages"),
+        ({"context": "nothing"}, 400, "context"),
+        ({"context": "../../etc"}, 400, "context"),
+        ({"messages": []}, 400, "messages"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server, fields, status, param):
+    reply = server.chat(**fields)
+    assert reply.status == status, reply
+    error = reply.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param and param.partition(".")[0] in error["message"]
+
+
+def test_models_and_health(server, pair):
+    (model,) = server.ask("GET", "/v1/models").json["data"]
+    assert model["id"] == "target" and server.chat(model="target").status == 200
+    assert server.ask("GET", "/health").json == {"status": "ready"}
+
+
+def test_metrics_count_what_was_answered(serving):
+    with serving() as server:
+        server.complete(max_tokens=6)
+        text = server.ask("GET", "/metrics").body.decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['triforce_requests_total{endpoint="/v1/completions",status="200"}']) == 1
+    assert 0 < float(values["triforce_generated_tokens_total"]) <= 6
+    assert float(values["triforce_time_to_first_token_seconds_count"]) == 1
+    tokens = float(values["triforce_generated_tokens_total"])
+    assert float(values["triforce_time_between_tokens_seconds_count"]) == tokens - 1
+    assert float(values["triforce_queue_length"]) == float(values["triforce_running_answers"]) == 0
+    assert "process_resident_memory_bytes" in values and "triforce_link_bytes_total" in values
+
+
+@pytest.mark.slow
+def test_answers_do_not_depend_on_what_others_ask(server):
+    asked = [{"prompt": TEXT[: 40 + 20 * i], "temperature": 1, "seed": i, "max_tokens": 6 + i} for i in range(12)]
+    alone = [text_of(server.complete(**fields)) for fields in asked]
+    together = server.at_once(*(lambda fields=fields: text_of(server.complete(**fields)) for fields in asked))
+    assert together == alone
+
+
+def test_who_goes_away_frees_the_place(serving, slow_rounds):
+    with serving(max_sequences=1) as server:
+        body = {"prompt": "It was", "max_tokens": 900, "stream": True}
+        connection = server.connect("POST", COMPLETION, body)
+        connection.getresponse().read(10)
+        waiting = server.connect("POST", COMPLETION, {"prompt": "It", "max_tokens": 900})
+        server.wait_for(lambda: len(server.worker.queue) == 1)
+        waiting.close()
+        server.wait_for(lambda: len(server.worker.queue) == 0)
+        connection.close()
+        began = time.monotonic()
+        server.wait_for(lambda: server.worker.running == 0)
+        assert time.monotonic() - began < 2, "900 rounds take 9 s at least"
+        assert server.complete().status == 200
+        server.wait_for(lambda: sum('"status": 499' in line for line in server.log) == 1)
+
+
+def test_a_full_queue_refuses_and_says_when_to_ask_again(serving, slow_rounds):
+    with serving(max_sequences=1, max_queue=1) as server:
+        body = {"prompt": "It was", "max_tokens": 900}
+        first = server.connect("POST", COMPLETION, body)
+        server.wait_for(lambda: server.worker.running == 1)
+        second = server.connect("POST", COMPLETION, body)
+        server.wait_for(lambda: len(server.worker.queue) == 1)
+        refused = server.complete()
+        assert refused.status == 429 and refused.json["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) > 0
+        first.close()
+        second.close()
+        server.wait_for(lambda: server.worker.running == 0)
+
+
+def test_too_little_memory_is_said_with_its_reason(server, monkeypatch):
+    def batch(*_, **__):
+        raise CapacityError("3.0 GiB more are needed; lower --budget")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "batch", batch)
+        for stream in (False, True):
+            reply = server.complete(stream=stream)
+            assert reply.status == 503 and "3.0 GiB" in reply.json["error"]["message"]
+    assert server.complete().status == 200
+
+
+def test_an_error_after_the_first_token_ends_the_stream_with_an_event(server, monkeypatch, slow_rounds):
+    whole, rounds = Batch.__next__, []
+
+    def fail(batch):
+        rounds.append(1)
+        if len(rounds) > 3:
+            raise ZeroDivisionError("of something that nobody may see")
+        return whole(batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Batch, "__next__", fail)
+        reply = server.complete(max_tokens=200, stream=True)
+    assert reply.status == 200 and reply.events[-1]["error"]["code"] == "internal_error"
+    assert b"nobody" not in reply.body and b"Traceback" not in reply.body
+    assert server.complete().status == 200, "the server goes on"
+
+
+def test_nothing_is_answered_while_the_model_loads(serving):
+    with serving(load=False) as server:
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json) == (503, {"status": "loading"})
+        reply = server.chat()
+        assert reply.status == 503 and reply.json["error"]["code"] == "loading" and "retry-after" in reply.headers
+
+
+def test_a_comment_keeps_a_silent_stream_alive(server, monkeypatch):
+    from triforce.cli.serve import app, streams
+
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(app, "FIRST_EVENT_S", 0.01)
+    batch = Engine.batch
+
+    def late(engine, *arguments, **options):
+        time.sleep(0.2)
+        return batch(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "batch", late)
+    reply = server.complete(stream=True)
+    assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and pieces_of(reply)

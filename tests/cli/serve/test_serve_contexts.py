@@ -1,0 +1,97 @@
+"""Saved contexts over HTTP: uploaded, listed, asked about, removed."""
+
+import pytest
+from command import TEXT, undocumented
+
+LONG = TEXT + "And then it rained for a while. " * 8
+
+
+@pytest.fixture(autouse=True)
+def home(server, tmp_path, monkeypatch):
+    """Contexts of one test alone."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    for store in (server.server.service.store, server.worker.engine.contexts.store):
+        monkeypatch.setattr(store, "root", tmp_path / "contexts")
+    return tmp_path
+
+
+def names(server):
+    return [one["name"] for one in server.ask("GET", "/v1/contexts").json["data"]]
+
+
+def test_an_uploaded_text_is_a_context_that_answers_start_from(server):
+    made = server.upload("book", LONG)
+    assert made.status == 201 and made.json["name"] == "book" and made.json["read_tokens"] == made.json["tokens"]
+    assert names(server) == ["book"] and not undocumented(made.json, "serving.md", "contexts.md", "json.md")
+    server.complete("x" * 200)  # another prompt takes the place of what was read
+    reply = server.complete(" Then", context="book", max_tokens=6)
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= made.json["tokens"] - 8
+    whole = server.complete(LONG + " Then", max_tokens=6)
+    assert reply.json["choices"][0]["text"] == whole.json["choices"][0]["text"]
+    gone = server.ask("DELETE", "/v1/contexts/book")
+    assert gone.json == {"name": "book", "deleted": True} and names(server) == []
+    assert server.ask("DELETE", "/v1/contexts/book").status == 404
+    assert server.complete("Then", context="book").status == 400
+
+
+def test_what_is_saved_is_not_read_again_and_another_text_needs_another_name(server):
+    server.upload("book", LONG)
+    again = server.upload("book", LONG)
+    assert again.status == 201 and again.json["read_tokens"] == 0
+    other = server.upload("book", "Something else altogether. " * 20)
+    assert other.status == 409 and other.json["error"]["param"] == "name"
+    assert str(server.server.service.store.root) not in other.body.decode()
+
+
+def test_reading_is_told_where_that_is_asked_for(server):
+    reply = server.upload("book", LONG, return_progress="true")
+    *progress, described, done = reply.events
+    assert done == "[DONE]" and described["name"] == "book" and progress
+    assert progress[-1]["prompt_progress"]["processed"] == progress[-1]["prompt_progress"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("../book", LONG, "cannot be the name"),
+        (".book", LONG, "cannot be the name"),
+        ("a/b", LONG, "cannot be the name"),
+        ("book", "", "empty"),
+        ("book", "a\0b", "NUL"),
+        ("book", LONG * 40, "1,024 positions"),
+    ],
+)
+def test_what_cannot_be_a_context_is_refused(server, name, text, words):
+    reply = server.upload(name, text)
+    assert reply.status == 400 and words in reply.json["error"]["message"], reply
+    assert names(server) == []
+
+
+def test_both_fields_are_needed_and_no_others(server):
+    for body, kind in ((b"a=b", "application/x-www-form-urlencoded"), (b"x", "multipart/form-data"), (b"{}", "text/x")):
+        assert server.ask("POST", "/v1/contexts", body, Content_Type=kind).status == 400
+    assert server.upload("book", LONG, path="/etc/passwd").status == 400
+
+
+def test_answers_about_several_contexts_do_not_hinder_each_other(server):
+    for name in ("one", "two"):
+        server.upload(name, f"This is {name}. {LONG}")
+    asked = [(" So", name) for name in ("one", "two", "one", "two", None, "one")]
+    alone = [server.complete(prompt, context=name).json["choices"] for prompt, name in asked]
+    calls = [lambda asked=one: server.complete(asked[0], context=asked[1]).json["choices"] for one in asked]
+    assert server.at_once(*calls) == alone
+
+
+def test_prompts_are_saved_only_where_that_was_asked_for(server, serving, home, monkeypatch):
+    from triforce.cli.serve import batching
+
+    monkeypatch.setattr(batching, "_SAVED_FROM", 100)
+    server.complete(LONG)
+    assert names(server) == []
+    with serving(save_prompts=True) as saving:
+        saving.complete(LONG)
+        (name,) = names(saving)
+        assert name.startswith("prompt-")
+    with serving() as later:
+        cached = later.complete(LONG).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 200, "a new process starts from what was saved"
