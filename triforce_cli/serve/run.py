@@ -19,11 +19,11 @@ from ..generate.prompt import saved_text
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .access import Access
-from .app import make_app
-from .metrics import Metrics
+from .answering.metrics import Metrics
+from .answering.worker import Worker
 from .request import ServeRequest
-from .service import Service
-from .worker import Worker
+from .web.app import make_app
+from .web.service import Service
 
 _BACKLOG = 2048
 """Connections that wait to be accepted."""

@@ -222,7 +222,7 @@ def test_nothing_is_answered_while_the_model_loads(serving):
 
 
 def test_a_comment_keeps_a_silent_stream_alive(server, monkeypatch):
-    from triforce.cli.serve import app, streams
+    from triforce.cli.serve.web import app, streams
 
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr(app, "FIRST_EVENT_S", 0.01)
@@ -235,3 +235,23 @@ def test_a_comment_keeps_a_silent_stream_alive(server, monkeypatch):
     monkeypatch.setattr(Engine, "batch", late)
     reply = server.complete(stream=True)
     assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and pieces_of(reply)
+
+
+@pytest.mark.slow
+def test_the_client_of_openai_is_served(server):
+    openai = pytest.importorskip("openai", reason="OpenAI's package is not installed")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    asked = {"model": "target", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 12, "seed": 1}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    plain = client.completions.create(model="target", prompt="It was", max_tokens=6)
+    assert plain.choices[0].finish_reason in ("length", "stop")
+    assert [model.id for model in client.models.list()] == ["target"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**asked, presence_penalty=1)
+    assert refused.value.param == "presence_penalty"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**(asked | {"model": "gpt-5"}))

@@ -83,7 +83,7 @@ def test_answers_about_several_contexts_do_not_hinder_each_other(server):
 
 
 def test_prompts_are_saved_only_where_that_was_asked_for(server, serving, home, monkeypatch):
-    from triforce.cli.serve import batching
+    from triforce.cli.serve.answering import batching
 
     monkeypatch.setattr(batching, "_SAVED_FROM", 100)
     server.complete(LONG)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 from command import TEXT
-from triforce.cli.serve import gate
 from triforce.cli.serve.access import Access
-from triforce.cli.serve.fair_queue import FairQueue
+from triforce.cli.serve.answering.fair_queue import FairQueue
 from triforce.cli.serve.request import ServeRequest
+from triforce.cli.serve.web import gate
 from triforce.tp.errors import UsageError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -12,11 +12,11 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..requests.body import BodyError
-from ..requests.response import error_body
-from .access import Access
-from .jobs import as_body_error
-from .metrics import Metrics
+from ...requests.body import BodyError
+from ...requests.response import error_body
+from ..access import Access
+from ..answering.jobs import as_body_error
+from ..answering.metrics import Metrics
 
 MOST_BYTES = 2**25
 """Of a body: the text of a million tokens has a fifth of that."""

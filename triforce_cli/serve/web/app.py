@@ -13,15 +13,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...offload.contexts.manifest import ContextError
-from ...tp.errors import UsageError
-from ..contexts.report import describe, describe_all
-from ..requests.body import CHAT, COMPLETION, BodyError
-from ..requests.response import response_body
-from .access import Access
+from ....offload.contexts.manifest import ContextError
+from ....tp.errors import UsageError
+from ...contexts.report import describe, describe_all
+from ...requests.body import CHAT, COMPLETION, BodyError
+from ...requests.response import response_body
+from ..access import Access
+from ..answering.jobs import Event, Failed, Finished, Job, Saved, Upload, as_body_error
+from ..answering.metrics import Metrics
 from .gate import GONE, Gate, error_response, public_error
-from .jobs import Event, Failed, Finished, Job, Saved, Upload, as_body_error
-from .metrics import Metrics
 from .service import Service
 from .streams import FIRST_EVENT_S, AnswerStream, Events, reading_stream
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...offload.checks import check_context
-from ...offload.contexts.home import user_store
-from ...tp.errors import CapacityError, TriforceError
-from ...tp.model.config import ModelConfig
-from ...tp.weights.tokenizer import Tokenizer
-from ..generate.prompt import checked, decoded, read_text
-from ..requests.body import AnswerRequest, BodyError, Defaults, check_body
-from ..requests.prompts import PromptMaker
-from .fair_queue import FairQueue
-from .jobs import STOPPING, Job, Upload
-from .request import ServeRequest
+from ....offload.checks import check_context
+from ....offload.contexts.home import user_store
+from ....tp.errors import CapacityError, TriforceError
+from ....tp.model.config import ModelConfig
+from ....tp.weights.tokenizer import Tokenizer
+from ...generate.prompt import checked, decoded, read_text
+from ...requests.body import AnswerRequest, BodyError, Defaults, check_body
+from ...requests.prompts import PromptMaker
+from ..answering.fair_queue import FairQueue
+from ..answering.jobs import STOPPING, Job, Upload
+from ..answering.worker import Worker
+from ..request import ServeRequest
 from .streams import Events
-from .worker import Worker
 
 T = TypeVar("T")
 

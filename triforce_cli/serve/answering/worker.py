@@ -9,18 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from ...offload import Engine, Sampling
-from ...offload.contexts.manifest import ContextError
-from ...offload.contexts.model import ContextRequest
-from ...tp.errors import TriforceError
-from ...tp.weights.tokenizer import Tokenizer
-from ..generate.run import ROOM, load_engine
-from ..requests.body import BodyError
+from ....offload import Engine, Sampling
+from ....offload.contexts.manifest import ContextError
+from ....offload.contexts.model import ContextRequest
+from ....tp.errors import TriforceError
+from ....tp.weights.tokenizer import Tokenizer
+from ...generate.run import ROOM, load_engine
+from ...requests.body import BodyError
+from ..request import ServeRequest
 from .batching import CutError, RunningBatch
 from .fair_queue import FairQueue
 from .jobs import STOPPING, Job, Progress, Saved, Upload
 from .metrics import Metrics
-from .request import ServeRequest
 
 
 class Worker:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 
-from ...offload import Batch, Engine, Request, Round, Sampling
-from ...offload.contexts.model import ContextRequest
-from ...tp.weights.tokenizer import Tokenizer
-from ..requests.answer_text import AnswerText
-from ..requests.body import BodyError
-from ..requests.response import FinishedAnswer
+from ....offload import Batch, Engine, Request, Round, Sampling
+from ....offload.contexts.model import ContextRequest
+from ....tp.weights.tokenizer import Tokenizer
+from ...requests.answer_text import AnswerText
+from ...requests.body import BodyError
+from ...requests.response import FinishedAnswer
 from .fair_queue import FairQueue
 from .jobs import STOPPING, Finished, Job, Piece, Progress, Upload, Writing
 from .metrics import Metrics

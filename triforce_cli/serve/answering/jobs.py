@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...offload.contexts.manifest import ContextError, Frame
-from ...tp.errors import CapacityError, TriforceError
-from ..requests.answer_text import AnswerText
-from ..requests.body import AnswerRequest, BodyError
-from ..requests.prompts import RequestPrompt
-from ..requests.response import FinishedAnswer
+from ....offload.contexts.manifest import ContextError, Frame
+from ....tp.errors import CapacityError, TriforceError
+from ...requests.answer_text import AnswerText
+from ...requests.body import AnswerRequest, BodyError
+from ...requests.prompts import RequestPrompt
+from ...requests.response import FinishedAnswer
 
 
 @dataclass(frozen=True)

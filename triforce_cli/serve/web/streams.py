@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from ..requests.body import CHAT, AnswerRequest, BodyError
-from ..requests.response import FinishedAnswer, finish_reason_of, new_id, timings, usage
-from .jobs import Event, Failed, Finished, Piece, Progress, Saved
+from ...requests.body import CHAT, AnswerRequest, BodyError
+from ...requests.response import FinishedAnswer, finish_reason_of, new_id, timings, usage
+from ..answering.jobs import Event, Failed, Finished, Piece, Progress, Saved
 
 KEEP_ALIVE_S = 5.0
 """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
