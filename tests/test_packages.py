@@ -171,7 +171,7 @@ def test_a_wheel_holds_every_module_the_data_and_the_library(tmp_path):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
         held = set(wheel.namelist())
-    kinds = (".py", ".json", ".safetensors", ".md")
+    kinds = (".py", ".json", ".safetensors", ".md", ".html", ".css", ".js")
     wanted = {
         f"{FOLDERS[folder].replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder in FOLDERS

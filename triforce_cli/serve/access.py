@@ -17,8 +17,8 @@ from .request import ServeRequest
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-WITHOUT_KEY = ("/health",)
-"""Paths that need no key: what they say is nobody's secret."""
+WITHOUT_KEY = ("/health", "/", "/page.css", "/page.js")
+"""Paths that need no key: what they say is nobody's secret. The page asks for the key."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def test_clients_take_turns():
     queue = FairQueue(10)
     for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
         assert queue.put(Piece(name[0], name))
-    assert [queue.take().name for _ in range(6)] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    taken = [queue.take() for _ in range(6)]
+    assert [piece and piece.name for piece in taken] == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert queue.take() is None and len(queue) == 0
 
 

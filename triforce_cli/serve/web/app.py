@@ -22,13 +22,14 @@ from ..access import Access
 from ..answering.jobs import Event, Failed, Finished, Job, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics
 from .gate import GONE, Gate, error_response, public_error
+from .page import PAGE, page_response
 from .service import Service
 from .streams import FIRST_EVENT_S, AnswerStream, Events, reading_stream
 
 T = TypeVar("T")
 
 _CONTEXTS = "/v1/contexts"
-_ROUTES = ("/", "/health", "/metrics", "/v1/models", CHAT, COMPLETION, _CONTEXTS)
+_ROUTES = (*PAGE, "/health", "/metrics", "/v1/models", CHAT, COMPLETION, _CONTEXTS)
 _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _STREAM_TYPE = "text/event-stream"
 
@@ -37,6 +38,8 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     """The application of one server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     routes = Routes(service, metrics)
+    for path in PAGE:
+        app.get(path)(routes.page)
     app.get("/health")(routes.health)
     app.get("/metrics")(routes.metrics)
     app.get("/v1/models")(routes.models)
@@ -72,6 +75,9 @@ class Routes:
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self._service, self._metrics = service, metrics
+
+    async def page(self, request: Request) -> Response:
+        return page_response(request.url.path)
 
     async def health(self) -> Response:
         state = self._service.worker.state

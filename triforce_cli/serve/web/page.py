@@ -1,0 +1,29 @@
+"""The page at `/`: plain files of the package, which may load nothing from elsewhere and run no script in the text."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from starlette.responses import Response
+
+PAGE = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+"""Files by their paths."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_response(path: str) -> Response:
+    """The file of a path of `PAGE`."""
+    name, kind = PAGE[path]
+    content = files(__package__).joinpath("static", name).read_bytes()
+    return Response(content, headers={**_HEADERS, "Content-Type": kind})
