@@ -52,6 +52,11 @@ async function* events(response) {
   }
 }
 
+function follow(turn) {
+  const turns = at("turns");
+  if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turn.scrollIntoView({ block: "end" });
+}
+
 function addTurn(role, text) {
   const turn = document.createElement("div");
   turn.className = `turn ${role}`;
@@ -105,9 +110,8 @@ async function answer() {
       if (!piece) continue;
       text += piece;
       turn.textContent = text;
+      follow(turn);
       say("writing");
-      const turns = at("turns");
-      if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turn.scrollIntoView({ block: "end" });
     }
     say("");
   } catch (error) {
@@ -116,6 +120,7 @@ async function answer() {
   showReading(null);
   messages.push({ role: "assistant", content: text });
   if (timings) addFigures(turn, timings);
+  follow(turn);
   setRunning(null);
   at("question").focus();
 }
