@@ -1,5 +1,6 @@
 """Drafts that are looked up in the text: what is found, and that it changes no token."""
 
+import joint_distribution
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,13 +106,26 @@ def test_a_seed_and_company_change_nothing(models, with_model):
         assert sequence.statistics.token_ids == want
 
 
+def every_run_of_three(vocab):
+    """A text in which any three tokens come in a row."""
+    text, seen = [0, 0], set()
+    while len(seen) < vocab**3:
+        following = [token for token in range(vocab) if (*text[-2:], token) not in seen]
+        token = following[-1] if following else (text[-1] + 1) % vocab
+        seen.add((*text[-2:], token))
+        text.append(token)
+    return text
+
+
 @pytest.mark.slow
-def test_every_outcome_adds_up_to_the_target_distribution(tmp_path):
+def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, monkeypatch):
+    prompt = every_run_of_three(joint_distribution.VOCAB)
+    monkeypatch.setattr(joint_distribution, "PROMPT", prompt)
     target = save_llama(tmp_path / "target", seed=2, **SHAPE)
     engine = Engine.load(
         tmp_path / "target", "lookup", device="cpu", budget=8, draft_length=2, block_length=2, refresh="round"
     )
     got, rejections, left_out = exact_probabilities(engine, TWO_TOKENS, 0.0)
-    want = enumerate_joint(target, TWO_TOKENS)
+    want = enumerate_joint(target, TWO_TOKENS, prompt)
     assert rejections["draft"] > 0.01, "nothing was looked up"
     assert max(abs(got[tokens] - p) for tokens, p in want.items()) < left_out + 1e-6
