@@ -29,6 +29,9 @@ from .writing import Job, Writing
 _AHEAD = 1
 """Sequences that wait in a batch, so that it does not end while there are more."""
 
+LASTING = 256
+"""Sequences that a batch takes before another one begins: what has ended stays in its statistics, prompts too."""
+
 _LONG = 4096
 """Tokens of a prompt from which on lines tell how it is read, where there is no live display."""
 
@@ -54,7 +57,7 @@ class Runner:
         self._batch: Batch | None = None
         self._display: LiveScreen | None = None
         self._reading: dict[int, Callable[[float], None]] = {}
-        self._events = 0  # of this batch
+        self._events = self._taken = 0  # of this batch
         self._told_at = time.monotonic()
         self._to_come = 0  # answers that are not begun
         self._done = 0
@@ -95,6 +98,7 @@ class Runner:
         if not started:
             return
         self._writing = {index: writing for index, (writing, _) in enumerate(started)}
+        self._taken = len(started)
         try:
             self._batch = self._engine.batch(
                 [request for _, request in started],
@@ -139,8 +143,10 @@ class Runner:
             if event is None:
                 self._begin_again()
                 return
-            for writing, request in self._next(self._most + _AHEAD - len(self._writing)):
+            room = min(self._most + _AHEAD - len(self._writing), LASTING - self._taken)
+            for writing, request in self._next(room):
                 self._writing[batch.add(request)] = writing
+                self._taken += 1
 
     def _update(self, batch: Batch, index: int) -> None:
         """Takes over what has been done of a sequence."""
@@ -244,10 +250,11 @@ class Runner:
         if now - self._told_at < SECONDS_BETWEEN_LINES:
             return
         self._told_at = now
-        totals = self.totals
-        self.totals.note(
-            f"{totals.answered:,} answered, {len(totals.failures):,} failed; {len(self._writing):,} being written, "
-            f"{self._to_come:,} to come; {totals.tokens_per_s:.1f} tokens/s"
+        totals, rows = self.totals, self.rows()
+        tokens = totals.new_tokens + sum(row.new_tokens for row in rows)
+        totals.note(
+            f"{totals.answered:,} answered, {len(totals.failures):,} failed; {len(rows):,} being written, "
+            f"{self._to_come:,} to come; {tokens / totals.elapsed_s:.1f} tokens/s"
         )
 
 

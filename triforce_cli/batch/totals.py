@@ -40,9 +40,9 @@ class Totals:
     memory: dict[str, int] = field(default_factory=dict)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Over all of the run, reading included."""
-        return self.new_tokens / max(1e-9, time.perf_counter() - self.began)
+    def elapsed_s(self) -> float:
+        """Since the first request was begun; more than 0."""
+        return max(1e-9, time.perf_counter() - self.began)
 
     def add_answer(self, answer: FinishedAnswer) -> None:
         """Counts an answer's tokens."""
@@ -69,7 +69,7 @@ class Totals:
 
     def document(self, threads: int) -> dict[str, Any]:
         """The JSON of the run."""
-        seconds, busy = time.perf_counter() - self.began, self.link["busy_s"]
+        seconds, busy = self.elapsed_s, self.link["busy_s"]
         return {
             "version": version("triforce-cli"),
             **self.identity,

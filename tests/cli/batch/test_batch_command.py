@@ -8,6 +8,7 @@ import time
 
 import pytest
 from command import TEXT, check_refusal, run_command, run_here, undocumented
+from triforce.cli.batch import runner
 from triforce.offload import Batch, Engine
 
 GREEDY = {"temperature": 0, "max_tokens": 10}
@@ -97,12 +98,13 @@ def test_an_answer_is_the_one_that_generate_writes(batch, answers, pair, capfd):
         assert body_of(answers()[name])["choices"][0]["text"] == json.loads(alone.out)["text"]
 
 
-def test_answers_do_not_depend_on_how_many_are_written_at_a_time(batch, answers, files):
+def test_answers_do_not_depend_on_how_many_are_written_at_a_time(batch, answers, files, monkeypatch):
     lines = [chat(str(n), f"Why {n}?", max_tokens=4 + n, temperature=1, seed=n) for n in range(7)]
     batch(lines, "--max-sequences", 1)
     one = {name: body_of(line)["choices"] for name, line in answers().items()}
     assert len(one) == 7
-    for most in (2, 7):
+    for most, lasting in ((2, 256), (7, 256), (2, 4)):
+        monkeypatch.setattr(runner, "LASTING", lasting)
         files[1].unlink()
         batch(lines, "--max-sequences", most)
         assert {name: body_of(line)["choices"] for name, line in answers().items()} == one
