@@ -87,7 +87,8 @@ class Opening:
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._first: BatchSequence | None = None
-        self._expected, self._budget = expected, 0
+        self._expected = expected
+        self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
 
@@ -131,7 +132,8 @@ class Opening:
         if self._first is None:
             models.kept.rotate_for(len(prompt))
             full, plan = models.kept.prepare(prompt, replace(request, sequences=self._expected), reuse, on_memory)
-            self._budget = plan.budget
+            if plan.budget < planned_budget(request.settings, request.context):
+                self._budget = plan.budget
             models.kept.context = prompt
             self.tiers = self._make_tiers(order, request, plan)
             self._first = sequence
@@ -160,7 +162,7 @@ class Opening:
         """A full cache beside those of `others`, and the plan of its sequence."""
         prefix, shared = self._prefix(prompt, others)
         planned = planned_budget(request.settings, request.context)
-        settings = replace(request.settings, budget=min(planned, self._budget) or None)
+        settings = replace(request.settings, budget=self._budget) if 0 < self._budget < planned else request.settings
         return self._models.kept.beside(replace(request, shared=shared, settings=settings), prefix)
 
     def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:

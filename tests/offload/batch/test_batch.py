@@ -173,6 +173,14 @@ def test_a_bad_request_fails_alone(models):
     assert batch.stats()["new_tokens"] == 8
 
 
+def test_a_short_prompt_does_not_make_the_retrieval_caches_of_others_small(models):
+    engine = models.engine("llama", budget=None)
+    batch = engine.batch([Request([5], GREEDY, 2), Request(BOOK, GREEDY, 4), Request([6, 7], GREEDY, 2)])
+    finish(batch)
+    assert [sequence.error for sequence in batch.sequences] == [None] * 3
+    assert batch.document(1)["settings"]["budget"] == 256
+
+
 def test_a_pass_serves_all_sequences(models, monkeypatch):
     """Weights are read once a step, whatever the number of sequences."""
     calls: list[tuple[bool, int]] = []
