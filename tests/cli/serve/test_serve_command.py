@@ -10,6 +10,8 @@ import time
 
 import pytest
 from command import Fork, check_refusal, run_here, triforce
+from triforce.offload import Engine
+from triforce.tp.errors import CapacityError
 
 COMPLETION = "/v1/completions"
 
@@ -42,6 +44,15 @@ def test_what_cannot_be_begun_is_said(capfd, pair, monkeypatch, tmp_path):
 
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
     check_refusal(run_here(capfd, "serve"), 1, "uvicorn", "pip install 'triforce-cli[serve]'")
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(capfd, pair, monkeypatch):
+    def load(*_, **__):
+        raise CapacityError("the weights take 140 GiB")
+
+    monkeypatch.setattr(Engine, "load", load)
+    outcome = run_here(capfd, "serve", "--port", 0, "--model", pair[0], "--draft", "none")
+    assert outcome.code == 1 and "error: the weights take 140 GiB" in outcome.err and "Traceback" not in outcome.err
 
 
 class Process:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from command import TEXT
 from triforce.cli.serve.web import page
 
 STATIC = Path(page.__file__).parent / "static"
@@ -53,3 +54,36 @@ def test_the_script_is_well_formed():
     if node is None:
         pytest.skip("no node here to look at it")
     subprocess.run([node, "--check", STATIC / "page.js"], check=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_conversation_in_a_browser(serving, tmp_path, monkeypatch, width):
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no Chromium here")
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    (tmp_path / "a book.txt").write_text(TEXT)
+    with serving(api_key="secret", max_new_tokens=8) as server, api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        window = browser.new_context(viewport={"width": width, "height": 800}).new_page()
+        faults = []
+        window.on("pageerror", lambda error: faults.append(str(error)))
+        window.goto(f"http://127.0.0.1:{server.port}/")
+        window.fill("#key", "secret")
+        window.keyboard.press("Enter")
+        api.expect(window.locator("#model")).to_have_text("target")
+        window.set_input_files("#file", tmp_path / "a book.txt")
+        api.expect(window.locator("#status")).to_have_text(re.compile("^read: a book, "))
+        window.fill("#question", "<img src=x onerror=alert(1)>")
+        window.keyboard.press("Enter")
+        api.expect(window.locator(".figures")).to_have_count(1)
+        assert window.locator(".user").inner_text() == "<img src=x onerror=alert(1)>"
+        assert window.locator("main img").count() == 0
+        window.click("#retry")
+        api.expect(window.locator("#stop")).to_be_hidden()
+        api.expect(window.locator(".assistant .figures")).to_have_count(1)
+        assert window.evaluate("document.documentElement.scrollWidth") <= width
+        assert faults == []
+        browser.close()

@@ -1,0 +1,57 @@
+"""Many clients at once, some of whom go away: every request that stays is answered once, and nothing is left behind."""
+
+import os
+import random
+import threading
+
+import pytest
+
+COMPLETION = "/v1/completions"
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_or_left_behind_among_many_clients(serving):
+    with serving(max_sequences=4, max_queue=200) as server:
+        server.complete()
+        descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        seeds = iter(range(96))
+        wanted = {seed: server.complete(temperature=1, seed=seed, max_tokens=4 + seed % 9).json for seed in range(9)}
+        wrong = []
+
+        def client(draw):
+            for seed in seeds:
+                fields = {"prompt": "It was", "temperature": 1, "seed": seed % 9, "max_tokens": 4 + seed % 9}
+                choice = draw.random()
+                if choice < 0.2:
+                    connection = server.connect("POST", COMPLETION, fields | {"max_tokens": 400, "stream": True})
+                    if choice < 0.1:
+                        connection.getresponse().read(30)
+                    connection.close()
+                elif choice < 0.3:
+                    if server.ask("POST", COMPLETION, b'{"prompt": "a", "tools": [1]}').status != 400:
+                        wrong.append(seed)
+                else:
+                    reply = server.ask("POST", COMPLETION, fields)
+                    if reply.status != 200 or reply.json["choices"] != wanted[seed % 9]["choices"]:
+                        wrong.append((seed, reply))
+
+        server.at_once(*(lambda number=number: client(random.Random(number)) for number in range(8)))
+        assert not wrong and next(seeds, None) is None
+        server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
+        server.wait_for(lambda: threading.active_count() <= threads)
+        server.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+
+
+def test_a_batch_that_has_had_many_sequences_is_followed_by_another(serving, monkeypatch):
+    from triforce.cli.serve.answering import batching
+
+    monkeypatch.setattr(batching, "MOST_OF_A_BATCH", 2)
+    with serving(max_sequences=2) as server:
+        calls = [lambda number=number: server.complete(max_tokens=3 + number) for number in range(7)]
+        assert [reply.status for reply in server.at_once(*calls)] == [200] * 7
+
+
+def test_a_request_with_more_answers_than_are_written_at_a_time_gets_all(serving):
+    with serving(max_sequences=2) as server:
+        choices = server.complete(n=5, temperature=1, seed=1, max_tokens=4).json["choices"]
+        assert [one["index"] for one in choices] == [0, 1, 2, 3, 4]
