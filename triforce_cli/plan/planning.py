@@ -170,13 +170,13 @@ def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | No
     """
     preset = find_preset(model)
     target, own = preset.configs() if preset else (_shape(model), None)
-    draft, _ = parse_draft(draft)
-    if draft == "none":
+    wanted, _ = parse_draft(draft)
+    if wanted == "none":
         return target, None
-    if draft is None:
+    if wanted is None:
         return target, own
-    draft_preset = find_preset(draft)
-    small = draft_preset.configs()[1] if draft_preset else _shape(draft)
+    draft_preset = find_preset(wanted)
+    small = draft_preset.configs()[1] if draft_preset else _shape(str(wanted))
     check_draft(target, small)
     return target, small
 

@@ -74,7 +74,8 @@ def p_of_pairs(texts):
             table[text[i][place]][text[j][place]] += 1
         rows = [row for row in table if sum(row)]
         columns = [list(column) for column in zip(*rows, strict=True) if sum(column)]
-        found.append(float(scipy.stats.chi2_contingency(columns).pvalue))
+        _, p, *_ = scipy.stats.chi2_contingency(columns)
+        found.append(float(p))
     return found
 
 
