@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,6 +51,7 @@ def run(
     """
     server = Server(request, access, listening, directories, tell)
     tell(server.introduction)
+    _allow_many_connections()
     server.start()
     ended: BaseException | None = None
     try:
@@ -65,6 +68,13 @@ def run(
         raise TriforceError(f"the engine failed ({type(ended).__name__}: {ended})") from ended
     if ended is not None:
         raise ended
+
+
+def _allow_many_connections() -> None:
+    """Has this process open as many files and connections as it may."""
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _let_end(worker: Worker, grace_s: float, signals: Signals) -> None:

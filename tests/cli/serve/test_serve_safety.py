@@ -3,6 +3,7 @@
 import http.client
 import json
 import random
+import socket
 
 import pytest
 from command import TEXT
@@ -92,6 +93,22 @@ def test_a_long_body_is_refused(server, monkeypatch):
     connection.close()
     assert server.upload("a", "x" * 3000).status == 413
     assert server.complete("x").status == 200
+
+
+def test_all_bodies_together_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(gate, "_MOST_HELD", 2000 / gate.MOST_BYTES)
+    reply = server.complete("x" * 3000)
+    assert reply.status == 503 and "retry-after" in reply.headers
+    assert [server.complete(user="x" * 1500).status for _ in range(3)] == [200] * 3, "what is answered is not held"
+
+
+def test_idle_connections_hinder_nobody(server):
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+    try:
+        assert server.complete().status == 200
+    finally:
+        for one in idle:
+            one.close()
 
 
 def test_paths_and_methods_that_are_not_there_are_refused_in_the_same_form(server):

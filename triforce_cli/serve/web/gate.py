@@ -21,7 +21,10 @@ from ..answering.metrics import Metrics
 MOST_BYTES = 2**25
 """Of a body: the text of a million tokens has a fifth of that."""
 
-_RETRY_AFTER_S = {"queue_full": 5, "loading": 5, "stopping": 30}
+_MOST_HELD = 16
+"""Bodies of that length that all requests together may hold."""
+
+_RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
 
 GONE = 499
@@ -50,11 +53,12 @@ class Gate:
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
         self._hidden, self._most_bytes = hidden, most_bytes
+        self._held = 0  # bytes of bodies of requests that are not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
+        began, status, noted, held = time.perf_counter(), GONE, dict[str, Any](), 0
         scope["triforce"] = noted
 
         async def noting_send(message: Message) -> None:
@@ -63,11 +67,24 @@ class Gate:
                 status = message["status"]
             await send(message)
 
+        async def limited_receive() -> Message:
+            nonlocal held
+            message = await receive()
+            more = len(message.get("body", b""))
+            held += more
+            self._held += more
+            if held > self._most_bytes:
+                raise self._too_long()
+            if self._held > _MOST_HELD * self._most_bytes:
+                raise BodyError("too many long requests at a time", code="too_much_held", status=503)
+            return message
+
         try:
-            error = await self._answer(scope, self._limited(receive), noting_send)
+            error = await self._answer(scope, limited_receive, noting_send)
             if error is not None and status == GONE:
                 await error_response(error, self._hidden)(scope, receive, noting_send)
         finally:
+            self._held -= held
             client = scope.get("client")
             route = self._routes(scope["path"])
             line = {
@@ -96,19 +113,6 @@ class Gate:
         except Exception as error:  # where it was not answered already
             return as_body_error(error)
         return None
-
-    def _limited(self, receive: Receive) -> Receive:
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._most_bytes:
-                raise self._too_long()
-            return message
-
-        return limited
 
     def _too_long(self) -> BodyError:
         return BodyError(f"the body is longer than {self._most_bytes:,} bytes", code="body_too_long", status=413)

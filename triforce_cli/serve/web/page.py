@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
 from starlette.responses import Response
 
@@ -25,5 +25,5 @@ _HEADERS = {
 def page_response(path: str) -> Response:
     """The file of a path of `PAGE`."""
     name, kind = PAGE[path]
-    content = files(__package__).joinpath("static", name).read_bytes()
+    content = (Path(__file__).parent / "static" / name).read_bytes()
     return Response(content, headers={**_HEADERS, "Content-Type": kind})
