@@ -14,7 +14,7 @@ import llama_cpp  # pyright: ignore[reportMissingImports]
 
 from .protocol import Job, Timed
 
-_KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Numbers of ggml's types (`ggml.h`); the binding does not name all of them."""
 
 TRIAL_TOKENS = 8192
@@ -29,18 +29,25 @@ def prepare(job: Job) -> str:
     """
     from ....tp.weights.gguf_file import write_gguf
 
-    path = _path(job)
+    path = path_of(job)
     write_gguf(Path(job.model), path, job.dtype)
     return str(path)
 
 
 def load(job: Job) -> LlamaCpp:
+    if job.questions is not None:
+        from .llama_cpp_sequences import LlamaCppSequences
+
+        return LlamaCppSequences(job)
     return LlamaCpp(job)
 
 
 class LlamaCpp:
     """A model in llama.cpp, with flash attention off or on: whichever is faster after at most `TRIAL_TOKENS` of the
     prompt, by the time that the job would take at that speed."""
+
+    kv_cache = "KV cache"
+    """What `ran` calls it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -50,21 +57,25 @@ class LlamaCpp:
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         if self._model is None:
             self._choose(prompt_ids[:TRIAL_TOKENS], max_new_tokens)
+        return self._run(prompt_ids, max_new_tokens)
+
+    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         return _generate(self._model, self._job, prompt_ids, max_new_tokens)
 
     def _choose(self, prompt_ids: list[int], max_new_tokens: int) -> None:
         job, seconds = self._job, dict[bool, float]()
         for flash in (False, True):
             self._model = self._opened(flash)
-            run = _generate(self._model, job, prompt_ids, max_new_tokens)
+            run = self._run(prompt_ids, max_new_tokens)
             seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(prompt_ids)
             seconds[flash] += run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
             self._model = self._opened(flash)
         self.ran = (
-            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and KV cache in one format, "
-            f"flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, {job.place}"
+            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and {self.kv_cache} in one "
+            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, "
+            f"{job.place}"
         )
 
     def _opened(self, flash: bool) -> Any:
@@ -72,21 +83,21 @@ class LlamaCpp:
             self._model.close()
         job = self._job
         return llama_cpp.Llama(
-            str(_path(job)),
+            str(path_of(job)),
             n_ctx=len(job.prompt_ids) + job.max_new_tokens,
             n_threads=job.threads,
             n_threads_batch=job.threads,
             n_gpu_layers=-1 if job.device == "cuda" else 0,
             flash_attn=flash,
-            type_k=_KV_TYPES[job.dtype],
-            type_v=_KV_TYPES[job.dtype],
+            type_k=KV_TYPES[job.dtype],
+            type_v=KV_TYPES[job.dtype],
             verbose=False,
         )
 
 
 def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
     model.reset()
-    sampler = _sampler(job)
+    sampler = sampler_for(job)
     began = time.perf_counter()
     model.eval(prompt_ids)
     tokens = [llama_cpp.llama_sampler_sample(sampler, model.ctx, -1)]
@@ -99,8 +110,8 @@ def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) 
     return Timed(tokens, first_at - began, ended - first_at)
 
 
-def _sampler(job: Job) -> Any:
-    """Temperature, then top-k, then top-p, then a draw; or the largest logit."""
+def sampler_for(job: Job, sequence: int = 0) -> Any:
+    """Temperature, then top-k, then top-p, then a draw (each sequence with its own numbers); or the largest logit."""
     chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts: list[Any] = [llama_cpp.llama_sampler_init_greedy()]
     if not job.greedy:
@@ -108,12 +119,12 @@ def _sampler(job: Job) -> Any:
             llama_cpp.llama_sampler_init_temp(job.temperature),
             *([llama_cpp.llama_sampler_init_top_k(job.top_k)] if job.top_k else []),
             llama_cpp.llama_sampler_init_top_p(job.top_p, 1),
-            llama_cpp.llama_sampler_init_dist((job.seed or 0) % 2**32),
+            llama_cpp.llama_sampler_init_dist(((job.seed or 0) + sequence) % 2**32),
         ]
     for part in parts:
         llama_cpp.llama_sampler_chain_add(chain, part)
     return chain
 
 
-def _path(job: Job) -> Path:
+def path_of(job: Job) -> Path:
     return Path(job.folder) / "model.gguf"

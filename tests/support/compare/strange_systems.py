@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 FLIPPED_AT = 5
-"""The token that `flips` gets wrong."""
+"""The token that `flips` gets wrong, of a batch that of its second sequence and those after it."""
 
 
 def load(job):
@@ -69,10 +69,18 @@ class Flips(Raises):
         self.ran = self.system.ran
 
     def generate(self, prompt_ids, max_new_tokens):
-        timed = self.system.generate(prompt_ids, max_new_tokens)
-        tokens = list(timed.token_ids)
-        tokens[FLIPPED_AT] = (tokens[FLIPPED_AT] + 1) % 320
-        return replace(timed, token_ids=tokens)
+        return flipped(self.system.generate(prompt_ids, max_new_tokens), [FLIPPED_AT])
+
+    def generate_batch(self, text, questions, max_new_tokens):
+        timed = self.system.generate_batch(text, questions, max_new_tokens)
+        return flipped(timed, range(max_new_tokens + FLIPPED_AT, len(timed.token_ids), max_new_tokens))
+
+
+def flipped(timed, places):
+    tokens = list(timed.token_ids)
+    for place in places:
+        tokens[place] = (tokens[place] + 1) % 320
+    return replace(timed, token_ids=tokens)
 
 
 class StopsEarly(Flips):
