@@ -18,7 +18,7 @@ from ..tp.model.decoder import Decoder
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
-from ..tp.weights.registry import find_pair, published_settings
+from ..tp.weights.registry import find_pair, parse_draft, published_settings
 from .batch.batch import MOST_SEQUENCES, Batch
 from .batch.opening import Models, Opening
 from .batch.request import Order, Request
@@ -111,7 +111,8 @@ class Engine:
 
         Args:
             model: a preset's name, a directory, or a model of the hub (`owner/name`), downloaded if it is not there.
-            draft: the same; `None` is the preset's own, if `model` is one, else none; `"none"` runs two tiers.
+            draft: the same; `None` is the preset's own, if `model` is one, else none; `"none"` runs two tiers;
+                `"lookup"` proposes what followed the last tokens when they came before, `"D,lookup"` either.
             device: `auto` (CUDA where there is one), `cpu` or `cuda`.
             dtype: `auto` (the checkpoint's own), `float32`, `bfloat16` or `float16`.
             gpus: ranks that share the model; more than 1 under torchrun, which then says how many there are.
@@ -129,9 +130,12 @@ class Engine:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
-        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, link_gbps)
+        wanted, lookup = parse_draft(draft)
+        settings = Settings(
+            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps
+        )
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
-        target_directory, draft_directory = find_pair(model, draft if settings.tiers == 3 else "none")
+        target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None
         if draft_config:
@@ -146,7 +150,7 @@ class Engine:
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
-        engine = cls(target, small, settings, (str(model), str(draft or model) if small else None))
+        engine = cls(target, small, settings, (str(model), str(draft or model) if small or lookup else None))
         engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target)
         engine._context, engine._kept.room = ContextRequest(name=context), room
         return engine

@@ -31,6 +31,8 @@ class Settings:
     exact: str = "auto"
     """Whether passes that decide about the text are padded (`kernels.selection.padded_rows`), so that in 16 bits too
     the tokens do not depend on lengths and tiers: `on`, `off`, or `auto`, which is on on GPUs."""
+    lookup: bool = False
+    """Whether what occurred before is proposed as a draft, beside the draft model or without one."""
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
 

@@ -189,7 +189,8 @@ class ModelRequest(ReportRequest):
         option(
             MACHINE,
             DRAFT,
-            "The small model that drafts tokens, given like --model; [bold]none[/] runs two tiers without one. "
+            "The small model that drafts tokens, given like --model; [bold]none[/] runs two tiers without one; "
+            "[bold]lookup[/] drafts what followed the last words when they came before, [bold]D,lookup[/] both. "
             "Default: the preset's own, else none.",
         ),
     ] = None

@@ -90,8 +90,11 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def end(self, index: int) -> None:
         """Ends a sequence with the round that is under way, or before it begins; its statistics stay. For rank 0."""
-        if index < len(self.sequences):
+        joining = index - len(self.sequences)
+        if joining < 0:
             self.sequences[index].asked_to_end = True
+        else:
+            self._joining[joining] = replace(self._joining[joining], error="it was ended before it began")
 
     def end_all(self) -> None:
         """Ends the batch early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
@@ -268,7 +271,9 @@ class Batch(Iterator[tuple[int, Round]]):
         if caches.retrieval:
             caches.retrieval.refresh()
         if caches.streaming:
-            prefill_streaming(self.tiers[-1].decoder, caches.streaming, sequence.context)
+            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
+        if self._opening.looks_up:
+            caches.tokens.lookup.occurrences.follow(sequence.context)
         running = sum(one.state in ("running", "reading") for one in self.sequences)
         self.tiers[0].choose_lengths(running)
         self._agree([sequence], [Drawn([token])])

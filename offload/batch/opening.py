@@ -24,6 +24,7 @@ from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
 from ..run_document import run_identity
 from ..settings import Settings
+from ..speculation.lookup import LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
@@ -86,6 +87,11 @@ class Opening:
         self._first: BatchSequence | None = None
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether what occurred before is proposed."""
+        return self._models.settings.lookup and self._num_tiers == 3
 
     def open(
         self,
@@ -167,7 +173,9 @@ class Opening:
     ) -> SequenceCaches:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
-        full.begin(mass_rows=plan.mass_rows if speculates else 0)
+        # All sequences of a batch are verified with the lengths of its tiers.
+        rows = max(plan.mass_rows, self.tiers[0].longest + 1, (self.tiers[0].fixed or 0) + 1)
+        full.begin(mass_rows=rows if speculates else 0)
         retrieval = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
@@ -210,6 +218,8 @@ class Opening:
             Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts)
             for name, decoder in decoders[: self._num_tiers]
         ]
+        if self.looks_up:
+            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1])]
         most = lengths.verify_draft, lengths.retrieval_draft
         for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
             upper.drafter, upper.longest, upper.fixed = lower, tokens.most, tokens.fixed

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.selection import padded_rows
@@ -97,7 +99,7 @@ class Graphs:
         ranks: all of them replay a pass, or none does: a collective in a graph must be in every rank's.
         """
         self._capture, self._ranks = capture, ranks
-        self._passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[_Captures] = weakref.WeakSet()
         if capture is not None and ranks.size > 1:
             ranks.before_leaving(self.clear)
         self.failure: str | None = None
@@ -108,7 +110,7 @@ class Graphs:
         """What captures passes, as long as that works."""
         return None if self.failure else self._capture
 
-    def register(self, passes: Passes) -> None:
+    def register(self, passes: _Captures) -> None:
         """Says that `passes` will hold captured ones."""
         self._passes.add(passes)
 
@@ -133,7 +135,7 @@ class Graphs:
 
 
 class Passes:
-    """The forwards of one tier."""
+    """The forwards of one tier over one sequence."""
 
     def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None, *, padded: bool = False) -> None:
         """Args:
@@ -142,21 +144,18 @@ class Passes:
         """
         self.padded = padded
         self.decoder, self.cache = decoder, cache
-        self._replayable = cache if isinstance(cache, Replayable) else None
-        self._graphs = graphs or Graphs()
-        self._graphs.register(self)
-        self._memory: object = None
-        self._pool: Any = None
-        self._captured: dict[int, _CapturedPass] = {}  # by number of tokens
-        self.prepared = 0
-        """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
+        self.graphs = graphs or Graphs()
+        self._captures = _Captures(decoder, [cache], self.graphs)
 
-    def clear(self) -> None:
-        """Drops what was captured."""
-        for captured in self._captured.values():
-            captured.clear()
-        self._captured.clear()
-        self._memory = self._pool = None
+    @property
+    def prepared(self) -> int:
+        """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
+        return self._captures.prepared
+
+    @property
+    def captured(self) -> int:
+        """Kinds of passes that were captured, or are about to be."""
+        return len(self._captures)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, num_logits: int = 1) -> Tensor:
@@ -166,44 +165,10 @@ class Passes:
             Logits `[num_logits, vocab_size]`, float32; they hold until the next call.
         """
         with padded_rows(self.padded):
-            return self._forward(token_ids, num_logits)
-
-    def _forward(self, token_ids: Tensor, num_logits: int) -> Tensor:
-        cache, capture, n = self._replayable, self._graphs.capture, token_ids.shape[0]
-        if cache is not None and capture is not None and num_logits <= n <= MOST_CAPTURED:
-            cache.prepare(n)
-            slots = cache.token_slots(n)
-            if slots is not None:
-                if self._memory is not cache.memory:
-                    self._memory, self._pool, self._captured = cache.memory, capture.pool(), {}
-                logits = self._replay(cache, capture, token_ids, slots)
-                if logits is not None:
-                    return logits[-num_logits:]
-        if not self.prepared and self.decoder.device.type != "cpu":
-            self.prepared = 1
-        return self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
-
-    def _replay(self, cache: Replayable, capture: Capture, token_ids: Tensor, slots: TokenSlots) -> Tensor | None:
-        """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
-        start, n = cache.length, token_ids.shape[0]
-        captured = self._captured.get(n)
-        if captured is None or captured.replay is None:
-            self.prepared += 1
-        if captured is None:
-            captured = self._captured[n] = _CapturedPass(self.decoder, cache, n)
-            captured.place(token_ids, slots)
-            return capture.warm_up(captured.run)
-        captured.place(token_ids, slots)
-        if captured.replay is None:
-            failure = captured.capture(capture, self._pool)
-            cache.advance(start)
-            if not self._graphs.agree(failure):
-                self._captured.clear()
-                return None
-        assert captured.replay is not None and captured.logits is not None
-        captured.replay()
-        cache.advance(start + n)
-        return captured.logits
+            logits = self._captures.replay(token_ids, [token_ids.shape[0]], [num_logits])
+            if logits is None:
+                logits = self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
+        return logits
 
 
 class JoinedPasses:
@@ -212,9 +177,15 @@ class JoinedPasses:
     def __init__(self, members: Sequence[Passes]) -> None:
         """Args: `members` are each sequence's own, of one decoder."""
         self.members = list(members)
-        first = members[0]
+        first, caches = members[0], [passes.cache for passes in members]
         self._decoder, self._padded = first.decoder, first.padded
-        self._cache = together([passes.cache for passes in members])
+        self._cache = together(caches)
+        self._captures = _Captures(first.decoder, caches, first.graphs)
+
+    @property
+    def prepared(self) -> int:
+        """See `Passes`."""
+        return self._captures.prepared
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor:
@@ -223,8 +194,11 @@ class JoinedPasses:
         Returns:
             Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens.
         """
-        self._cache.counts = counts
         with padded_rows(self._padded):
+            logits = self._captures.replay(token_ids, counts, rows)
+            if logits is not None:
+                return logits
+            self._cache.counts = counts
             logits = self._decoder.forward(token_ids, self._cache, num_logits=token_ids.shape[0])
         if list(counts) == list(rows):
             return logits
@@ -232,34 +206,141 @@ class JoinedPasses:
         return torch.cat([part[-wanted:] for part, wanted in parts])
 
 
-class _CapturedPass:
-    """A pass over `n` tokens that reads which ones they are, and where they stand, from memory."""
+class _Captures:
+    """What was captured of passes over the same sequences.
 
-    def __init__(self, decoder: Decoder, cache: Replayable, n: int) -> None:
-        self._decoder, self._cache = decoder, cache
+    There is one graph for each number of tokens a sequence, the same for all: sequences with fewer get further ones
+    behind them that nobody sees, and whose place the next ones take.
+    """
+
+    def __init__(self, decoder: Decoder, caches: Sequence[Cache], graphs: Graphs) -> None:
+        self._decoder, self._graphs = decoder, graphs
+        replayable = [cache for cache in caches if isinstance(cache, Replayable)]
+        self._caches = replayable if len(replayable) == len(caches) else []
+        self._memory: list[object] = []
+        self._pool: Any = None
+        self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
+        self.prepared = 0
+        """See `Passes`."""
+        graphs.register(self)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def clear(self) -> None:
+        """Drops what was captured."""
+        for captured in self._captured.values():
+            captured.clear()
+        self._captured.clear()
+        self._memory, self._pool = [], None
+
+    def replay(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor | None:
+        """The logits of each sequence's last `rows[i]` tokens; `None` where the pass is not replayed, and did not take
+        place."""
+        caches, capture, n = self._caches, self._graphs.capture, max(counts)
+        few = n <= MOST_CAPTURED and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
+        if caches and capture is not None and few:
+            for cache in caches:
+                cache.prepare(n)
+            slots = [found for cache in caches if (found := cache.token_slots(n)) is not None]
+            if len(slots) == len(caches):
+                memory = [cache.memory for cache in caches]
+                if any(new is not old for new, old in zip_longest(memory, self._memory)):
+                    self._memory, self._pool, self._captured = memory, capture.pool(), {}
+                logits = self._replay(capture, _evenly(token_ids, counts, n), slots, counts, n)
+                if logits is not None:
+                    return _last_rows(logits, counts, rows, n)
+        if not self.prepared and self._decoder.device.type != "cpu":
+            self.prepared = 1
+        return None
+
+    def _replay(
+        self, capture: Capture, token_ids: Tensor, slots: list[TokenSlots], counts: Sequence[int], n: int
+    ) -> Tensor | None:
+        """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
+        starts = [cache.length for cache in self._caches]
+        captured = self._captured.get(n)
+        if captured is None or captured.replay is None:
+            self.prepared += 1
+        if captured is None:
+            captured = self._captured[n] = _CapturedPass(self._decoder, self._caches, n)
+            captured.place(token_ids, slots)
+            logits = capture.warm_up(captured.run)
+            self._advance(starts, counts)
+            return logits
+        captured.place(token_ids, slots)
+        if captured.replay is None:
+            failure = captured.capture(capture, self._pool)
+            self._advance(starts, [0] * len(starts))
+            if not self._graphs.agree(failure):
+                self._captured.clear()
+                return None
+        assert captured.replay is not None and captured.logits is not None
+        captured.replay()
+        self._advance(starts, counts)
+        return captured.logits
+
+    def _advance(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        for cache, start, count in zip(self._caches, starts, counts, strict=True):
+            cache.advance(start + count)
+
+
+def _evenly(token_ids: Tensor, counts: Sequence[int], n: int) -> Tensor:
+    """The tokens with further ones behind those of sequences that have fewer than `n`."""
+    if all(count == n for count in counts):
+        return token_ids
+    return torch.cat([F.pad(part, (0, n - part.shape[0])) for part in token_ids.split(list(counts))])
+
+
+def _last_rows(logits: Tensor, counts: Sequence[int], rows: Sequence[int], n: int) -> Tensor:
+    """Of the logits of `n` tokens a sequence, those of the last `rows[i]` of its first `counts[i]`."""
+    if len(counts) == 1:
+        return logits[-rows[0] :]
+    if all(wanted == n for wanted in rows):
+        return logits
+    parts = zip(logits.split(n), counts, rows, strict=True)
+    return torch.cat([part[count - wanted : count] for part, count, wanted in parts])
+
+
+class _CapturedPass:
+    """A pass over `n` tokens of each sequence that reads which ones they are, and where they stand, from memory."""
+
+    def __init__(self, decoder: Decoder, caches: Sequence[Replayable], n: int) -> None:
+        self._decoder, self._caches, self._n = decoder, list(caches), n
         self._steps = torch.arange(n, device=decoder.device)
-        self._token_ids, self._slots = torch.zeros_like(self._steps), torch.zeros_like(self._steps)
+        total = len(caches) * n
+        self._token_ids, self._slots = (torch.zeros(total, dtype=torch.int64, device=decoder.device) for _ in range(2))
         cos, sin = decoder.rope.rows(0, n)
-        self._rotation = torch.zeros_like(cos), torch.zeros_like(sin)
+        self._rotation = cos.new_zeros(total, cos.shape[1]), sin.new_zeros(total, sin.shape[1])
         self._table: Rows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
 
-    def place(self, token_ids: Tensor, slots: TokenSlots) -> None:
+    def place(self, token_ids: Tensor, slots: Sequence[TokenSlots]) -> None:
         """Sets what the next run or replay reads. Copies on the device: nothing is waited for."""
-        assert isinstance(slots.rotation, int) and isinstance(slots.slot, int)
         self._token_ids.copy_(token_ids)
-        torch.add(self._steps, slots.slot, out=self._slots)
-        for ours, rows in zip(self._rotation, self._decoder.rope.rows(slots.rotation, len(token_ids)), strict=True):
-            ours.copy_(rows)
+        for at, rows in zip(slots, self._rows(), strict=True):
+            assert isinstance(at.rotation, int) and isinstance(at.slot, int)
+            torch.add(self._steps, at.slot, out=self._slots[rows])
+            for ours, turned in zip(self._rotation, self._decoder.rope.rows(at.rotation, self._n), strict=True):
+                ours[rows].copy_(turned)
 
     def run(self) -> Tensor:
         """The pass itself; logits of all its tokens."""
-        self._cache.at = TokenSlots(self._rotation, self._slots)
+        for cache, rows in zip(self._caches, self._rows(), strict=True):
+            cache.at = TokenSlots((self._rotation[0][rows], self._rotation[1][rows]), self._slots[rows])
         try:
-            return self._decoder.forward(self._token_ids, self._cache, num_logits=len(self._token_ids))
+            cache: Cache = self._caches[0]
+            if len(self._caches) > 1:
+                cache = together(self._caches)
+                cache.counts = [self._n] * len(self._caches)
+            return self._decoder.forward(self._token_ids, cache, num_logits=len(self._token_ids))
         finally:
-            self._cache.at = None
+            for cache in self._caches:
+                cache.at = None
+
+    def _rows(self) -> list[slice]:
+        return [slice(i * self._n, (i + 1) * self._n) for i in range(len(self._caches))]
 
     def capture(self, capture: Capture, pool: Any) -> str | None:
         """Captures it; if that fails, why."""

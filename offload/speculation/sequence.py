@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..graphs.passes import Passes
+from .occurrences import Lookup
 from .sampler import Sampler
 
 
@@ -34,6 +35,8 @@ class TokenSequence:
     """By the name of the tier: passes over this sequence alone, each with the sequence's cache."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """By the name of the tier."""
+    lookup: Lookup = field(default_factory=Lookup)
+    """What `--draft lookup` drafts from."""
 
     def __post_init__(self) -> None:
         for name in self.passes:

@@ -203,11 +203,16 @@ class Tier:
         """Counts the draft tokens that a pass tested, and those it accepted."""
         if not proposed:
             return
+        if self.drafter:
+            self.drafter.judge(sequence, proposed, accepted)
         for counts in (self.counts, sequence.counts[self.name]):
             counts.proposed += proposed
             counts.accepted += accepted
             counts.tested += min(accepted + 1, proposed)
         self.acceptance.observe(accepted, proposed)
+
+    def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
+        """Is told how many of the tokens that it proposed last were accepted."""
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold

@@ -19,6 +19,7 @@ def python(name, code, limit_s=30.0, **more):
     return Part(name, [sys.executable, "-c", code, "{json}"], limit_s, **more)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_hangs_or_dies_costs_no_other(tmp_path):
     write = "import sys; open(sys.argv[1], 'w').write('{\"answer\": 42}')"
     wanted = [
@@ -44,6 +45,7 @@ def test_a_part_that_fails_hangs_or_dies_costs_no_other(tmp_path):
     assert "some noise" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_that_ignores_the_end_of_its_time_is_killed_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_results, "GRACE_S", 0.5)
     stubborn = (

@@ -121,6 +121,7 @@ def test_a_follow_up_prompt_reuses_the_cache_and_changes_nothing(pairs):
     assert again.token_ids == want[50:]
 
 
+@pytest.mark.slow
 def test_end_of_sequence_inside_a_block_ends_the_text_there(pairs, tmp_path):
     want = pairs["mha"][2]
     end = next(i for i in range(20, 128) if want[i] not in want[:i])

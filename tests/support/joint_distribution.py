@@ -14,13 +14,15 @@ import pytest
 import torch
 from tiny import random_tokens
 from torch import Tensor
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
 from triforce.offload.speculation.noise import race, row_keys
 from triforce.offload.speculation.sampling import distribution
 
 VOCAB = 8
 PROMPT = random_tokens(60, VOCAB, seed=5)
 NUM_TOKENS = 3
+TOGETHER = 20
+"""Sequences that are decoded together where many texts are drawn."""
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
 """A model so small that every continuation of `NUM_TOKENS` tokens can be enumerated."""
@@ -73,15 +75,19 @@ def exact_probabilities(
 
 def sample_counts(engine: Engine, runs: int) -> tuple[dict[tuple[int, ...], int], dict[str, int]]:
     """How often each beginning of three tokens came up with fresh noise, and how many draft tokens were rejected on the
-    way."""
+    way. Runs are `TOGETHER` sequences at a time."""
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     rejections: dict[str, int] = defaultdict(int)
-    for seed in range(runs):
+    for seed in range(runs // TOGETHER):
         with patch("secrets.randbelow", lambda _, seed=seed: seed):
-            tokens, rejected = first_tokens(engine, SAMPLING)
-        counts[tokens] += 1
-        for name, count in rejected.items():
-            rejections[name] += count
+            batch = engine.batch([Request(PROMPT, SAMPLING, NUM_TOKENS + 4)] * TOGETHER)
+        while any(len(sequence.statistics.token_ids) < NUM_TOKENS for sequence in batch.sequences):
+            next(batch)
+        for done in (sequence.statistics for sequence in batch.sequences):
+            counts[tuple(done.token_ids[:NUM_TOKENS])] += 1
+            rejections["draft"] += done.draft_proposed - done.draft_accepted
+            rejections["retrieval"] += done.retrieval_proposed - done.retrieval_accepted
+        batch.close()
     return counts, rejections
 
 

@@ -72,6 +72,9 @@ class Preset:
         return target, draft
 
 
+LOOKUP = "lookup"
+"""The draft that is looked up in the text itself."""
+
 PRESETS = {path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets").glob("*.json"))}
 
 
@@ -83,12 +86,13 @@ def find_pair(
     Args:
         model: the name of a preset, a directory or a name on the hub (`owner/name`), tried in this order.
         draft: the same, where a preset means its draft; `"none"` for no draft; `None` for that of the preset, if
-            `model` is one.
+            `model` is one; see also `parse_draft`.
         note: called with one line of text before a download begins.
 
     Raises:
         ModelError: there is no such model, or it cannot be downloaded.
     """
+    draft, _ = parse_draft(draft)
     preset = find_preset(model)
     target = find_model(preset.target if preset else model, note)
     if draft is None:
@@ -97,6 +101,16 @@ def find_pair(
         return target, None
     draft_preset = find_preset(draft)
     return target, find_model(draft_preset.draft if draft_preset else draft, note)
+
+
+def parse_draft(draft: str | Path | None) -> tuple[str | Path | None, bool]:
+    """The draft model of what was given as draft, as `find_pair` takes it, and whether tokens are looked up in the text
+    too: of `lookup`, no model; of `D,lookup`, `D`."""
+    if str(draft) == LOOKUP:
+        return "none", True
+    if isinstance(draft, str) and draft.endswith(f",{LOOKUP}"):
+        return draft.removesuffix(f",{LOOKUP}"), True
+    return draft, False
 
 
 def find_preset(model: str | Path) -> Preset | None:

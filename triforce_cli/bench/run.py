@@ -143,7 +143,7 @@ def fitting_contexts(request: Asked, config: ModelConfig, new_tokens: int) -> tu
 
 def _tiers(request: Asked, engine: Engine) -> tuple[int, ...]:
     """The numbers of tiers to measure: without a draft two are all there are."""
-    if engine.draft is not None or request.tiers[-1] < 3:
+    if engine.draft is not None or engine.settings.lookup or request.tiers[-1] < 3:
         return request.tiers
     tell("there is no draft: two tiers take the place of three (--draft D gives one)")
     return tuple(sorted({min(count, 2) for count in request.tiers}))

@@ -19,7 +19,7 @@ from ...tp.devices import resolve_dtype
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import find_cached, is_hub_name
-from ...tp.weights.registry import find_model, find_preset, published_settings
+from ...tp.weights.registry import find_model, find_preset, parse_draft, published_settings
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
@@ -170,6 +170,7 @@ def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | No
     """
     preset = find_preset(model)
     target, own = preset.configs() if preset else (_shape(model), None)
+    draft, _ = parse_draft(draft)
     if draft == "none":
         return target, None
     if draft is None:

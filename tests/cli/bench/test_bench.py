@@ -178,9 +178,7 @@ def test_tokens_that_differ_from_plain_decoding_are_told(bench, tmp_path, monkey
 
 @pytest.mark.slow
 def test_sequences_that_are_decoded_together_are_measured(bench, tmp_path):
-    outcome, document = bench(
-        tmp_path / "bench.json", batch="1,3", contexts=300, repeat=2, plot=tmp_path / "batch.png"
-    )
+    outcome, document = bench(tmp_path / "bench.json", batch="1,3", contexts=300, repeat=2, plot=tmp_path / "batch.png")
     assert outcome.code == 0, outcome
     (at,) = document["contexts"]
     assert [(row["sequences"], row["tiers"]) for row in at["tiers"]] == [(1, 1), (1, 3), (3, 1), (3, 3)]

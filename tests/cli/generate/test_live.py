@@ -252,6 +252,7 @@ def test_no_display_where_stderr_is_no_terminal_or_a_dumb_one():
         assert not LiveDisplay.possible(Console(file=nowhere, force_terminal=True, _environ={"TERM": "dumb"}))
 
 
+@pytest.mark.slow
 def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatch):
     run = SimpleNamespace(
         statistics=Statistics(),

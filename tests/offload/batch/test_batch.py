@@ -92,6 +92,7 @@ def test_greedy_tokens_are_those_of_transformers_for_each_prompt_alone(models, d
 
 @pytest.mark.parametrize("resident", [None, 0.0])
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.slow(keep=("llama-0.0",))
 def test_questions_about_one_text_are_answered_as_alone(models, family, resident):
     prompts = [BOOK + random_tokens(n, seed=n) for n in (5, 30, 70)]
     engine = models.engine(family, resident=resident)
@@ -126,7 +127,7 @@ ARITHMETICS = [
 
 @pytest.mark.parametrize(("dtype", "exact", "plain"), ARITHMETICS)
 @pytest.mark.parametrize("resident", [None, 0.0])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=("None-float32",))
 def test_a_sequence_has_one_text_alone_and_in_any_company(models, dtype, exact, plain, resident):
     if plain and resident is None:
         pytest.skip("without compiled kernels a prefill in 16 bits depends on how large blocks are")
@@ -145,6 +146,7 @@ def test_a_sequence_has_one_text_alone_and_in_any_company(models, dtype, exact, 
             assert together == [alone[i] for i in order], order
 
 
+@pytest.mark.slow
 def test_numbers_of_one_seed_have_texts_of_their_own_and_the_first_is_the_seed_s(models):
     engine, sampling = models.engine("llama"), Sampling(1.0, 1.0, seed=8)
     prompt = BOOK[:200]
@@ -195,6 +197,7 @@ def test_a_pass_serves_all_sequences(models, monkeypatch):
     batch.close()
 
 
+@pytest.mark.slow
 def test_a_shared_text_crosses_the_link_once_a_verification(models):
     def streamed(count: int) -> float:
         engine = models.engine("llama", resident=0.0, block_length=3, draft_length=2, refresh="never")
@@ -213,6 +216,7 @@ def test_a_shared_text_crosses_the_link_once_a_verification(models):
     assert streamed(1) == streamed(6) > 0
 
 
+@pytest.mark.slow
 def test_sequences_that_leave_give_back_what_they_held(models):
     """Blocks and descriptors return to where they were."""
     import gc

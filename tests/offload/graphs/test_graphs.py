@@ -20,7 +20,7 @@ from tiny_caches import append, retrieval_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
 from triforce.cli.generate.report import report_statistics
 from triforce.kernels.selection import use_kernels
-from triforce.offload import Sampling
+from triforce.offload import Request, Sampling
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
@@ -49,6 +49,29 @@ def test_captured_passes_emit_the_tokens_of_transformers(pairs, family, tiers):
     assert result.token_ids == pairs[family][2]
     assert recorder.replays > 30, recorder.counts
     assert result.stats["warnings"] == []
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow(keep=("llama-3",))
+def test_captured_passes_of_a_batch_emit_what_each_sequence_has_alone(pairs, family, tiers):
+    """Sequences reach the draft's steady part at other times, and leave at others."""
+    engine, recorder = recorded_engine(pairs[family], tiers=tiers)
+    lengths = (50, 20, 35)
+    requests = [
+        Request(PROMPT[: 300 - 40 * i], Sampling(1.0, 0.9, seed=i) if i else GREEDY, n, ignore_eos=True)
+        for i, n in enumerate(lengths)
+    ]
+    batch = engine.batch(requests)
+    for _ in batch:
+        pass
+    assert recorder.replays > 30 and batch.warnings == [], recorder.counts
+    texts = [sequence.statistics.token_ids for sequence in batch.sequences]
+    assert texts[0] == pairs[family][2]
+    engine._capture = None
+    for request, text in zip(requests, texts, strict=True):
+        alone = engine.generate(request.prompt_ids, request.sampling, request.max_new_tokens, ignore_eos=True, reuse=0)
+        assert alone.token_ids == text
 
 
 @pytest.mark.parametrize("refresh", ["round", 3, "never"])
@@ -157,11 +180,12 @@ def test_early_and_long_passes_run_as_they_come(decoder):
 
 def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch):
     def run(self):
-        self._cache.at = self._cache.token_slots(len(self._token_ids))
+        (cache,) = self._caches
+        cache.at = cache.token_slots(len(self._token_ids))
         try:
-            return self._decoder.forward(self._token_ids, self._cache, num_logits=len(self._token_ids))
+            return self._decoder.forward(self._token_ids, cache, num_logits=len(self._token_ids))
         finally:
-            self._cache.at = None
+            cache.at = None
 
     monkeypatch.setattr(_CapturedPass, "run", run)
     passes = Passes(decoder, retrieval_cache(decoder), Graphs(Recorder()))

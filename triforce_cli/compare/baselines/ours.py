@@ -24,7 +24,7 @@ class Ours:
     def __init__(self, job: Job) -> None:
         self._engine = engine = _engine(job)
         self._sampling = _sampling(job)
-        tiers = 1 if job.system == "autoregressive" else 3 if engine.draft else 2
+        tiers = 1 if job.system == "autoregressive" else 3 if engine.draft or engine.settings.lookup else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
         together = "" if job.questions is None else "all sequences together, "
         self.ran = f"this engine, {names[tiers]}, {together}{job.place}"
