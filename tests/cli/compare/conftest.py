@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command import TEXT, VOCABULARY, fork_workers, run_here, save_tokenizer
-from small_comparison import PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS
+from strange_systems import PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS
 from tiny import greedy_oracle, save_llama
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.tp.weights.tokenizer import Tokenizer

@@ -11,8 +11,7 @@ import psutil
 import pytest
 import torch
 from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, undocumented
-from small_comparison import PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS, rows_of
-from strange_systems import FLIPPED_AT
+from strange_systems import FLIPPED_AT, PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS, rows_of
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
 from triforce.cli.compare import comparison

@@ -6,8 +6,7 @@ from itertools import chain
 import pytest
 import torch
 from command import TEXT, VOCABULARY, check_refusal, undocumented
-from small_comparison import rows_of
-from strange_systems import FLIPPED_AT
+from strange_systems import FLIPPED_AT, rows_of
 from tiny import greedy_oracle, random_tokens, save_family
 from transformers import LlamaForCausalLM
 from triforce.cli.bench.request import QUESTION_TOKENS

@@ -12,9 +12,10 @@ from typing import Any
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 
+from . import llama_cpp_sequences
 from .protocol import Job, Timed
 
-KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+_KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Numbers of ggml's types (`ggml.h`); the binding does not name all of them."""
 
 TRIAL_TOKENS = 8192
@@ -29,17 +30,13 @@ def prepare(job: Job) -> str:
     """
     from ....tp.weights.gguf_file import write_gguf
 
-    path = path_of(job)
+    path = _path(job)
     write_gguf(Path(job.model), path, job.dtype)
     return str(path)
 
 
 def load(job: Job) -> LlamaCpp:
-    if job.questions is not None:
-        from .llama_cpp_sequences import LlamaCppSequences
-
-        return LlamaCppSequences(job)
-    return LlamaCpp(job)
+    return LlamaCpp(job) if job.questions is None else LlamaCppSequences(job)
 
 
 class LlamaCpp:
@@ -83,21 +80,44 @@ class LlamaCpp:
             self._model.close()
         job = self._job
         return llama_cpp.Llama(
-            str(path_of(job)),
+            str(_path(job)),
             n_ctx=len(job.prompt_ids) + job.max_new_tokens,
             n_threads=job.threads,
             n_threads_batch=job.threads,
             n_gpu_layers=-1 if job.device == "cuda" else 0,
             flash_attn=flash,
-            type_k=KV_TYPES[job.dtype],
-            type_v=KV_TYPES[job.dtype],
+            type_k=_KV_TYPES[job.dtype],
+            type_v=_KV_TYPES[job.dtype],
             verbose=False,
         )
 
 
+class LlamaCppSequences(LlamaCpp):
+    """The same for several sequences that begin alike."""
+
+    kv_cache = "one KV cache of all sequences, the common text in it once,"
+
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        self._questions = questions
+        return self.generate(text, max_new_tokens)
+
+    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+        samplers = [_sampler(self._job, sequence) for sequence in range(len(self._questions))]
+        try:
+            return llama_cpp_sequences.generate(self._model, samplers, prompt_ids, self._questions, max_new_tokens)
+        finally:
+            for sampler in samplers:
+                llama_cpp.llama_sampler_free(sampler)
+
+    def _opened(self, flash: bool) -> llama_cpp_sequences.Context:
+        if self._model is not None:
+            self._model.close()
+        return llama_cpp_sequences.Context(_path(self._job), self._job, _KV_TYPES[self._job.dtype], flash)
+
+
 def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
     model.reset()
-    sampler = sampler_for(job)
+    sampler = _sampler(job)
     began = time.perf_counter()
     model.eval(prompt_ids)
     tokens = [llama_cpp.llama_sampler_sample(sampler, model.ctx, -1)]
@@ -110,7 +130,7 @@ def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) 
     return Timed(tokens, first_at - began, ended - first_at)
 
 
-def sampler_for(job: Job, sequence: int = 0) -> Any:
+def _sampler(job: Job, sequence: int = 0) -> Any:
     """Temperature, then top-k, then top-p, then a draw (each sequence with its own numbers); or the largest logit."""
     chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts: list[Any] = [llama_cpp.llama_sampler_init_greedy()]
@@ -126,5 +146,5 @@ def sampler_for(job: Job, sequence: int = 0) -> Any:
     return chain
 
 
-def path_of(job: Job) -> Path:
+def _path(job: Job) -> Path:
     return Path(job.folder) / "model.gguf"

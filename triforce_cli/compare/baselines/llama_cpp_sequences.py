@@ -9,41 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 
-from .llama_cpp_baseline import KV_TYPES, LlamaCpp, path_of, sampler_for
 from .protocol import Job, Timed
 
 BATCH_TOKENS = 512
 """Rows of a call at most, as `llama_cpp.Llama` has it."""
 
 _ALL_LAYERS = 2**31 - 1
-
-
-class LlamaCppSequences(LlamaCpp):
-    """The same for several sequences that begin alike."""
-
-    kv_cache = "one KV cache of all sequences, the common text in it once,"
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        self._questions = questions
-        return self.generate(text, max_new_tokens)
-
-    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        context: Context = self._model
-        samplers = [sampler_for(self._job, sequence) for sequence in range(len(self._questions))]
-        try:
-            return _generate(context, samplers, prompt_ids, self._questions, max_new_tokens)
-        finally:
-            for sampler in samplers:
-                llama_cpp.llama_sampler_free(sampler)
-
-    def _opened(self, flash: bool) -> Context:
-        if self._model is not None:
-            self._model.close()
-        return Context(self._job, flash)
 
 
 class Row(NamedTuple):
@@ -59,16 +35,21 @@ class Row(NamedTuple):
 class Context:
     """A model in llama.cpp, and a KV cache that has room for all sequences of a job."""
 
-    def __init__(self, job: Job, flash: bool) -> None:
-        """Raises:
-        RuntimeError: llama.cpp cannot load the model, or has no memory for the cache.
+    def __init__(self, path: Path, job: Job, kv_type: int, flash: bool) -> None:
+        """Args:
+            path: of the GGUF file.
+            kv_type: a number of ggml's types.
+            flash: whether it uses flash attention.
+
+        Raises:
+            RuntimeError: llama.cpp cannot load the model, or has no memory for the cache.
         """
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = _ALL_LAYERS if job.device == "cuda" else 0
-        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path_of(job)), model_params)
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
         if not self._model:
-            raise RuntimeError(f"llama.cpp cannot load {path_of(job)}")
+            raise RuntimeError(f"llama.cpp cannot load {path}")
         params = llama_cpp.llama_context_default_params()
         own = sum(len(question) + job.max_new_tokens for question in job.questions or [[]])
         params.n_ctx = len(job.prompt_ids) + own
@@ -79,7 +60,7 @@ class Context:
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
-        params.type_k = params.type_v = KV_TYPES[job.dtype]
+        params.type_k = params.type_v = kv_type
         self._ctx: Any = llama_cpp.llama_init_from_model(self._model, params)
         if not self._ctx:
             llama_cpp.llama_model_free(self._model)
@@ -125,9 +106,10 @@ class Context:
                     answers[row.sequence].append(token)
 
 
-def _generate(
+def generate(
     context: Context, samplers: Sequence[Any], text: list[int], questions: list[list[int]], max_new_tokens: int
 ) -> Timed:
+    """`max_new_tokens` tokens after `text` and each of `questions`, drawn by the sampler of each."""
     answers: list[list[int]] = [[] for _ in questions]
     context.clear()
     began = time.perf_counter()

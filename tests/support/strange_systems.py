@@ -1,4 +1,7 @@
-"""Systems that misbehave, for `compare` to measure: a worker loads this as a baseline's module."""
+"""What tests of `triforce compare` share: a small job and its table, and systems that misbehave.
+
+A worker loads this as a baseline's module.
+"""
 
 import os
 import resource
@@ -7,10 +10,27 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+TOKENS = 24
+"""Of each answer."""
+
+PROMPT_TOKENS = 120
+
+WITH_STRANGE_SYSTEMS = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+"""`PYTHONPATH`; an empty part would be the folder that tests run in, with packages such as `kernels`."""
 
 FLIPPED_AT = 5
 """The token that `flips` gets wrong, of a batch that of its second sequence and those after it."""
+
+
+def rows_of(outcome):
+    """The table's lines by the system's name."""
+    lines = outcome.out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("system"))
+    end = next(i for i in range(start, len(lines)) if not lines[i].strip())
+    return lines[start + 1 : end]
 
 
 def load(job):
