@@ -365,11 +365,13 @@ class Engine:
     ) -> Batch:
         self._end_run()
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed)
+        expected = max(1, min(order.most, sum(one.error is None for one in order.orders)))
+        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected)
         batch = Batch(
             order.orders,
             opening,
             graphs,
+            alone=order.alone,
             most=order.most,
             reuse=order.reuse,
             contexts=order.contexts,

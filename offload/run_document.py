@@ -13,6 +13,7 @@ from ..tp.model.decoder import Decoder
 from .settings import Settings
 from .speculation.sampling import Sampling
 from .statistics import Statistics, ratio
+from .transfer.link import Traffic
 
 
 def run_identity(
@@ -105,21 +106,27 @@ def _measured(s: Statistics) -> dict[str, Any]:
             "refresh": s.refresh_s,
             "other": s.other_s,
         },
-        "link": {
-            "bytes_streamed": s.link.bytes_in,
-            "bytes_written_back": s.link.bytes_out,
-            "busy_s": s.link.busy_s,
-            "waited_s": s.link.waited_s,
-            "gb_per_s": s.link.bytes_in / s.link.busy_s / 1e9 if s.link.busy_s else None,
-        },
+        "link": link_document(s.link),
         "kv_read": {
             "bytes": s.kv_read_bytes,
             "s": s.kv_read_s,
             "gb_per_s": s.kv_read_bytes / s.kv_read_s / 1e9 if s.kv_read_s else None,
         },
-        "memory": {
-            "device_peak_bytes": s.device_peak_bytes,
-            "host_peak_bytes": s.host_peak_bytes,
-            "kv_bytes": s.kv_bytes,
-        },
+        "memory": memory_document(s.device_peak_bytes, s.host_peak_bytes, s.kv_bytes),
     }
+
+
+def link_document(traffic: Traffic) -> dict[str, Any]:
+    """What crossed the link."""
+    return {
+        "bytes_streamed": traffic.bytes_in,
+        "bytes_written_back": traffic.bytes_out,
+        "busy_s": traffic.busy_s,
+        "waited_s": traffic.waited_s,
+        "gb_per_s": traffic.bytes_in / traffic.busy_s / 1e9 if traffic.busy_s else None,
+    }
+
+
+def memory_document(device_peak: int, host_peak: int, kv: int) -> dict[str, Any]:
+    """The most memory that was taken, and the keys and values, in bytes."""
+    return {"device_peak_bytes": device_peak, "host_peak_bytes": host_peak, "kv_bytes": kv}

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from .batch.command import EPILOG as BATCH_EPILOG
+from .batch.command import batch
+from .batch.request import BatchRequest
 from .bench.command import EPILOG as BENCH_EPILOG
 from .bench.command import bench
 from .bench.request import Asked as BenchRequest
@@ -59,6 +62,7 @@ app = typer.Typer(
 )
 app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
 app.command("chat", epilog=CHAT_EPILOG)(command(ChatRequest, chat))
+app.command("batch", epilog=BATCH_EPILOG)(command(BatchRequest, batch))
 app.command("read", epilog=READ_EPILOG)(command(ReadRequest, read))
 app.add_typer(contexts, name="contexts")
 app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
@@ -73,11 +73,12 @@ def command(request_type: type[Options], function: Callable[[Options, Call], Non
         if info is not None:
             # `None` is auto there, which the parser gives for the word; `--help` is to show the word.
             auto = field.default is None and (info.metavar or "").startswith("auto|")
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
             parameters.append(
                 inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
-                    default="auto" if auto else field.default,
+                    default="auto" if auto else default,
                     annotation=hints[field.name],
                 )
             )

@@ -18,9 +18,11 @@ from ...tp.errors import CapacityError, TriforceError
 from ...tp.model.decoder import forward_work
 from ..caches.streaming import prefill_streaming
 from ..contexts.model import ContextPlan
+from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
-from ..planning.memory import shortage_explained
+from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from ..rank_agreement import Drawn, RankAgreement
+from ..run_document import link_document, memory_document
 from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
 from ..speculation.tiers import Tier
@@ -42,6 +44,7 @@ class Batch(Iterator[tuple[int, Round]]):
         opening: Opening,
         graphs: Graphs,
         *,
+        alone: bool = False,
         most: int = MOST_SEQUENCES,
         reuse: int | None = None,
         contexts: ContextPlan | None = None,
@@ -50,11 +53,12 @@ class Batch(Iterator[tuple[int, Round]]):
     ) -> None:
         """Args:
         graphs: what captures passes.
+        alone: whether it is a run of one sequence: an error of it is raised, and it keeps its caches when it ends.
         most: sequences that are decoded together; further ones wait.
         reuse, contexts, on_memory: of the first sequence, see `Opening.open`.
         on_prefill: called with a sequence's index and the share of its prefill that is done, 0 to 1.
         """
-        self._opening, self._graphs = opening, graphs
+        self._opening, self._graphs, self._alone = opening, graphs, alone
         self._target = opening.target
         self._most, self._reuse, self._contexts = min(most, MOST_SEQUENCES), reuse, contexts
         self._on_prefill, self._on_memory = on_prefill, on_memory
@@ -70,6 +74,9 @@ class Batch(Iterator[tuple[int, Round]]):
         """Whether a pass was under way when the batch was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
         self._rounds_done, self._decode_s = 0, 0.0
+        self._read_until = now  # when a prompt was read last: that is no time of decoding
+        self._kv_bytes = 0  # the most that was held
+        self._traffic_before = opening.traffic()
         self._steps = self._run()
 
     @torch.inference_mode()
@@ -135,7 +142,8 @@ class Batch(Iterator[tuple[int, Round]]):
         """The JSON of the batch so far."""
         documents = [self.document(i) for i in range(len(self.sequences))]
         begun = [document for document in documents if "version" in document]
-        shared = ("version", "model", "device", "device_name", "world_size", "kernels", "dtype")
+        shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "dtype")
+        traffic = self._opening.traffic().since(self._traffic_before)
         statistics = [sequence.statistics for sequence in self.sequences]
         decoded = sum(len(s.token_s) for s in statistics)
         return {
@@ -145,10 +153,25 @@ class Batch(Iterator[tuple[int, Round]]):
             "decode_s": self._decode_s,
             "tokens_per_s": decoded / self._decode_s if self._decode_s else 0.0,
             "rounds": self._rounds_done,
+            "link": link_document(traffic),
+            "memory": memory_document(
+                device_peak_bytes(self._target.device), host_peak_bytes(), self._kv_bytes * self._target.ranks.size
+            ),
             "settings": begun[0]["settings"] if begun else {},
             "warnings": self.warnings,
             "sequences": documents,
         }
+
+    @property
+    def saved(self) -> ContextUse | None:
+        """The saved contexts that the first sequence starts from and saves, if any."""
+        return next((one.saved for one in self.sequences if one.saved), None)
+
+    def _held_bytes(self) -> int:
+        """Keys and values of all sequences, on one rank; what several share counts once."""
+        opened = [one.caches.full for one in self.sequences if one.caches]
+        holders = {holder for full in opened for holder in full.holders}
+        return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)
 
     def open_first(self) -> None:
         """Takes the memory of the first sequence, before anything is read.
@@ -209,12 +232,12 @@ class Batch(Iterator[tuple[int, Round]]):
                     if others:
                         sequence.waits_for, self._short_of_memory = f"memory: {error}", True
                         return  # those behind it wait too, or it might wait for ever
-                    if len(self.sequences) == 1:
+                    if self._alone:
                         raise
                     self._fail(sequence, str(error))
                     continue
                 except TriforceError as error:
-                    if len(self.sequences) == 1:
+                    if self._alone:
                         raise
                     self._fail(sequence, str(error))
                     continue
@@ -228,9 +251,11 @@ class Batch(Iterator[tuple[int, Round]]):
         sequence.state, self._short_of_memory = "ended", False
         if sequence.saved:
             sequence.saved.finish(together=True)
-        if len(self.sequences) > 1:
+        if not self._alone:
             sequence.give_back(self.lengths, sequence.warnings)
             self.tiers[0].part_with()
+            if not self._opening.is_kept(sequence):
+                sequence.forget_prompt()
 
     def _fail(self, sequence: BatchSequence, error: str) -> None:
         sequence.state, sequence.error = "ended", error
@@ -284,7 +309,9 @@ class Batch(Iterator[tuple[int, Round]]):
                 holder.reads.reset()
         caches.traffic_before = caches.full.traffic()
         statistics = sequence.statistics.after_prefill(token, now - began)
-        waited = began - sequence.joined if len(self.sequences) > 1 else 0.0
+        waited = 0.0 if self._alone else began - sequence.joined
+        self._read_until = now
+        self._kv_bytes = max(self._kv_bytes, self._held_bytes())
         sequence.record(replace(statistics, ttft_s=now - began + waited))
         sequence.state = "running"
         return Round(0, [token], now - began, 0, 0, False)
@@ -308,7 +335,7 @@ class Batch(Iterator[tuple[int, Round]]):
         refresh_s = self._update_retrieval(running, drawn, time.perf_counter() - began)
         now = time.perf_counter()
         self._rounds_done += 1
-        self._decode_s += now - began
+        self._decode_s += now - max(began, self._read_until)
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since

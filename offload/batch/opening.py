@@ -21,7 +21,7 @@ from ..contexts.model import ContextPlan, ModelContexts
 from ..graphs.passes import Graphs, Passes
 from ..planning.cost_model import Hardware, PassTimes, hardware_of
 from ..planning.request import RunRequest
-from ..planning.run_plan import RunPlan, make_plan
+from ..planning.run_plan import RunPlan, make_plan, planned_budget
 from ..run_document import run_identity
 from ..settings import Settings
 from ..speculation.lookup import LookupTier
@@ -31,6 +31,7 @@ from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.sequence import TokenSequence
 from ..speculation.tiers import Tier
+from ..transfer.link import Traffic
 from .request import Order
 from .sequence import BatchSequence, SequenceCaches
 
@@ -75,18 +76,28 @@ class Models:
 class Opening:
     """Opens the sequences of one batch."""
 
-    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int) -> None:
+    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
         """Args:
         tiers: 1 to 3.
         fresh_seed: starts the generator that tokens without a seed are drawn with.
+        expected: sequences that memory is planned for at the start.
         """
         self._models, self._graphs, self._num_tiers = models, graphs, tiers
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._first: BatchSequence | None = None
+        self._expected, self._budget = expected, 0
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
+
+    def traffic(self) -> Traffic:
+        """What crossed the link so far."""
+        return self._models.kept.traffic()
+
+    def is_kept(self, sequence: BatchSequence) -> bool:
+        """Whether the sequence's full cache stays when it ends."""
+        return sequence is self._first
 
     @property
     def looks_up(self) -> bool:
@@ -119,7 +130,8 @@ class Opening:
         request = models.request(len(prompt) + order.max_new_tokens)
         if self._first is None:
             models.kept.rotate_for(len(prompt))
-            full, plan = models.kept.prepare(prompt, request, reuse, on_memory)
+            full, plan = models.kept.prepare(prompt, replace(request, sequences=self._expected), reuse, on_memory)
+            self._budget = plan.budget
             models.kept.context = prompt
             self.tiers = self._make_tiers(order, request, plan)
             self._first = sequence
@@ -147,7 +159,9 @@ class Opening:
     ) -> tuple[FullCache, RunPlan]:
         """A full cache beside those of `others`, and the plan of its sequence."""
         prefix, shared = self._prefix(prompt, others)
-        return self._models.kept.beside(replace(request, shared=shared), prefix)
+        planned = planned_budget(request.settings, request.context)
+        settings = replace(request.settings, budget=min(planned, self._budget) or None)
+        return self._models.kept.beside(replace(request, shared=shared, settings=settings), prefix)
 
     def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:
         """The cache that holds the most of `prompt`, and how many tokens of it."""
@@ -209,7 +223,7 @@ class Opening:
         adapts = order.sampling.seed is None or models.exact
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         lengths = plan if adapts else make_plan(request)
-        costs = PassTimes(lengths, models.hardware).costs()
+        costs = PassTimes(replace(lengths, request=replace(lengths.request, sequences=1)), models.hardware).costs()
         decoders = [("verify", models.target), ("retrieval", models.target)]
         if models.draft:
             decoders.append(("draft", models.draft))

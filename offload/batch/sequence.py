@@ -156,3 +156,7 @@ class BatchSequence:
         if self.caches is not None:
             self._document, self._warnings = self.document(lengths, warnings), self.warnings
             self.caches = None
+
+    def forget_prompt(self) -> None:
+        """Drops the tokens of prompt and answer; the answer is in the statistics."""
+        self.order, self.context = replace(self.order, prompt=[]), []

@@ -11,7 +11,7 @@ from ...tp.model.decoder import Decoder
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan
-from ..transfer.link import Link, LinkError
+from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.make import make_blocks, make_link
 from .full import FullCache
 from .recent_mass import RECENT_ROWS
@@ -30,6 +30,10 @@ class KeptCache:
         self._link: Link | None = None
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
+
+    def traffic(self) -> Traffic:
+        """What crossed the link so far."""
+        return self._link.traffic() if self._link else Traffic()
 
     def rotate_for(self, prompt_length: int) -> None:
         """Has keys rotated for a prompt of so many tokens; what the cache holds is forgotten where that differs."""

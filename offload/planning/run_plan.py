@@ -38,6 +38,12 @@ STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
 """The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
 of these whose attention mass is small."""
 
+LEAST_BUDGET = 256
+"""Tokens of a retrieval cache at least, where their number is left open."""
+
+RETRIEVAL_SHARE = 1 / 8
+"""Of a GPU's memory: what the retrieval caches of several sequences take together at most, where that is left open."""
+
 TAIL_TOKENS = 2048
 """Tokens that are planned for each further sequence's own question and answer."""
 
@@ -180,6 +186,9 @@ def make_plan(request: RunRequest) -> RunPlan:
     settings, part = request.settings, request.part
     chunk_size, token_bytes = settings.planned_chunk_size, request.token_bytes
     budget = planned_budget(settings, request.context)
+    if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
+        while budget > LEAST_BUDGET and request.sequences * budget * token_bytes > RETRIEVAL_SHARE * request.gpu_bytes:
+            budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
     weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
     activations = _activation_bytes(request)
 
@@ -228,7 +237,7 @@ def planned_budget(settings: Settings, context: int) -> int:
     if settings.tiers == 1:
         return 0
     chunk_size = settings.planned_chunk_size
-    share = min(4096, max(256, context // 32)) // chunk_size * chunk_size
+    share = min(4096, max(LEAST_BUDGET, context // 32)) // chunk_size * chunk_size
     return min(settings.budget or share or chunk_size, context)
 
 

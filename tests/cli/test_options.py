@@ -86,3 +86,11 @@ def test_each_rank_computes_with_the_threads_asked_for(pair):
     )  # fmt: skip
     document = json.loads(outcome.out)
     assert (document["world_size"], document["threads"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(("read",), "FILE"), (("contexts", "show"), "NAME"), (("contexts", "prune"), "--keep"), (("batch",), "REQUESTS")],
+)
+def test_a_value_that_is_needed_is_named_where_it_is_not_given(capfd, arguments, word):
+    check_refusal(run_here(capfd, *arguments), 2, "Missing", word)

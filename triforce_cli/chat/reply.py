@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ...tp.weights.tokenizer import TextStream, Tokenizer
+from ..requests.stop_texts import StopTexts
 
 _TAIL = 8
 """Last tokens of the prompt that decide how the answer's first token reads, as with tokens that begin a word."""
@@ -21,7 +22,7 @@ class Reply:
         stops: texts that it ends before.
         eos_ids: tokens that end it, and are no part of it.
         """
-        self._encode, self._stops, self._eos_ids = tokenizer.encode, stops, eos_ids
+        self._encode, self._stops, self._eos_ids = tokenizer.encode, StopTexts(stops), eos_ids
         self._stream = TextStream(tokenizer.decode)
         self._stream.push(prompt_ids[-_TAIL:])
         self._stream.flush()
@@ -78,16 +79,12 @@ class Reply:
     def _add(self, piece: str) -> None:
         before = len(self._text)
         self._text += piece
-        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, before - len(stop)))) >= 0]
-        if found:
-            self._stop_at = min(found)
+        self._stop_at = self._stops.first(self._text, before)
 
     def _held_back(self) -> int:
         """How much of the text's end may turn out to be no part of the answer: the beginning of a stop, white space."""
         text = self.text
-        beginnings = [stop[:length] for stop in self._stops for length in range(1, len(stop))]
-        most = max((len(one) for one in beginnings if text.endswith(one)), default=0)
-        return len(self._text) - len(text[: len(text) - most].rstrip())
+        return len(self._text) - len(text[: len(text) - self._stops.undecided(text)].rstrip())
 
     def _show(self, end: int) -> str:
         if not self._begun:

@@ -15,7 +15,7 @@ from ...tp.errors import CapacityError, PeerError, TriforceError, UsageError
 from ..contexts.report import describe_all, show_list
 from ..generate.report import NO_PROGRESS, StartProgress, report_context, report_statistics, start_progress
 from ..generate.run import step, with_text
-from ..terminal.output import TextOutput
+from ..terminal.output import TextOutput, in_one_line
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .conversation import Conversation, NextTurn
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _LONG = 512
 """New tokens of a prompt from which on a bar shows how they are read."""
-
-_SHOWN = 60
-"""Letters of a question that a message quotes."""
 
 
 class Questions(Protocol):
@@ -115,7 +112,7 @@ class Session:
         tell(KEYS)
 
     def _undo(self) -> None:
-        tell(f"took back: {_quoted(self._conversation.undo().question)}")
+        tell(f"took back: {in_one_line(self._conversation.undo().question)}")
 
     def _retry(self) -> None:
         if self._sampling.greedy:
@@ -223,7 +220,7 @@ class Session:
         if not self._conversation.turns:
             report_context(generation)
         for turn in asked.dropped:
-            tell(f"dropped, to make room: {_quoted(turn.question)}")
+            tell(f"dropped, to make room: {in_one_line(turn.question)}")
         if asked.rewritten:
             why = "turns were dropped" if asked.dropped else "the chat template changes what was said before"
             tell(f"{why}: {asked.new_tokens:,} tokens are read again")
@@ -310,9 +307,3 @@ class Session:
         share = stats["acceptance"]["retrieval_per_token"]
         accepted = f" · accepted {share:.0%}" if share is not None else ""
         return f"TBT {stats['tbt_ms']['mean']:.1f} ms{accepted} · {used}"
-
-
-def _quoted(question: str) -> str:
-    """The beginning of a question, in one line."""
-    line = " ".join(question.split())
-    return line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...tp.errors import UsageError
 from ...tp.weights.registry import find_pair
 from ..call import Call
@@ -19,6 +17,10 @@ EPILOG = """[bold]Examples[/]
 
   A question about a book, to a larger model, downloaded where it is not there yet:
   [cyan]triforce generate --model llama-3.1-8b-instruct --prompt-file book.txt --ask "Who is Levin?"[/]
+
+  Several questions about it, answered together; and four answers to one of them:
+  [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" --ask "Where does he live?"[/]
+  [cyan]triforce generate --prompt-file book.txt --ask "Who is Levin?" -n 4[/]
 
   A book that is read once and asked often:
   [cyan]triforce read book.txt[/]
@@ -39,32 +41,42 @@ EPILOG = """[bold]Examples[/]
 def generate(request: GenerateRequest, call: Call) -> None:
     """Continues a text, or answers a question about it.
 
-    The text goes to stdout as it is accepted, everything else to stderr.
+    The text goes to stdout as it is accepted, everything else to stderr; of several answers each goes there when it is
+    complete, in the order asked.
     [bold]Ctrl-C[/] stops; what was written by then is kept.
     """
     from ..ranks import leads
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
     from .prompt import read_ask, read_source
+    from .questions import wanted_answers
 
-    request = replace(request, ask=read_ask(request.ask, tell))
-    _check_context_options(request)
+    asks = [read_ask(ask, tell) for ask in request.ask or []]
+    _check_options(request)
     if not leads(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
+        answers = wanted_answers(asks, request.asks, request.answers)
         source = read_source(request.prompt_file, request.prompt, tell, request.context)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            from .run import run
+            if len(answers) == 1:
+                from .run import run
 
-            run(request, source, directories, json_file, call.signals)
+                run(request, answers[0].question, source, directories, json_file, call.signals)
+            else:
+                from .several import run_several
+
+                run_several(request, answers, source, directories, json_file, call.signals)
 
 
-def _check_context_options(request: GenerateRequest) -> None:
+def _check_options(request: GenerateRequest) -> None:
     """Raises:
     UsageError: options that exclude each other.
     """
+    if request.asks is not None and str(request.asks) == str(request.prompt_file) == "-":
+        raise UsageError("--prompt-file and --asks are both -, but there is one standard input; give a file")
     for name in (request.context, request.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +71,7 @@ def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
         if sys.stdin.isatty():
             tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
         return Source(_checked(_decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
-    return Source(_checked(_decoded(_read(path, option), str(path), tell), str(path)), path.name)
+    return Source(_checked(_decoded(read_bytes(path, option), str(path), tell), str(path)), path.name)
 
 
 def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
@@ -97,7 +97,12 @@ def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
     return read_option("--ask", ask, tell)
 
 
-def _read(path: Path, option: str) -> bytes:
+def read_bytes(path: Path, option: str) -> bytes:
+    """The bytes of a file; `option` is what gave its name.
+
+    Raises:
+        TriforceError: they cannot be read.
+    """
     try:
         return path.expanduser().read_bytes()
     except FileNotFoundError as error:
@@ -232,11 +237,13 @@ def build_prompt(
     truncate: str,
     *,
     apart: bool = False,
+    drop: int = 0,
 ) -> Prompt:
     """The ids of the context and the instruction after it, cut to the model's positions as `truncate` says.
 
     Only the context is ever cut: `truncate` is `head`, `tail` or `middle` (the part that goes), or `error`. With
-    `apart` both are encoded for themselves, so that the context's ids do not depend on the instruction.
+    `apart` both are encoded for themselves, so that the context's ids do not depend on the instruction. At least
+    `drop` tokens of the context are dropped (not of a saved one).
 
     Raises:
         CapacityError: too long, with `error`, or an instruction that leaves no room.
@@ -260,7 +267,7 @@ def build_prompt(
         token_ids = tokenizer.encode(before + source.text + after, special)
     if not token_ids:
         raise UsageError("the prompt gives no token; give a longer text")
-    if len(token_ids) <= limit or truncate == "error":
+    if not drop and (len(token_ids) <= limit or truncate == "error"):
         check_context(config, len(token_ids), max_new_tokens)
         return Prompt(token_ids, text_tokens=text_tokens)
 
@@ -279,8 +286,36 @@ def build_prompt(
             f"{taken}, which leaves no room for the text in the {config.max_position_embeddings:,} positions of "
             f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
         )
-    kept = cut(context, room, truncate)
+    kept = cut(context, max(1, min(room, len(context) - drop)), truncate)
     return Prompt([*first, *kept, *last], dropped=len(context) - len(kept), text_tokens=len(first) + len(kept))
+
+
+def build_prompts(
+    source: Source,
+    asks: Sequence[str | None],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    max_new_tokens: int,
+    truncate: str,
+    *,
+    apart: bool = False,
+) -> list[Prompt | TriforceError]:
+    """The prompts of several questions about one text, each as `build_prompt` makes it, or why it cannot be made. Where
+    the text has to be cut, all get the same part of it, which is then read once.
+    """
+
+    def build(ask: str | None, drop: int) -> Prompt | TriforceError:
+        try:
+            return build_prompt(source, ask, tokenizer, config, max_new_tokens, truncate, apart=apart, drop=drop)
+        except TriforceError as error:
+            return error
+
+    built = {ask: build(ask, 0) for ask in asks}
+    most = max((prompt.dropped for prompt in built.values() if isinstance(prompt, Prompt)), default=0)
+    for ask, prompt in built.items():
+        if isinstance(prompt, Prompt) and prompt.dropped < most:
+            built[ask] = build(ask, most)
+    return [built[ask] for ask in asks]
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,20 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ...offload import Engine, Generation
+    from ...offload.batch.sequence import BatchSequence
     from .prompt import Prompt
 
-_SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 5.0
+"""Of progress where no terminal is."""
 
 
 def report_choices(
-    console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int
+    console: Console, engine: Engine, model: str, source: str, prompt: Prompt, max_new_tokens: int, answers: int = 1
 ) -> None:
-    """What is about to run where, in a few lines."""
+    """What is about to run where, in a few lines.
+
+    Args: `answers` are to be written together, of which `prompt` has the longest prompt.
+    """
     from ...offload.planning.memory import available_bytes
     from ...tp.devices import device_name
 
@@ -44,18 +49,19 @@ def report_choices(
     ranks = target.ranks.size
     where = f"{ranks} ranks, each on {device_name(target.device)}" if ranks > 1 else device_name(target.device)
     million = target.config.num_parameters / 1e6
+    wanted = f"up to {max_new_tokens:,} new ones" + (f" for each of {answers:,} answers" if answers > 1 else "")
     rows = {
         "model": f"{model}, {million:,.1f} M parameters, {dtype} on {where}",
-        "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; up to {max_new_tokens:,} new ones",
+        "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; {wanted}",
         "tiers": " → ".join(tiers),
         "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
     }
-    _print_rows(console, rows)
+    print_rows(console, rows)
 
 
-def report_context(generation: Generation) -> None:
-    """What a saved context saves the run from reading."""
-    saved = generation.saved
+def report_context(run: Generation | BatchSequence) -> None:
+    """What a saved context saves a run from reading."""
+    saved = run.saved
     if saved and saved.prefix:
         tell(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read")
 
@@ -79,7 +85,7 @@ def start_progress(console: Console, tokens: int) -> Iterator[StartProgress]:
     """Shows it as a bar with the time left, or as lines where no terminal is."""
     names = "taking host memory for the KV cache", f"reading {tokens:,} tokens"
     if not console.is_terminal:
-        yield StartProgress(*map(_progress_lines, names))
+        yield StartProgress(*map(progress_lines, names))
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -100,13 +106,14 @@ def _update(progress: Progress, task: TaskID, share: float) -> None:
     progress.update(task, completed=share, visible=share < 1.0)
 
 
-def _progress_lines(what: str) -> Callable[[float], None]:
+def progress_lines(what: str) -> Callable[[float], None]:
+    """A function to call with the share that is done, 0 to 1, which says so in a line now and then."""
     began = told = time.monotonic()
 
     def on_progress(share: float) -> None:
         nonlocal told
         now = time.monotonic()
-        if 0 < share < 1 and now - told >= _SECONDS_BETWEEN_LINES:
+        if 0 < share < 1 and now - told >= SECONDS_BETWEEN_LINES:
             told = now
             left = (now - began) * (1 - share) / share
             tell(f"{what}: {share:.0%}, about {left:.0f} s left")
@@ -135,16 +142,25 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)
         if read["bytes"]:
             rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB{_at(read['gb_per_s'])}"
-        link = stats["link"]
-        if link["bytes_streamed"]:
-            crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
-            rows["link"] = f"{crossed}; computation waited {link['waited_s']:.2f} s"
-    device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
+        if stats["link"]["bytes_streamed"]:
+            rows["link"] = describe_link(stats["link"])
     if stats["new_tokens"]:
-        rows["memory"] = f"peak {gib(memory['host_peak_bytes'])}{device}; KV cache {gib(memory['kv_bytes'])}"
+        rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
     if stats["warnings"]:
         rows["warning"] = "; ".join(stats["warnings"])
-    _print_rows(console, rows)
+    print_rows(console, rows)
+
+
+def describe_link(link: dict[str, Any]) -> str:
+    """What crossed the link, from the JSON."""
+    crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
+    return f"{crossed}; computation waited {link['waited_s']:.2f} s"
+
+
+def describe_memory(memory: dict[str, Any]) -> str:
+    """The most that was held, from the JSON."""
+    device = f", on the device {gib(memory['device_peak_bytes'])}" if memory["device_peak_bytes"] else ""
+    return f"peak {gib(memory['host_peak_bytes'])}{device}"
 
 
 def _at(gb_per_s: float | None) -> str:
@@ -152,7 +168,7 @@ def _at(gb_per_s: float | None) -> str:
     return "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
 
 
-def _print_rows(console: Console, rows: dict[str, str]) -> None:
+def print_rows(console: Console, rows: dict[str, str]) -> None:
     """Labels and values; a terminal wraps values beside their labels, a log keeps lines whole."""
     from rich.table import Table
     from rich.text import Text

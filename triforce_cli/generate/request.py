@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from ..options import CONTEXT, GPUS, OUTPUT, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
-from ..parameters import NAME, TEXT, choice
+from ..parameters import FILE, NAME, TEXT, choice, whole
 
-ASK = option(
-    PROMPT, TEXT, "A question or an instruction, put after the text through the model's chat template if it has one."
-)
+_ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
+ASK = option(PROMPT, TEXT, _ASKED)
 TRUNCATE = option(
     PROMPT,
     choice("error", "head", "tail", "middle"),
@@ -22,7 +22,25 @@ TRUNCATE = option(
 class GenerateRequest(Request):
     """What `triforce generate` is asked for."""
 
-    ask: Annotated[str | None, ASK] = None
+    ask: Annotated[
+        list[str] | None,
+        option(PROMPT, TEXT, f"{_ASKED} May be repeated: the text is read once, and all are answered together."),
+    ] = None
+    asks: Annotated[
+        Path | None,
+        option(PROMPT, FILE, "A file of further such questions, a line each; [bold]-[/] is stdin."),
+    ] = None
+    answers: Annotated[
+        int,
+        option(
+            SAMPLING,
+            whole(1),
+            "Answers to each question, or continuations of the text, each drawn anew. With --seed S answer i is drawn "
+            "with (S, i), so that the first is that of --seed S alone.",
+            "-n",
+            "--answers",
+        ),
+    ] = 1
     truncate: Annotated[str, TRUNCATE] = "error"
     context: Annotated[str | None, CONTEXT] = None
     save_context: Annotated[

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, TextIO, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -27,15 +28,18 @@ from .prompt import Source, build_prompt
 from .report import report_choices, report_context, report_statistics, start_progress
 from .request import GenerateRequest
 
+T = TypeVar("T")
+
 
 def run(
     request: GenerateRequest,
+    ask: str | None,
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Generates, and writes everything where it belongs. `directories` are the target's and the draft's.
+    """Writes one answer as it grows, and everything else where it belongs. `directories` are target and draft.
 
     Raises:
         TriforceError: the request cannot be met; nothing was written.
@@ -48,7 +52,7 @@ def run(
     tokenizer = Tokenizer.load(target)
     with signals.allowed():
         new_tokens, apart = request.max_new_tokens, request.save_context is not None
-        prompt = build_prompt(source, request.ask, tokenizer, config, new_tokens, request.truncate, apart=apart)
+        prompt = build_prompt(source, ask, tokenizer, config, new_tokens, request.truncate, apart=apart)
         engine = load_engine(request, len(prompt.token_ids) + new_tokens)
         report_choices(console, engine, request.model, source.name, prompt, new_tokens)
     contexts = ContextRequest(
@@ -56,7 +60,7 @@ def run(
         find=not request.no_context,
         save=request.save_context,
         save_tokens=prompt.text_tokens,
-        frame=Frame(chat=request.ask is not None and tokenizer.chat is not None),
+        frame=Frame(chat=ask is not None and tokenizer.chat is not None),
     )
 
     live = request.live and LiveDisplay.possible(console)
@@ -151,10 +155,10 @@ def _decode(
             return
 
 
-def step(generation: Generation, signals: Signals) -> Round | None:
+def step(rounds: Iterator[T], signals: Signals) -> T | None:
     """One step of the engine, `None` at its end: here, and only here, a signal interrupts a run."""
     with signals.allowed():
-        return next(generation, None)
+        return next(rounds, None)
 
 
 def _finish(

@@ -8,29 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from ...tp.units import gib
+from .segments import DIM, LABEL, Line, bar, fit, framed, labelled, memory_line, padded, spans
 from .wrapping import WrappedText
-
-Line = list[Segment]
 
 SIDE_BY_SIDE = 144
 """Columns from which the numbers stand beside the text instead of below it."""
 
 _SIDE_WIDTH = 66
-_LABEL = 10
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
-_PLAIN = Style.null()
-_DIM = Style.parse("dim")
-_STRONG = Style.parse("bold")
-_FRAME = Style.parse("cyan")
-_TITLE = Style.parse("bold cyan")
 _SPARK = Style.parse("green")
-_BAR = Style.parse("cyan")
 _PARTS = {
     "draft": ("░", Style.parse("magenta")),
     "retrieval": ("▒", Style.parse("blue")),
@@ -75,18 +65,13 @@ class Snapshot:
 def draw(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
     """The display as `height` lines of exactly `width` cells."""
     if width < 20 or height < 4:
-        return [_fit([Segment(line)], width) for line in _padded(text.last_lines(max(1, width), height), height)]
+        return [fit([Segment(line)], width) for line in padded(text.last_lines(max(1, width), height), height)]
     inner, rows = width - 4, height - 2
     if width >= SIDE_BY_SIDE:
         body = _side_by_side(snapshot, text, inner, rows)
     else:
         body = _stacked(snapshot, text, inner, rows)
-    edge = Segment("│ ", _FRAME), Segment(" │", _FRAME)
-    return [
-        _border("╭", snapshot.title, "╮", width),
-        *([edge[0], *_fit(line, inner), edge[1]] for line in body),
-        _border("╰", "Ctrl-C stops and keeps the text", "╯", width),
-    ]
+    return framed(snapshot.title, body, "Ctrl-C stops and keeps the text", width)
 
 
 def _stacked(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
@@ -96,14 +81,14 @@ def _stacked(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> 
         _speed(snapshot),
         _accepted(snapshot),
         _lengths(snapshot),
-        _labelled("a round", _time_bar(snapshot, width - _LABEL)),
+        labelled("a round", _time_bar(snapshot, width - LABEL)),
         *_time_legend(snapshot, width),
         _read(snapshot),
         _memory(snapshot, width),
     ]
     numbers = numbers[: max(0, height - 5)]
-    lines: list[Line] = [[Segment(line)] for line in _padded(text.last_lines(width, height - len(numbers) - 1), height)]
-    return [*lines[: height - len(numbers) - 1], [Segment("─" * width, _DIM)], *numbers]
+    lines: list[Line] = [[Segment(line)] for line in padded(text.last_lines(width, height - len(numbers) - 1), height)]
+    return [*lines[: height - len(numbers) - 1], [Segment("─" * width, DIM)], *numbers]
 
 
 def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
@@ -113,7 +98,7 @@ def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int
         [_tbt(snapshot)],
         [_speed(snapshot), _progress(snapshot, side)],
         [_accepted(snapshot), _lengths(snapshot)],
-        [_labelled("a round", _time_bar(snapshot, side - _LABEL)), *_time_rows(snapshot, side)],
+        [labelled("a round", _time_bar(snapshot, side - LABEL)), *_time_rows(snapshot, side)],
         [_read(snapshot)],
         [_memory(snapshot, side)],
     ]
@@ -123,16 +108,16 @@ def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int
     for group in groups:
         numbers += [*group, []] if spare > 0 else group
     numbers = (numbers + [[]] * height)[:height]
-    bar = Segment(" │ ", _DIM)
+    divider = Segment(" │ ", DIM)
     return [
-        [*_fit([Segment(line)], left), bar, *_fit(row, side)]
-        for line, row in zip(_padded(text.last_lines(left, height), height), numbers, strict=True)
+        [*fit([Segment(line)], left), divider, *fit(row, side)]
+        for line, row in zip(padded(text.last_lines(left, height), height), numbers, strict=True)
     ]
 
 
 def _tbt(s: Snapshot) -> Line:
     now, mean, p95 = (f"{seconds * 1e3:.1f}" for seconds in (s.tbt_now_s, s.tbt_mean_s, s.tbt_p95_s))
-    return _labelled("TBT", _spans("now ", now, "  mean ", mean, "  p95 ", p95, " ms"))
+    return labelled("TBT", spans("now ", now, "  mean ", mean, "  p95 ", p95, " ms"))
 
 
 def _with_spark(line: Line, snapshot: Snapshot, width: int) -> Line:
@@ -142,38 +127,33 @@ def _with_spark(line: Line, snapshot: Snapshot, width: int) -> Line:
 
 def _speed(s: Snapshot) -> Line:
     done = f"  ·  {s.new_tokens:,} of {s.max_new_tokens:,} tokens in {s.elapsed_s:.0f} s"
-    return _labelled("speed", _spans("", f"{s.tokens_per_s:.1f}", f" tokens/s{done}"))
+    return labelled("speed", spans("", f"{s.tokens_per_s:.1f}", f" tokens/s{done}"))
 
 
 def _progress(s: Snapshot, width: int) -> Line:
-    return _labelled("", _bar(s.new_tokens / max(1, s.max_new_tokens), width - _LABEL))
+    return labelled("", bar(s.new_tokens / max(1, s.max_new_tokens), width - LABEL))
 
 
 def _accepted(s: Snapshot) -> Line:
     draft, retrieval = ("-" if share is None else f"{share:.0%}" for share in (s.accepted_draft, s.accepted_retrieval))
-    spans = _spans(
+    found = spans(
         "draft ", draft, "  retrieval ", retrieval, " of tested  ·  ", f"{s.tokens_per_round:.1f}", " tokens/round"
     )
-    return _labelled("accepted", spans)
+    return labelled("accepted", found)
 
 
 def _lengths(s: Snapshot) -> Line:
     seen = f"  ·  budget {s.budget:,} of {s.context_tokens:,}" if s.budget else f"  ·  context {s.context_tokens:,}"
-    return _labelled("lengths", _spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}", seen))
+    return labelled("lengths", spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}", seen))
 
 
 def _read(s: Snapshot) -> Line:
     rate = () if s.gb_per_s is None else (" at ", f"{s.gb_per_s:.1f} GB/s")
-    return _labelled("KV read", _spans("", f"{s.bytes_read / 1e9:.2f} GB", *rate))
+    return labelled("KV read", spans("", f"{s.bytes_read / 1e9:.2f} GB", *rate))
 
 
 def _memory(s: Snapshot, width: int) -> Line:
-    limit = s.process_bytes + s.available_bytes
-    line = _labelled("memory", _spans("", gib(s.process_bytes), " of ", gib(limit)))
-    if s.device_bytes:
-        line += _spans("  ·  device peak ", gib(s.device_bytes))
-    room = width - sum(segment.cell_length for segment in line) - 2
-    return [*line, Segment("  "), *_bar(s.process_bytes / max(1, limit), min(40, room))] if room >= 8 else line
+    return memory_line(s.process_bytes, s.available_bytes, s.device_bytes, width)
 
 
 def _time_bar(s: Snapshot, width: int) -> Line:
@@ -193,14 +173,14 @@ def _time_bar(s: Snapshot, width: int) -> Line:
 
 def _time_legend(s: Snapshot, width: int) -> list[Line]:
     """What the parts of the bar are, in as many lines as they need: one line of 76 cells holds any shares."""
-    lines: list[Line] = [_labelled("", [])]
-    used = _LABEL
+    lines: list[Line] = [labelled("", [])]
+    used = LABEL
     for name, share in _shares(s):
         glyph, style = _PARTS[name]
         entry = f" {name} {share:.0%} "
-        if used + len(entry) > width and used > _LABEL:  # the blank at the end of a line may be cut
-            lines.append(_labelled("", []))
-            used = _LABEL
+        if used + len(entry) > width and used > LABEL:  # the blank at the end of a line may be cut
+            lines.append(labelled("", []))
+            used = LABEL
         lines[-1] += [Segment(glyph, style), Segment(entry)]
         used += len(entry) + 1
     return lines
@@ -212,7 +192,7 @@ def _time_rows(s: Snapshot, width: int) -> list[Line]:
     for name, share in _shares(s):
         glyph, style = _PARTS[name]
         each = s.time_s.get(name, 0.0) / rounds * 1e3
-        rows.append(_labelled("", [Segment(f"{glyph} ", style), Segment(f"{name:<10}{share:>5.0%}{each:>9.1f} ms")]))
+        rows.append(labelled("", [Segment(f"{glyph} ", style), Segment(f"{name:<10}{share:>5.0%}{each:>9.1f} ms")]))
     return rows
 
 
@@ -230,32 +210,3 @@ def _sparkline(values: tuple[float, ...], width: int, height: int) -> list[Line]
         [Segment("".join(_BLOCKS[min(8, max(0, level - 8 * row))] for level in levels), _SPARK)]
         for row in reversed(range(height))
     ]
-
-
-def _bar(share: float, width: int) -> Line:
-    full = round(min(1.0, max(0.0, share)) * width)
-    return [Segment("━" * full, _BAR), Segment("─" * (width - full), _DIM)]
-
-
-def _labelled(label: str, line: Line) -> Line:
-    return [Segment(f"{label:<{_LABEL}}", _DIM), *line]
-
-
-def _spans(*parts: str) -> Line:
-    """Words and values alternate; values are bold."""
-    return [Segment(part, _STRONG if index % 2 else _PLAIN) for index, part in enumerate(parts) if part]
-
-
-def _border(left: str, title: str, right: str, width: int) -> Line:
-    room = width - 6
-    title = title if cell_len(title) <= room else title[: max(0, room - 1)] + "…"
-    rest = max(0, width - 5 - cell_len(title))
-    return [Segment(f"{left}─ ", _FRAME), Segment(title, _TITLE), Segment(f" {'─' * rest}{right}", _FRAME)]
-
-
-def _padded(lines: list[str], height: int) -> list[str]:
-    return lines + [""] * (height - len(lines))
-
-
-def _fit(line: Line, width: int) -> Line:
-    return Segment.adjust_line_length(line, width)

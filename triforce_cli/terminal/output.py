@@ -21,10 +21,19 @@ if TYPE_CHECKING:
 
 _CONTROL = {code: "�" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
+_QUOTED = 60
+"""Letters of a text that a message quotes."""
+
 
 def harmless(text: str) -> str:
     """`text` without control characters, which a terminal would act on."""
     return text.translate(_CONTROL)
+
+
+def in_one_line(text: str) -> str:
+    """The beginning of a text, as a message quotes it."""
+    line = " ".join(text.split())
+    return line if len(line) <= _QUOTED else line[: _QUOTED - 1] + "…"
 
 
 class TextOutput:

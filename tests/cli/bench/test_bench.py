@@ -182,7 +182,7 @@ def test_sequences_that_are_decoded_together_are_measured(bench, tmp_path):
     assert outcome.code == 0, outcome
     (at,) = document["contexts"]
     assert [(row["sequences"], row["tiers"]) for row in at["tiers"]] == [(1, 1), (1, 3), (3, 1), (3, 3)]
-    assert document["batches"] == [1, 3] and not undocumented(document, "bench.md")
+    assert document["batches"] == [1, 3] and not undocumented(document, "bench.md", "json.md")
     for row in at["tiers"]:
         assert row["tokens_per_s"]["min"] > 0 and len(row["runs"]) == 2 and row["first_difference"] is None
     assert "tokens/s" in outcome.out and "gain" in outcome.out

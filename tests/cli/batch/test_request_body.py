@@ -1,0 +1,169 @@
+"""Bodies of requests: what is honoured is taken over, what would change the answer and is not is refused by name."""
+
+import pytest
+from triforce.cli.requests.answer_text import AnswerText
+from triforce.cli.requests.body import CHAT, COMPLETION, BodyError, Defaults, check_body
+from triforce.cli.requests.prompts import RequestPrompt
+from triforce.cli.requests.stop_texts import StopTexts
+from triforce.tp.weights.tokenizer import Tokenizer
+
+DEFAULTS = Defaults(frozenset(("tiny", "/models/tiny")), 256, 0.6, 0.9, 0)
+ASKED = {"messages": [{"role": "user", "content": "Why?"}]}
+
+
+def check(endpoint=CHAT, defaults=DEFAULTS, **fields):
+    body = (ASKED if endpoint == CHAT else {"prompt": "It was"}) | fields
+    return check_body(body, endpoint, defaults)
+
+
+def refusal(endpoint=CHAT, **fields):
+    with pytest.raises(BodyError) as raised:
+        check(endpoint, **fields)
+    return raised.value
+
+
+def test_absent_fields_are_the_defaults_of_the_command():
+    found = check()
+    assert (found.max_new_tokens, found.temperature, found.top_p, found.top_k) == (256, 0.6, 0.9, 0)
+    assert (found.seed, found.stops, found.answers, found.context) == (None, (), 1, None)
+    other = check(defaults=Defaults(frozenset(), 9, 0.0, 1.0, 5, 7, "book"))
+    assert (other.max_new_tokens, other.temperature, other.top_k, other.seed, other.context) == (9, 0.0, 5, 7, "book")
+
+
+def test_honoured_fields_are_taken_over():
+    found = check(max_tokens=5, temperature=1, top_p=0.5, top_k=3, seed=9, stop="\n", n=2, context="book", model="tiny")
+    assert found.sampling == {"temperature": 1, "top_p": 0.5, "top_k": 3, "seed": 9}
+    assert (found.max_new_tokens, found.stops, found.answers, found.context) == (5, ("\n",), 2, "book")
+    assert check(max_completion_tokens=5).max_new_tokens == check(max_tokens=5, max_completion_tokens=5).max_new_tokens
+    assert check(stop=["a", "b"]).stops == ("a", "b") and check(stop=[]).stops == ()
+    assert check(COMPLETION).prompt == "It was" and check(COMPLETION, prompt=[1, 2]).prompt == [1, 2]
+    assert check(seed=2.0).seed == 2, "whole numbers may be written with a point"
+
+
+def test_messages_are_roles_and_texts():
+    said = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]},
+        {"role": "assistant", "content": "So.", "tool_calls": [], "refusal": None},
+        {"role": "user", "content": ""},
+    ]
+    found = check(messages=said).messages
+    assert found == (("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", ""))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": False},
+        {"stream": False, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "logprobs": False},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"temperature": None, "n": None, "stop": None, "reasoning_effort": None, "anything": None},
+    ],
+)
+def test_what_changes_no_answer_is_accepted(fields):
+    assert check(**fields) == check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stream", True),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("logprobs", 0),
+        ("top_logprobs", 2),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "low"),
+        ("min_p", 0.1),
+        ("temprature", 0.1),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(name, value):
+    error = refusal(**{name: value})
+    assert error.param == name and name in str(error) and error.status == 400
+    assert error.code == "unsupported_field"
+
+
+def test_a_field_of_the_other_endpoint_names_it():
+    assert "field of /v1/completions, not of /v1/chat/completions" in str(refusal(prompt="It was"))
+    assert "field of /v1/chat/completions" in str(refusal(COMPLETION, max_completion_tokens=4))
+
+
+def test_another_model_is_refused():
+    error = refusal(model="gpt-4o")
+    assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
+    assert "'gpt-4o'" in str(error) and "'tiny'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": None}, "messages", "missing"),
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": ["Why?"]}, "messages[0]", "object with role and content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text"),
+        ({"messages": [{"role": "user", "content": "x", "name": "A"}]}, "messages[0].name", "not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content", "half a character"),
+        ({"temperature": "hot"}, "temperature", "'hot'"),
+        ({"temperature": True}, "temperature", "a number"),
+        ({"temperature": -1}, "temperature", "0 (greedy) or more"),
+        ({"temperature": float("nan")}, "temperature", "nan"),
+        ({"top_p": 1.5}, "top_p", "at most 1"),
+        ({"top_k": -1}, "top_k", "0 or more"),
+        ({"seed": 2**63}, "seed", "2^63"),
+        ({"seed": 0.5}, "seed", "whole number"),
+        ({"n": 0}, "n", "from 1 to 128"),
+        ({"n": 129}, "n", "129"),
+        ({"max_tokens": 0}, "max_tokens", "1 or more"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens", "give one of them"),
+        ({"stop": ["a", ""]}, "stop", "empty text"),
+        ({"stop": 5}, "stop", "list of texts"),
+        ({"context": 5}, "context", "a text"),
+    ],
+)
+def test_impossible_values_name_field_and_value(fields, param, words):
+    error = refusal(**fields)
+    assert error.param == param and words in str(error)
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [[1], [2]], [True], 5])
+def test_a_completion_has_one_prompt(prompt):
+    assert refusal(COMPLETION, prompt=prompt).param == "prompt"
+
+
+def test_stops_are_found_however_the_text_comes():
+    text, stops = "one two END three", ("END", "three", " E")
+    for size in (1, 2, 5, 20):
+        finder, grown, found = StopTexts(stops), "", None
+        for start in range(0, len(text), size):
+            before, grown = len(grown), grown + text[start : start + size]
+            found = finder.first(grown, before)
+            if found is not None:
+                break
+        assert found == text.index(" E"), "the first in the text, not in the list"
+    assert StopTexts(stops).undecided("one two EN") == 2 and StopTexts(()).undecided("one") == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_an_answer_ends_before_a_stop_and_counts_no_token_after_it(pair, size):
+    tokenizer = Tokenizer.load(pair[0])
+    token_ids = tokenizer.encode("It was the best of times, it was the worst of times", False)
+    answer = AnswerText(tokenizer, RequestPrompt([2], (", it", "worst"), False, False), ())
+    shown = "".join(answer.update(token_ids[: n + size]) for n in range(0, len(token_ids), size)) + answer.finish()
+    assert shown == answer.text == "It was the best of times" and answer.stopped
+    until = next(n for n in range(len(token_ids)) if ", it" in tokenizer.decode(token_ids[:n]))
+    assert answer.num_tokens == until
+
+
+def test_an_answer_without_a_stop_is_the_text_of_its_tokens_but_for_the_end(pair):
+    tokenizer = Tokenizer.load(pair[0])
+    token_ids = [*tokenizer.encode("  naïve 🙂 times, ", False), 1]
+    for plain, want in ((False, "  naïve 🙂 times, "), (True, "naïve 🙂 times,")):
+        answer = AnswerText(tokenizer, RequestPrompt([2], ("times!",), False, plain), (1,))
+        shown = "".join(answer.update(token_ids[: n + 1]) for n in range(len(token_ids))) + answer.finish()
+        assert shown.rstrip() == answer.text.rstrip() == want.rstrip() and answer.text == want
+        assert not answer.stopped and answer.num_tokens == len(token_ids)

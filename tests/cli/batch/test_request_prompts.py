@@ -1,0 +1,112 @@
+"""Prompts of requests: by the chat template, as plain questions and answers, and after a saved context."""
+
+from dataclasses import replace
+
+import pytest
+from chats import with_template
+from command import TEXT, run_here
+from transformers import AutoTokenizer
+from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError
+from triforce.cli.requests.prompts import PromptMaker
+from triforce.tp.errors import TriforceError
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.weights.tokenizer import Tokenizer
+
+REQUEST = AnswerRequest(CHAT, (("user", "Why?"),), "", None, 16, 0.6, 0.9, 0, None, ("END",), 1)
+TURNS = (("user", "Why?"), ("assistant", "So."), ("user", "How?"))
+
+
+def maker(model):
+    return PromptMaker(Tokenizer.load(model), ModelConfig.load(model))
+
+
+@pytest.fixture(scope="module")
+def chatty(pair, tmp_path_factory):
+    return with_template(pair[0], tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture
+def book(chatty, capfd, tmp_path, monkeypatch):
+    """A text that is saved inside the frame of the chat template, and once without it."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    (tmp_path / "book.txt").write_text(TEXT)
+    for more in ((), ("--raw", "--as", "raw")):
+        read = ("read", tmp_path / "book.txt", "--model", chatty, "--device", "cpu", "--dtype", "float32", *more)
+        assert run_here(capfd, *read).code == 0
+    return TEXT
+
+
+def test_messages_go_through_the_chat_template(chatty):
+    oracle = AutoTokenizer.from_pretrained(chatty)
+    for messages in (TURNS, (("system", "Be brief."), ("user", "Why?")), (("user", "a"), ("user", "b"))):
+        found = maker(chatty).make(replace(REQUEST, messages=messages))
+        given = [{"role": role, "content": content} for role, content in messages]
+        assert found.token_ids == oracle.apply_chat_template(given, add_generation_prompt=True)["input_ids"]
+        assert (found.stops, found.continues, found.plain) == (("END",), False, False)
+
+
+def test_a_model_without_a_template_gets_questions_and_answers_as_plain_text(pair):
+    tokenizer = Tokenizer.load(pair[0])
+    found = maker(pair[0]).make(replace(REQUEST, messages=TURNS))
+    assert tokenizer.decode(found.token_ids) == "Question: Why?\nAnswer:So.\n\nQuestion: How?\nAnswer:"
+    assert found.stops == ("END", "\nQuestion:") and found.plain
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [TURNS[:2], TURNS[1:], (*TURNS, *TURNS[:1]), (("system", "x"),), (("user", "a"), ("system", "b"), ("user", "c"))],
+)
+def test_messages_in_an_order_without_a_form_are_refused(pair, messages):
+    with pytest.raises(BodyError, match="in turn"):
+        maker(pair[0]).make(replace(REQUEST, messages=messages))
+
+
+def test_a_system_message_that_has_no_place_is_refused(pair, chatty, book):
+    said = (("system", "Be brief."), ("user", "Why?"))
+    with pytest.raises(BodyError, match="no chat template"):
+        maker(pair[0]).make(replace(REQUEST, messages=said))
+    with pytest.raises(BodyError, match="begins with its own"):
+        maker(chatty).make(replace(REQUEST, messages=said, context="book"))
+
+
+def test_a_completion_is_its_text_or_its_tokens(pair):
+    make, tokenizer = maker(pair[0]).make, Tokenizer.load(pair[0])
+    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="It was")
+    found = make(asked)
+    assert found.token_ids == tokenizer.encode("It was", True) and found.continues
+    assert make(replace(asked, prompt=[5, 6, 7])).token_ids == [5, 6, 7]
+    with pytest.raises(BodyError, match="the token 999; the model knows 0 to 319"):
+        make(replace(asked, prompt=[5, 999]))
+    with pytest.raises(BodyError, match="gives no token"):
+        make(replace(asked, prompt=""))
+
+
+def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
+    tokenizer = Tokenizer.load(chatty)
+    found = maker(chatty).make(replace(REQUEST, messages=TURNS, context="book"))
+    asked = "".join(f"<{role}>{text}" + ("</s>" if role == "assistant" else "") for role, text in TURNS[1:])
+    whole = tokenizer.decode(found.token_ids)
+    assert whole == tokenizer.decode(tokenizer.encode(f"<user>{book}Why?{asked}<assistant>", False))
+    fresh = tokenizer.encode(f"<user>{book}", False)
+    assert found.token_ids[: len(fresh)] == fresh
+
+
+def test_a_completion_goes_on_from_a_context(chatty, book):
+    tokenizer = Tokenizer.load(chatty)
+    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="And then", context="raw")
+    found = maker(chatty).make(asked)
+    assert tokenizer.decode(found.token_ids) == book + "And then"
+
+
+def test_what_does_not_fit_names_field_and_numbers(pair):
+    with pytest.raises(BodyError, match=r"messages has [\d,]+ tokens and 16 more .* 1,024 positions") as raised:
+        maker(pair[0]).make(replace(REQUEST, messages=(("user", "why " * 900),)))
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_a_context_that_is_not_there_is_refused(pair, book):
+    with pytest.raises(BodyError, match="there is no context 'nope'") as raised:
+        maker(pair[0]).make(replace(REQUEST, context="nope"))
+    assert raised.value.param == "context"
+    with pytest.raises(TriforceError, match="cannot be the name of a context"):
+        maker(pair[0]).make(replace(REQUEST, context="../x"))

@@ -1,0 +1,67 @@
+"""`triforce batch`: everything that can be checked before PyTorch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...tp.errors import UsageError
+from ...tp.parallel.place import Place
+from ...tp.weights.registry import find_pair
+from ..call import Call
+from .request import BatchRequest
+
+EPILOG = """[bold]Examples[/]
+
+  A file of requests, as OpenAI's batch interface takes it; the same command again goes on where it was stopped:
+  [cyan]triforce batch requests.jsonl -o answers.jsonl --model llama-3.1-8b-instruct[/]
+
+  A line of it:
+  [cyan]{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",[/]
+  [cyan] "body": {"messages": [{"role": "user", "content": "Who is Levin?"}], "context": "book", "max_tokens": 64}}[/]
+
+  Questions about a text that was read before:
+  [cyan]triforce read book.txt[/]
+  [cyan]triforce batch questions.jsonl -o answers.jsonl --context book --seed 1[/]
+"""
+
+
+def batch(request: BatchRequest, call: Call) -> None:
+    """Answers a file of requests, several at a time, and writes each answer as a line when it is complete.
+
+    Lines are in OpenAI's batch form. Requests that have an answer are skipped, failed ones are tried again.
+    [bold]Ctrl-C[/] stops; the same command goes on.
+    """
+    from ..ranks import leads
+    from ..terminal.output import JsonFile
+    from ..terminal.streams import tell
+    from .work import Work
+
+    place = Place.from_environment()
+    launches = place is None and request.gpus > 1
+    work = None
+    if (place is None or place.rank == 0) and not (launches and request.requests == Path("-")):
+        _check_options(request)
+        work = Work.read(request.requests, request.output)
+    if not (launches and work and not work.wanted) and not leads(request, call):
+        return
+    assert work  # whoever leads has read it
+    with JsonFile.prepare(request.json) as json_file:
+        directories = find_pair(request.model, request.wanted_draft, tell) if work.wanted else None
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+            from .run import run
+
+            run(request, work, directories, json_file, call.signals)
+
+
+def _check_options(request: BatchRequest) -> None:
+    """Raises:
+    UsageError: an impossible name, or one file for two things.
+    """
+    if request.context is not None:
+        from ...offload.contexts.home import user_store
+
+        user_store().directory(request.context)
+    if request.output == Path("-"):
+        raise UsageError("--output is -, but answers that are on a file need not be computed again; give a file")
+    if request.output.exists() and request.requests.exists() and request.output.samefile(request.requests):
+        raise UsageError(f"--output {request.output} is the file of requests; give another one")

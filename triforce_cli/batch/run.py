@@ -1,0 +1,161 @@
+"""One run of `triforce batch`: from the lines of a file to its answers, what is told of them, and the JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import typer
+from rich.console import Console
+
+from ...offload import Engine
+from ...offload.speculation.vocabulary import check_pair
+from ...tp.devices import device_name
+from ...tp.errors import TriforceError
+from ...tp.parallel.place import Place
+from ...tp.units import gib
+from ...tp.weights.tokenizer import Tokenizer
+from ..generate.report import describe_link, describe_memory, print_rows
+from ..generate.run import load_engine
+from ..requests.body import BodyError, Defaults, check_body
+from ..requests.prompts import PromptMaker
+from ..terminal.batch_live import BatchDisplay
+from ..terminal.output import JsonFile
+from ..terminal.stopping import Signals, Stop
+from ..terminal.streams import Unfailing, tell
+from .lines import RequestLine
+from .request import BatchRequest
+from .runner import Runner
+from .totals import Totals, malformed_line, refused_line
+from .work import Work
+from .writing import Job
+
+
+def run(
+    request: BatchRequest,
+    work: Work,
+    directories: tuple[Path, Path | None] | None,
+    json_file: JsonFile,
+    signals: Signals,
+) -> None:
+    """Answers what has no answer yet.
+
+    Args: `directories` are target and draft; `None` where there is nothing to answer.
+
+    Raises:
+        TriforceError: the model cannot be loaded, or cannot go on; what was complete is written.
+        Stop: it was interrupted; likewise.
+        typer.Exit: a request has got no answer.
+    """
+    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+    totals = Totals(work, tell)
+    for line in work.malformed:
+        totals.fail(line, line.error or "")
+    jobs, refused = _checked(request, work, totals)
+    loaded: tuple[Tokenizer, Engine] | None = None
+    ended: BaseException | None = None
+    if directories is not None and (jobs or _with_other_ranks()):
+        with signals.allowed():
+            check_pair(*directories)
+            loaded = Tokenizer.load(directories[0]), load_engine(request, None)
+        _tell_start(loaded[1], request, work, len(jobs))
+    with work.answers as file:
+        for line in work.malformed:
+            file.add(malformed_line(work, line))
+        for line, error in refused:
+            file.add(refused_line(line, error))
+        if loaded and jobs:
+            tokenizer, engine = loaded
+            maker = PromptMaker(tokenizer, engine.target.config)
+            ended = _answer(request, Runner(engine, tokenizer, maker, file, totals, signals, request), jobs, console)
+    document = totals.document(torch.get_num_threads())
+    try:
+        json_file.write(document)
+    except (TriforceError, Stop) as error:
+        ended = ended or error
+    _report(console, document)
+    if ended is not None:
+        raise ended
+    if loaded:
+        loaded[1].finish()
+        loaded[1].close()
+    if totals.failures:
+        raise typer.Exit(1)
+
+
+def _checked(
+    request: BatchRequest, work: Work, totals: Totals
+) -> tuple[list[Job], list[tuple[RequestLine, BodyError]]]:
+    """The requests to be answered, and those that cannot be, with the reasons."""
+    defaults = Defaults(
+        models=frozenset((request.model, Path(request.model).name)),
+        max_new_tokens=request.max_new_tokens,
+        context=request.context,
+        **request.sampling,
+    )
+    jobs, refused = [], []
+    for line in work.wanted:
+        try:
+            jobs.append(Job(line, check_body(line.body, line.endpoint, defaults)))
+        except BodyError as error:
+            refused.append((line, error))
+            totals.fail(line, str(error))
+    return jobs, refused
+
+
+def _with_other_ranks() -> bool:
+    """Whether other ranks wait for this one, which then has to load the model in any case."""
+    place = Place.from_environment()
+    return place is not None and place.size > 1
+
+
+def _tell_start(engine: Engine, request: BatchRequest, work: Work, wanted: int) -> None:
+    target = engine.target
+    million, dtype = target.config.num_parameters / 1e6, str(target.dtype).removeprefix("torch.")
+    tell(f"{request.model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}")
+    before = f"; {work.skipped:,} have an answer already" if work.skipped else ""
+    tell(f"{wanted:,} requests of {work.name}, up to {request.max_sequences:,} answers at a time{before}")
+
+
+def _answer(request: BatchRequest, runner: Runner, jobs: Sequence[Job], console: Console) -> BaseException | None:
+    """Answers all; the error or interrupt that ended it, if any did."""
+    later: list[str] = []  # lines that a live display would draw over
+    live = request.live and BatchDisplay.possible(console)
+    title = f"triforce · {Path(request.model).name} · {len(jobs):,} requests"
+    display = BatchDisplay(console, title, runner.rows, runner.lengths, runner.others) if live else None
+    if display:
+        runner.totals.note = later.append
+    try:
+        with display or nullcontext():
+            runner.run(jobs, display)
+    except (Stop, Exception) as error:
+        return error
+    finally:
+        for line in later:
+            tell(line)
+    return None
+
+
+def _report(console: Console, document: dict[str, Any]) -> None:
+    """The JSON in a few lines."""
+    counts = document["requests"]
+    names = ("skipped", "failed", "interrupted")
+    others = "".join(f", {counts[name]:,} {name}" for name in names if counts[name])
+    rows = {"answered": f"{counts['answered']:,} of {counts['total']:,} requests{others}; see {document['output']}"}
+    if document["new_tokens"]:
+        speed = f"{document['tokens_per_s']:.1f} tokens/s, reading included"
+        rows["written"] = f"{document['new_tokens']:,} tokens in {document['total_s']:.1f} s ({speed})"
+        read = document["prompt_tokens"] - document["reused_tokens"]
+        rows["prompts"] = f"{document['prompt_tokens']:,} tokens, of which {read:,} had to be read"
+        if document["link"]["bytes_streamed"]:
+            rows["link"] = describe_link(document["link"])
+        if document["memory"]:
+            memory = document["memory"]
+            rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
+    if document["warnings"]:
+        rows["warning"] = "; ".join(document["warnings"])
+    print_rows(console, rows)

@@ -1,0 +1,42 @@
+"""What is to be done of a file of requests: those that have no answer yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .answers_file import AnswersFile
+from .lines import RequestLine, read_lines
+
+
+@dataclass(frozen=True)
+class Work:
+    """A file of requests, and the answers that there are."""
+
+    name: str
+    """Of the file, for messages."""
+    lines: list[RequestLine]
+    answers: AnswersFile
+
+    @classmethod
+    def read(cls, requests: Path, output: Path) -> Work:
+        """Raises:
+        UsageError, TriforceError: see `read_lines` and `AnswersFile`.
+        """
+        lines = read_lines(requests)
+        return cls("standard input" if str(requests) == "-" else str(requests), lines, AnswersFile(output))
+
+    @property
+    def wanted(self) -> list[RequestLine]:
+        """The requests to be answered."""
+        return [one for one in self.lines if one.error is None and one.custom_id not in self.answers.answered]
+
+    @property
+    def malformed(self) -> list[RequestLine]:
+        """The lines that are no requests."""
+        return [one for one in self.lines if one.error is not None]
+
+    @property
+    def skipped(self) -> int:
+        """Requests that have an answer already."""
+        return sum(one.error is None and one.custom_id in self.answers.answered for one in self.lines)

@@ -1,0 +1,90 @@
+"""The questions of a run: those of `--ask`, and those of the file that `--asks` names, a line each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...tp.errors import TriforceError, UsageError
+from ..terminal.output import in_one_line
+from .prompt import read_bytes
+
+MOST_ANSWERS = 1024
+"""Answers of one run; `triforce batch` takes any number, and can go on where it was stopped."""
+
+
+@dataclass(frozen=True)
+class WantedAnswer:
+    """An answer that is wanted."""
+
+    question: str | None
+    """`None` where the text is to be continued."""
+    number: int
+    """Of the answers to this question: which one, from 0."""
+    of: int
+    """How many answers to it there are to be."""
+
+    @property
+    def name(self) -> str:
+        """In words, in one line."""
+        if self.question is None:
+            return f"continuation {self.number + 1} of {self.of}"
+        return in_one_line(self.question) + (f" (answer {self.number + 1} of {self.of})" if self.of > 1 else "")
+
+
+def wanted_answers(asks: Sequence[str | None], file: Path | None, answers: int) -> list[WantedAnswer]:
+    """All answers that are wanted, in the order asked: at least one.
+
+    Args: `answers` to each question.
+
+    Raises:
+        UsageError: more than `MOST_ANSWERS` answers.
+        TriforceError: nothing readable in the file, or what is not UTF-8, with the line.
+    """
+    questions = list(asks)
+    most = MOST_ANSWERS // answers
+    if file is not None:
+        found = _lines(file)
+        if len(questions) + len(found) > most:
+            line = found[max(0, most - len(questions))][0]
+            raise UsageError(f"--asks {file}, line {line:,}: {_too_many(answers)}")
+        questions += [question for _, question in found]
+    if len(questions) > most or answers > MOST_ANSWERS:
+        raise UsageError(_too_many(answers))
+    return [WantedAnswer(question, i, answers) for question in questions or [None] for i in range(answers)]
+
+
+def _too_many(answers: int) -> str:
+    each = f", {answers:,} of each question," if answers > 1 else ""
+    return (
+        f"more than {MOST_ANSWERS:,} answers are asked for{each} which is the most of one run; triforce batch takes "
+        "any number"
+    )
+
+
+def _lines(file: Path) -> list[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers."""
+    if str(file) == "-":
+        if sys.stdin is None or sys.stdin.closed:
+            raise TriforceError("--asks is -, but there is no standard input")
+        name, raw = "standard input", sys.stdin.buffer.read()
+    else:
+        name, raw = str(file), read_bytes(file, "--asks")
+    found = []
+    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise TriforceError(
+                f"--asks {name}, line {number:,} is not UTF-8: byte {line[error.start]:#04x}; convert it "
+                "(iconv -f latin1 -t utf-8) or give another file"
+            ) from error
+        if "\0" in text:
+            raise TriforceError(f"--asks {name}, line {number:,} is not text: it has a NUL byte; give a text file")
+        if text:
+            found.append((number, text))
+    if not found:
+        raise TriforceError(f"--asks {name} is empty; give a question a line")
+    return found

@@ -1,0 +1,81 @@
+"""The body of a response in OpenAI's form: choices, usage, and the timings that llama.cpp's server gives."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...offload.statistics import Statistics
+from .body import CHAT, AnswerRequest, BodyError
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """An answer that is complete, or was interrupted."""
+
+    text: str
+    finish_reason: str
+    """`eos`, `stop` (before one of the request's texts), `length` or `interrupted`."""
+    num_tokens: int
+    statistics: Statistics
+
+
+def response_body(request: AnswerRequest, model: str, answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
+    """The answers to a request, at least one, in their order. `model` is its name."""
+    chat = request.endpoint == CHAT
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(index, answer, chat) for index, answer in enumerate(answers)],
+        "usage": usage(answers),
+        "timings": timings(answers),
+    }
+
+
+def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
+    said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
+    reason = _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+
+
+def usage(answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
+    """Tokens. The prompt counts once; `cached_tokens` are those of it that the first answer did not have to read."""
+    prompt = answers[0].statistics.prompt_tokens
+    written = sum(answer.num_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": answers[0].statistics.reused_tokens},
+    }
+
+
+def timings(answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
+    """Milliseconds and tokens: reading is the first answer's, decoding lasts as long as the longest answer. The speed
+    is of the tokens after the first of each answer."""
+    first, all_of_them = answers[0].statistics, [answer.statistics for answer in answers]
+    decode_s = max(s.decode_s for s in all_of_them)
+    decoded = sum(len(s.token_s) for s in all_of_them)
+    return {
+        "cache_n": first.reused_tokens,
+        "prompt_n": first.prompt_tokens - first.reused_tokens,
+        "prompt_ms": first.prefill_s * 1e3,
+        "predicted_n": sum(len(s.token_ids) for s in all_of_them),
+        "predicted_ms": decode_s * 1e3,
+        "predicted_per_second": decoded / decode_s if decode_s else 0.0,
+        "draft_n": sum(s.retrieval_proposed for s in all_of_them),
+        "draft_n_accepted": sum(s.retrieval_accepted for s in all_of_them),
+    }
+
+
+def error_body(error: BodyError) -> dict[str, Any]:
+    """Why a request was refused."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
