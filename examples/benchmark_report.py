@@ -115,10 +115,13 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
 def comparison_section(document: dict[str, Any], path: Path) -> str:
     lines = heading(document, path)
     interrupted = "; interrupted" if document["interrupted"] else ""
+    batch = document.get("batch")
+    sequences = f"{batch} sequences together over one text, a question of its own for each, " if batch else ""
     lines += [
-        f"{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
+        f"{sequences}{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
         f"{sampling_words(document['sampling'])}; {_repeats(document['repeats'])} in a process of its own"
-        f"{interrupted}. Speed-up of triforce: TBT ÷ its own.",
+        f"{interrupted}. Speed-up of triforce: TBT ÷ its own."
+        f"{' Tokens/s of all sequences; TTFT until each has its first token.' if batch else ''}",
         "",
         "| system | TTFT, s | TBT, ms | tokens/s | memory of the process | speed-up of triforce | greedy text |",
         "|---|---|---|---|---|---|---|",
@@ -148,6 +151,10 @@ def text_of(system: dict[str, Any], document: dict[str, Any]) -> str:
     if system["name"] == "triforce" or document["sampling"]["temperature"] != 0:
         return "-"
     found = system["first_difference"]
+    if found and document.get("batch"):
+        return (
+            f"{len(system['differences'])} of {document['batch']} sequences differ, one from token {found['index']} on"
+        )
     if found:
         return f"differs from token {found['index']} on"
     written = {system["name"]: [run["token_ids"] for run in system.get("runs", ())] for system in document["systems"]}

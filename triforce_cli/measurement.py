@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -74,13 +74,13 @@ class Answer(Protocol):
 
 def first_difference(answers: Iterable[Answer], reference: Answer) -> int | None:
     """The first index at which one of `answers`, all of one length, differs from `reference`; `None` if none does."""
-    places = [
-        next(index for index, (one, other) in enumerate(zip(answer.token_ids, reference.token_ids, strict=True))
-             if one != other)
-        for answer in answers
-        if answer.token_ids != reference.token_ids
-    ]  # fmt: skip
-    return min(places, default=None)
+    places = [differs_at(answer.token_ids, reference.token_ids) for answer in answers]
+    return min((place for place in places if place is not None), default=None)
+
+
+def differs_at(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two answers of one length differ; `None` if they are the same."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
 def publish(

@@ -1,4 +1,7 @@
-"""Systems that misbehave, for `compare` to measure: a worker loads this as a baseline's module."""
+"""What tests of `triforce compare` share: a small job and its table, and systems that misbehave.
+
+A worker loads this as a baseline's module.
+"""
 
 import os
 import resource
@@ -7,10 +10,27 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+TOKENS = 24
+"""Of each answer."""
+
+PROMPT_TOKENS = 120
+
+WITH_STRANGE_SYSTEMS = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+"""`PYTHONPATH`; an empty part would be the folder that tests run in, with packages such as `kernels`."""
+
 FLIPPED_AT = 5
-"""The token that `flips` gets wrong."""
+"""The token that `flips` gets wrong, of a batch that of its second sequence and those after it."""
+
+
+def rows_of(outcome):
+    """The table's lines by the system's name."""
+    lines = outcome.out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("system"))
+    end = next(i for i in range(start, len(lines)) if not lines[i].strip())
+    return lines[start + 1 : end]
 
 
 def load(job):
@@ -69,10 +89,18 @@ class Flips(Raises):
         self.ran = self.system.ran
 
     def generate(self, prompt_ids, max_new_tokens):
-        timed = self.system.generate(prompt_ids, max_new_tokens)
-        tokens = list(timed.token_ids)
-        tokens[FLIPPED_AT] = (tokens[FLIPPED_AT] + 1) % 320
-        return replace(timed, token_ids=tokens)
+        return flipped(self.system.generate(prompt_ids, max_new_tokens), [FLIPPED_AT])
+
+    def generate_batch(self, text, questions, max_new_tokens):
+        timed = self.system.generate_batch(text, questions, max_new_tokens)
+        return flipped(timed, range(max_new_tokens + FLIPPED_AT, len(timed.token_ids), max_new_tokens))
+
+
+def flipped(timed, places):
+    tokens = list(timed.token_ids)
+    for place in places:
+        tokens[place] = (tokens[place] + 1) % 320
+    return replace(timed, token_ids=tokens)
 
 
 class StopsEarly(Flips):

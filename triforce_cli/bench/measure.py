@@ -147,6 +147,15 @@ def measure(
         del generation  # it holds the cache, whose memory the next context needs
 
 
+def questions_about(text: Sequence[int], count: int) -> list[list[int]]:
+    """A question for each of `count` sequences about one text: `QUESTION_TOKENS` tokens from another place of it.
+
+    Args: `text` has more tokens than a question.
+    """
+    places = [i * (len(text) - QUESTION_TOKENS) // count for i in range(count)]
+    return [list(text[place : place + QUESTION_TOKENS]) for place in places]
+
+
 def _measure_batch(
     engine: Engine,
     token_ids: Sequence[int],
@@ -161,8 +170,7 @@ def _measure_batch(
     """A step of several sequences: the same text, and for each another place of it as its question."""
     text = token_ids[: step.context - new_tokens - QUESTION_TOKENS]
     count = step.sequences or 1
-    places = [i * (len(text) - QUESTION_TOKENS) // max(1, count) for i in range(count)]
-    prompts = [[*text, *text[place : place + QUESTION_TOKENS]] for place in places]
+    prompts = [[*text, *question] for question in questions_about(text, count)]
     requests = [Request(prompt, sampling, new_tokens, ignore_eos=True, number=i) for i, prompt in enumerate(prompts)]
     reuse = None if step.repeat else 0
     batch = engine.batch(

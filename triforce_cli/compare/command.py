@@ -7,8 +7,9 @@ from dataclasses import replace
 from ...tp.errors import TriforceError, UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
+from ..bench.request import MOST_SEQUENCES
 from ..call import Call
-from .baselines.catalogue import BASELINES
+from .baselines.catalogue import BASELINES, Entry
 from .request import DEFAULT, Asked
 
 EPILOG = """[bold]Examples[/]
@@ -21,6 +22,9 @@ EPILOG = """[bold]Examples[/]
 
   The first 8,192 tokens of it, with every run in a file:
   [cyan]triforce compare --prompt-file book.txt --prompt-tokens 8192 --json runs.json[/]
+
+  Eight questions about it, answered together:
+  [cyan]triforce compare --prompt-file book.txt --batch 8 --baseline transformers --baseline transformers-prefix[/]
 """
 
 
@@ -39,6 +43,7 @@ def compare(request: Asked, call: Call) -> None:
         if name not in BASELINES:
             raise UsageError(f"--baseline is {name!r}; it is one of {', '.join(BASELINES)}")
     chosen = [BASELINES[name] for name in names]
+    _check_batch(request, chosen)
     place = Place.from_environment()
     if place and place.size > 1:
         raise UsageError("compare runs every system in one process; start it without torchrun")
@@ -52,3 +57,22 @@ def compare(request: Asked, call: Call) -> None:
             from .run import run
 
             run(request, chosen, source, directories, json_file, call)
+
+
+def _check_batch(request: Asked, chosen: list[Entry]) -> None:
+    """Raises:
+    UsageError: what has no meaning with `--batch`, or none without it.
+    """
+    if request.batch is None:
+        for entry in chosen:
+            if entry.needs_batch:
+                raise UsageError(f"--baseline {entry.name} is for sequences that begin alike; give --batch N too")
+        return
+    if request.batch > MOST_SEQUENCES:
+        raise UsageError(
+            f"--batch is {request.batch}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it"
+        )
+    if request.ask is not None:
+        raise UsageError("--ask and --batch are both given, but --batch gives each sequence its own question; give one")
+    if request.audit:
+        raise UsageError("--audit and --batch are both given, but one answer alone can be audited; leave one out")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from ..measurement import first_difference
+from ..measurement import differs_at
 from ..terminal.stopping import Stop
 from .baselines.catalogue import TRIFORCE, Entry
 from .baselines.process import WorkerError, run_worker
@@ -28,6 +28,8 @@ class Difference:
     triforce_token: int
     logit: float | None = None
     triforce_logit: float | None = None
+    sequence: int = 0
+    """Of those that were decoded together, from 0."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Row:
     """Why there is no run, or no further one."""
     log: str = ""
     """The end of what the failed worker printed."""
-    difference: Difference | None = None
+    differences: list[Difference] = field(default_factory=list)
+    """One of each sequence that differs from triforce's, in the order of sequences."""
 
     @property
     def ttft_s(self) -> float:
@@ -62,6 +65,11 @@ class Row:
     @property
     def tbt_s(self) -> float:
         return median(run.tbt_s for run in self.runs)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all sequences together."""
+        return self.runs[0].sequences / self.tbt_s
 
     @property
     def total_s(self) -> float:
@@ -111,8 +119,10 @@ class Comparison:
         for row in self.own_rows if self.job.one_text else []:
             if not row.answers_agree:
                 return f"two runs of {row.entry.name} differ, which must not be"
-            if row.difference:
-                return f"triforce and {row.entry.name} differ from token {row.difference.index} on, which must not be"
+            if row.differences:
+                first = row.differences[0]
+                sequence = "" if self.job.questions is None else f" of sequence {first.sequence}"
+                return f"triforce and {row.entry.name} differ from token {first.index}{sequence} on, which must not be"
         if self.audit and self.audit.agree < self.audit.tokens:
             return f"the audit disagrees from token {self.audit.first_difference} on, which must not be"
         return None
@@ -151,6 +161,8 @@ def compare(
             row.failure = row.entry.missing()
             if row.failure is None and row.entry.needs_draft and job.draft is None:
                 row.failure = "needs a draft: give --draft D"
+            if row.failure is None and row.entry.alone and job.sequences > 1:
+                row.failure = row.entry.alone
             if row.failure is None and row.entry.prepares:
                 _run(row, "prepare", job, limit_s)
             if row.failure:
@@ -201,25 +213,37 @@ def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
 
 
 def find_differences(comparison: Comparison, limit_s: float) -> None:
-    """Notes where the answer of each system's first run differs from triforce's, with the target's logits there."""
+    """Notes where the answers of each system's first run differ from triforce's, with the target's logits there."""
+    job = comparison.job
     if not comparison.triforce.runs:
         return
-    reference = comparison.triforce.runs[0]
-    answer = reference.token_ids
-    different: list[tuple[Row, Difference]] = []
-    rows = comparison.rows[1:] if comparison.job.greedy else comparison.own_rows[1:]
+    answer = comparison.triforce.runs[0].token_ids
+    rows = comparison.rows[1:] if job.greedy else comparison.own_rows[1:]
     for row in rows:
-        index = first_difference(row.runs[:1], reference)
-        if index is not None:
-            row.difference = Difference(index, row.runs[0].token_ids[index], answer[index])
-            different.append((row, row.difference))
-    if not different or not comparison.job.greedy:  # with noise, logits do not explain a draw
+        if row.runs:
+            row.differences = _differences(row.runs[0].token_ids, answer, job.max_new_tokens)
+    candidates = [
+        [found.sequence, found.index, found.triforce_token, found.token] for row in rows for found in row.differences
+    ]
+    if not candidates or not job.greedy:  # with noise, logits do not explain a draw
         return
-    candidates = [[found.index, found.triforce_token, found.token] for _, found in different]
-    job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})
+    job = replace(job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})
     try:
-        logits = run_worker(TRIFORCE.module, "logits", job, limit_s)
+        logits = iter(run_worker(TRIFORCE.module, "logits", job, limit_s))
     except WorkerError:
         return  # they are missing then
-    for (row, found), (ours, theirs) in zip(different, logits, strict=True):
-        row.difference = replace(found, triforce_logit=ours, logit=theirs)
+    for row in rows:
+        for place, found in enumerate(row.differences):
+            ours, theirs = next(logits)
+            row.differences[place] = replace(found, triforce_logit=ours, logit=theirs)
+
+
+def _differences(token_ids: Sequence[int], answer: Sequence[int], length: int) -> list[Difference]:
+    """Where answers of `length` tokens each differ from triforce's; both are one answer after another."""
+    found: list[Difference] = []
+    for sequence, start in enumerate(range(0, len(answer), length)):
+        theirs, ours = token_ids[start : start + length], answer[start : start + length]
+        index = differs_at(theirs, ours)
+        if index is not None:
+            found.append(Difference(index, theirs[index], ours[index], sequence=sequence))
+    return found

@@ -29,7 +29,8 @@ def as_document(comparison: Comparison, device_name: str, command: str) -> dict[
         "device_name": device_name,
         "dtype": job.dtype,
         "threads": job.threads,
-        "prompt_tokens": len(job.prompt_ids),
+        "batch": None if job.questions is None else job.sequences,
+        "prompt_tokens": job.prompt_tokens,
         "new_tokens": job.max_new_tokens,
         "sampling": {"temperature": job.temperature, "top_p": job.top_p, "top_k": job.top_k},
         "seed": job.seed,
@@ -53,12 +54,13 @@ def _system(row: Row, triforce: Row) -> dict[str, Any]:
         "ran": row.runs[0].ran,
         "ttft_s": row.ttft_s,
         "tbt_ms": row.tbt_s * 1e3,
-        "tokens_per_s": 1 / row.tbt_s if row.tbt_s else None,
+        "tokens_per_s": row.tokens_per_s if row.tbt_s else None,
         "total_s": row.total_s,
         "memory": {"host_peak_bytes": row.host_peak_bytes, "device_peak_bytes": row.device_peak_bytes},
         "speedup_of_triforce": {"tbt": speedup("tbt_s"), "total": speedup("total_s")},
         "answers_agree": row.answers_agree,
-        "first_difference": asdict(row.difference) if row.difference else None,
+        "first_difference": asdict(row.differences[0]) if row.differences else None,
+        "differences": [asdict(found) for found in row.differences],
         "runs": [asdict(run) | {"tbt_ms": run.tbt_s * 1e3} for run in row.runs],
     }
 
@@ -67,9 +69,12 @@ def report(console: Console, document: dict[str, Any]) -> None:
     """The table of a document, and the lines around it."""
     repeats, cuda = document["repeats"], document["device"] == "cuda"
     runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
+    batch = document["batch"]
+    sequences = f"{batch} sequence{'s' if batch > 1 else ''} together, each with " if batch else ""
     head = (
-        f"{document['model']}, {document['dtype']} on {document['device_name']}; {document['prompt_tokens']:,} tokens "
-        f"of prompt, {document['new_tokens']:,} new ones, {sampling_words(document['sampling'])}; {runs}"
+        f"{document['model']}, {document['dtype']} on {document['device_name']}; {sequences}"
+        f"{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
+        f"{sampling_words(document['sampling'])}; {runs}"
     )
     print_lines(console, [head])
     titles = ["system", "TTFT", "TBT", "tokens/s", "memory", *(["on the GPU"] if cuda else []), "speed-up", "text"]
@@ -77,12 +82,19 @@ def report(console: Console, document: dict[str, Any]) -> None:
     console.print(make_table(titles, rows, left=("system", "text")))
     lines = [
         "",
-        "speed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first. "
-        "memory: the most that the process held, libraries and loading included"
+        f"{_OF_BATCHES if batch else _OF_ONE} memory: the most that the process held, libraries and loading included"
         + ("; on the GPU, PyTorch's tensors." if cuda else "."),
         *(f"{one['name']}: {one['ran']}" for one in document["systems"] if "ran" in one),
     ]
     print_lines(console, lines + _notes(document))
+
+
+_OF_ONE = "speed-up: TBT ÷ triforce's. TTFT includes the prefill; TBT is decoding time ÷ the tokens after the first."
+
+_OF_BATCHES = (
+    "Each sequence has the same text and a question of its own. tokens/s: of all sequences together; speed-up: "
+    "triforce's ÷ the system's. TTFT: until each sequence has its first token; TBT, of each: sequences ÷ tokens/s."
+)
 
 
 def _figures(one: dict[str, Any], cuda: bool) -> list[str]:
@@ -107,7 +119,7 @@ def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
     greedy, triforce = document["sampling"]["temperature"] == 0, document["systems"][0]
     own = one["name"] in ("triforce", "autoregressive") and document["seed"] is not None
     if one is not triforce and (greedy or own) and "runs" in triforce:
-        words.append(_difference(one, triforce))
+        words.append(_difference(one, triforce, document["batch"]))
     if not one["answers_agree"] and (greedy or own):
         words.append("its own runs differ")
     if one["failure"]:
@@ -115,7 +127,7 @@ def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _difference(one: dict[str, Any], triforce: dict[str, Any]) -> str:
+def _difference(one: dict[str, Any], triforce: dict[str, Any], batch: int | None) -> str:
     found = one["first_difference"]
     if found is None:
         # After an interrupt nobody has looked yet.
@@ -124,7 +136,12 @@ def _difference(one: dict[str, Any], triforce: dict[str, Any]) -> str:
     theirs, ours = (
         "" if found[name] is None else f" (logit {found[name]:.4f})" for name in ("logit", "triforce_logit")
     )
-    return f"differs from token {found['index']} on: {found['token']}{theirs}, triforce {found['triforce_token']}{ours}"
+    where = f"differs from token {found['index']} on"
+    if batch:
+        different = len(one["differences"])
+        verb = "differs" if different == 1 else "differ"
+        where = f"{different} of {batch} {verb}, sequence {found['sequence']} from token {found['index']} on"
+    return f"{where}: {found['token']}{theirs}, triforce {found['triforce_token']}{ours}"
 
 
 def _notes(document: dict[str, Any]) -> list[str]:

@@ -33,6 +33,15 @@ class Asked(Request):
         ),
     ] = None
     repeat: Annotated[int, REPEAT] = 3
+    batch: Annotated[
+        int | None,
+        option(
+            MEASURING,
+            whole(1),
+            "Sequences to decode together: one text, and for each sequence a question of its own about it (32 tokens "
+            "from another place). Compares the tokens per second of all. transformers-prefix is for this only.",
+        ),
+    ] = None
     time_limit: Annotated[
         float,
         option(

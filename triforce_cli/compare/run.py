@@ -16,6 +16,8 @@ from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
+from ..bench.measure import questions_about
+from ..bench.request import QUESTION_TOKENS
 from ..call import Call
 from ..generate.prompt import Source, build_prompt, saved_text
 from ..measurement import publish
@@ -83,7 +85,15 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
     # A CUDA context would take GPU memory from those that are measured, so none is made here.
     cuda = torch.cuda.is_available() and asked.device != "cpu"
     device = "cuda" if cuda else resolve_device(asked.device).type
-    token_ids = _token_ids(asked, source, Tokenizer.load(target), config)
+    token_ids, questions = _token_ids(asked, source, Tokenizer.load(target), config), None
+    if asked.batch is not None:
+        if len(token_ids) <= 2 * QUESTION_TOKENS:
+            raise UsageError(
+                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens about it, but it has "
+                f"{len(token_ids):,} tokens; give a longer one"
+            )
+        token_ids = token_ids[:-QUESTION_TOKENS]
+        questions = questions_about(token_ids, asked.batch)
     return Job(
         system="",
         model=str(target.resolve()),
@@ -96,6 +106,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         max_new_tokens=asked.max_new_tokens,
         **asked.sampling,
         threads=asked.threads or torch.get_num_threads(),
+        questions=questions,
         context=asked.context,
         folder=folder,
     )

@@ -94,6 +94,18 @@ def test_a_baseline_that_failed_is_called_so_and_other_files_are_refused(measure
 
 
 @pytest.mark.slow
+def test_sequences_that_were_decoded_together_are_called_so(measured):
+    path = measured / "b.json"
+    document = json.loads(path.read_text())
+    found = {"sequence": 2, "index": 5, "token": 1, "triforce_token": 2, "logit": None, "triforce_logit": None}
+    document["systems"][1] |= {"first_difference": found, "differences": [found, found | {"sequence": 3}]}
+    path.write_text(json.dumps(document | {"batch": 4}))
+    page = benchmark_report.page(measured)
+    assert "4 sequences together over one text" in page and "Tokens/s of all sequences" in page
+    assert "| 2 of 4 sequences differ, one from token 5 on |" in page
+
+
+@pytest.mark.slow
 def test_the_script_writes_the_page(measured, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["benchmark_report.py", "--docs", str(measured.parent)])
     benchmark_report.main()

@@ -6,15 +6,13 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
-import strange_systems
 import torch
-from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, fork_workers, run_here, save_tokenizer, undocumented
-from strange_systems import FLIPPED_AT
-from tiny import greedy_oracle, save_llama
+from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, undocumented
+from strange_systems import FLIPPED_AT, PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS, rows_of
+from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
 from triforce.cli.compare import comparison
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
@@ -22,68 +20,6 @@ from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.process import WorkerError, run_worker
 from triforce.cli.compare.baselines.protocol import Job, Measurement
 from triforce.tp.weights.tokenizer import Tokenizer
-
-TOKENS = 24
-_SUPPORT = str(Path(strange_systems.__file__).parent)
-WITH_STRANGE_SYSTEMS = os.pathsep.join(filter(None, [_SUPPORT, os.environ.get("PYTHONPATH")]))
-"""`PYTHONPATH`; an empty part would be the folder that tests run in, with packages such as `kernels`."""
-PROMPT_TOKENS = 120
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A tiny target that often draws its end-of-sequence token, and a draft."""
-    root = tmp_path_factory.mktemp("compare")
-    for name, seed, layers in (("target", 0, 2), ("draft", 1, 1)):
-        save_tokenizer(root / name)
-        shape = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "num_hidden_layers": layers}
-        model = save_llama(root / name, seed=seed, **shape)
-        if name == "target":
-            prompt = Tokenizer.load(root / name).encode(TEXT, True)[:PROMPT_TOKENS]
-            often = greedy_oracle(model, prompt, TOKENS)[3]
-            save_llama(root / name, seed=seed, eos_token_id=often, **shape)
-    return root / "target", root / "draft"
-
-
-@pytest.fixture
-def compare(pair, capfd, monkeypatch):
-    """Runs `compare` on the tiny pair; strange systems are baselines too. Gives the outcome and the JSON."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", WITH_STRANGE_SYSTEMS)
-    for name in ("raises", "exits", "is killed", "needs too much", "stops early", "flips"):
-        monkeypatch.setitem(BASELINES, name, Entry(name, "", "strange_systems"))
-    gone = Entry("gone", "", "strange_systems", imports=("no_such_package",), install="pip install no-such-package")
-    monkeypatch.setitem(BASELINES, "gone", gone)
-
-    def run(*names, json_path=None, repeat=1, **changes):
-        target, draft = pair
-        baselines, flags = ([name for name in names if name.startswith("--") is flag] for flag in (False, True))
-        options = {"--model": target, "--draft": draft, "--prompt": TEXT, "--prompt-tokens": PROMPT_TOKENS}
-        options |= {"--max-new-tokens": TOKENS, "--dtype": "float32", "--repeat": repeat}
-        options |= {"--budget": 64, "--draft-length": 3, "--block-length": 7}
-        options |= {"--json": json_path} if json_path else {}
-        options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-        given = [part for option in options.items() for part in option]
-        outcome = run_here(
-            capfd, "compare", *given, *flags, *(part for name in baselines for part in ("--baseline", name))
-        )
-        return outcome, json.loads(json_path.read_text()) if json_path and json_path.exists() else None
-
-    return run
-
-
-@pytest.fixture
-def forked_workers(monkeypatch):
-    """Workers that are forks: processes of their own still, without the start of an interpreter."""
-    fork_workers(monkeypatch)
-
-
-def rows_of(outcome):
-    """The table's lines by the system's name."""
-    lines = outcome.out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("system"))
-    end = next(i for i in range(start, len(lines)) if not lines[i].strip())
-    return lines[start + 1 : end]
 
 
 @pytest.mark.slow
@@ -246,7 +182,7 @@ def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact
     found.rows[0].runs.append(replace(found.rows[0].runs[0], token_ids=[1, 2, 4]))
     assert found.wrong == ("two runs of triforce differ, which must not be" if exact else None)
     found.rows[0].runs.pop()
-    found.rows[1].difference = comparison.Difference(2, 5, 3)
+    found.rows[1].differences = [comparison.Difference(2, 5, 3)]
     assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
 
 

@@ -42,6 +42,18 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     assert timed.decode_s > 0
 
 
+def test_sequences_over_one_text_write_what_each_writes_alone(tmp_path):
+    model = save_family(tmp_path, "llama")
+    questions = [random_tokens(n, seed=n) for n in (3, 9, 1, 600)]
+    system: Any = llama_cpp.load(job_for(tmp_path, questions=questions))
+    want = [token for question in questions for token in greedy_oracle(model, PROMPT + question, 32)]
+    for _ in range(2):
+        timed = system.generate_batch(PROMPT, questions, 32)
+        assert timed.token_ids == want
+        assert timed.first_tokens == 4
+        assert timed.ttft_s > 0 and timed.decode_s > 0
+
+
 @torch.inference_mode()
 def test_draws_follow_temperature_then_top_k_then_top_p(tmp_path):
     model = save_family(tmp_path, "llama", initializer_range=0.1)

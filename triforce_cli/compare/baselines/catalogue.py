@@ -21,6 +21,10 @@ class Entry:
     install: str = ""
     """The command that brings them."""
     needs_draft: bool = False
+    needs_batch: bool = False
+    """Whether it is for several sequences only."""
+    alone: str = ""
+    """Why it decodes one sequence only, if it does."""
     prepares: bool = False
     """Whether its module has `prepare(job)`, to be run once before all measurements."""
 
@@ -42,6 +46,13 @@ BASELINES = {
             "the same, assisted generation with the draft",
             f"{_PACKAGE}.transformers_baseline",
             needs_draft=True,
+            alone="assisted generation takes one sequence",
+        ),
+        Entry(
+            "transformers-prefix",
+            "the same for --batch, the cache of the common text read once and copied",
+            f"{_PACKAGE}.transformers_baseline",
+            needs_batch=True,
         ),
         Entry(
             "deepspeed",

@@ -51,24 +51,28 @@ class DeepSpeed:
         self._job, self._model = job, cast(Any, engine.module)
         self._model.eval()
         cache = "offloaded KV cache" if cuda else "DynamicCache"
+        calls = "generate()" if job.questions is None else "generate() on a left-padded batch"
         self.ran = (
             f"DeepSpeed {deepspeed.__version__}, ZeRO stage 3 inference, parameters offloaded to host memory, "
-            f"{backend}, one rank; transformers {transformers.__version__}, generate(), SDPA attention, {cache}, "
+            f"{backend}, one rank; transformers {transformers.__version__}, {calls}, SDPA attention, {cache}, "
             f"{job.place}"
         )
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        import torch
+        return self._generate([prompt_ids], max_new_tokens)
 
-        from .transformers_baseline import generation_config, timed_generate
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        return self._generate([[*text, *question] for question in questions], max_new_tokens)
+
+    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+        from .transformers_baseline import generation_config, left_padded, seed, timed_generate
 
         job = self._job
-        if job.seed is not None:
-            torch.manual_seed(job.seed)
+        seed(job)
         config = generation_config(job, max_new_tokens)
         if job.device == "cuda":
             config.cache_implementation = "offloaded"
-        return timed_generate(self._model, torch.tensor([prompt_ids], device=job.device), config, {})
+        return timed_generate(self._model, *left_padded(prompts, job.device), config, {})
 
 
 def _stand_alone(job: Job) -> None:

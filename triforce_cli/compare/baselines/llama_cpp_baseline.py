@@ -12,6 +12,7 @@ from typing import Any
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 
+from . import llama_cpp_sequences
 from .protocol import Job, Timed
 
 _KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
@@ -35,12 +36,15 @@ def prepare(job: Job) -> str:
 
 
 def load(job: Job) -> LlamaCpp:
-    return LlamaCpp(job)
+    return LlamaCpp(job) if job.questions is None else LlamaCppSequences(job)
 
 
 class LlamaCpp:
     """A model in llama.cpp, with flash attention off or on: whichever is faster after at most `TRIAL_TOKENS` of the
     prompt, by the time that the job would take at that speed."""
+
+    kv_cache = "KV cache"
+    """What `ran` calls it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -50,21 +54,25 @@ class LlamaCpp:
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         if self._model is None:
             self._choose(prompt_ids[:TRIAL_TOKENS], max_new_tokens)
+        return self._run(prompt_ids, max_new_tokens)
+
+    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         return _generate(self._model, self._job, prompt_ids, max_new_tokens)
 
     def _choose(self, prompt_ids: list[int], max_new_tokens: int) -> None:
         job, seconds = self._job, dict[bool, float]()
         for flash in (False, True):
             self._model = self._opened(flash)
-            run = _generate(self._model, job, prompt_ids, max_new_tokens)
+            run = self._run(prompt_ids, max_new_tokens)
             seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(prompt_ids)
             seconds[flash] += run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
             self._model = self._opened(flash)
         self.ran = (
-            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and KV cache in one format, "
-            f"flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, {job.place}"
+            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and {self.kv_cache} in one "
+            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, "
+            f"{job.place}"
         )
 
     def _opened(self, flash: bool) -> Any:
@@ -84,6 +92,29 @@ class LlamaCpp:
         )
 
 
+class LlamaCppSequences(LlamaCpp):
+    """The same for several sequences that begin alike."""
+
+    kv_cache = "one KV cache of all sequences, the common text in it once,"
+
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        self._questions = questions
+        return self.generate(text, max_new_tokens)
+
+    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+        samplers = [_sampler(self._job, sequence) for sequence in range(len(self._questions))]
+        try:
+            return llama_cpp_sequences.generate(self._model, samplers, prompt_ids, self._questions, max_new_tokens)
+        finally:
+            for sampler in samplers:
+                llama_cpp.llama_sampler_free(sampler)
+
+    def _opened(self, flash: bool) -> llama_cpp_sequences.Context:
+        if self._model is not None:
+            self._model.close()
+        return llama_cpp_sequences.Context(_path(self._job), self._job, _KV_TYPES[self._job.dtype], flash)
+
+
 def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
     model.reset()
     sampler = _sampler(job)
@@ -99,8 +130,8 @@ def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) 
     return Timed(tokens, first_at - began, ended - first_at)
 
 
-def _sampler(job: Job) -> Any:
-    """Temperature, then top-k, then top-p, then a draw; or the largest logit."""
+def _sampler(job: Job, sequence: int = 0) -> Any:
+    """Temperature, then top-k, then top-p, then a draw (each sequence with its own numbers); or the largest logit."""
     chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts: list[Any] = [llama_cpp.llama_sampler_init_greedy()]
     if not job.greedy:
@@ -108,7 +139,7 @@ def _sampler(job: Job) -> Any:
             llama_cpp.llama_sampler_init_temp(job.temperature),
             *([llama_cpp.llama_sampler_init_top_k(job.top_k)] if job.top_k else []),
             llama_cpp.llama_sampler_init_top_p(job.top_p, 1),
-            llama_cpp.llama_sampler_init_dist((job.seed or 0) % 2**32),
+            llama_cpp.llama_sampler_init_dist(((job.seed or 0) + sequence) % 2**32),
         ]
     for part in parts:
         llama_cpp.llama_sampler_chain_add(chain, part)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
-from ....offload import Engine, Sampling
+from ....offload import Engine, Request, Sampling
+from ....tp.errors import TriforceError
 from .protocol import Job, Timed
 
 
@@ -24,7 +26,8 @@ class Ours:
         self._sampling = _sampling(job)
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft or engine.settings.lookup else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
-        self.ran = f"this engine, {names[tiers]}, {job.place}"
+        together = "" if job.questions is None else "all sequences together, "
+        self.ran = f"this engine, {names[tiers]}, {together}{job.place}"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         """Raises:
@@ -32,26 +35,76 @@ class Ours:
         """
         result = self._engine.generate(prompt_ids, self._sampling, max_new_tokens, ignore_eos=True, reuse=0)
         stats = result.stats
-        if stats["reused_tokens"] and not stats["context"]:
-            raise RuntimeError(f"{stats['reused_tokens']} tokens of the prompt were in the cache already")
+        _check_read(stats)
         details = {
             name: stats[name]
             for name in ("settings", "rounds", "acceptance", "time_s", "link", "seed", "reused_tokens")
         }
         return Timed(result.token_ids, stats["ttft_s"], stats["decode_s"], details=details)
 
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        """Raises:
+        TriforceError: a sequence cannot be answered, or not together with others.
+        RuntimeError: see `generate`; of the first sequence, as the others share what it has read.
+        """
+        requests = [
+            Request([*text, *question], self._sampling, max_new_tokens, ignore_eos=True, number=number)
+            for number, question in enumerate(questions)
+        ]
+        began = first_at = time.perf_counter()
+        batch = self._engine.batch(requests, reuse=0)
+        without_token, tokens, first_tokens = set(range(len(requests))), 0, 0
+        for index, event in batch:
+            tokens += len(event.tokens)
+            if index in without_token:
+                without_token.discard(index)
+                first_at, first_tokens = time.perf_counter(), tokens
+        ended = time.perf_counter()
+        for number, one in enumerate(batch.sequences):
+            if one.error:
+                raise TriforceError(f"sequence {number}: {one.error}")
+        stats = batch.stats()
+        each = stats["sequences"]
+        _check_read(each[0])
+        of_each = ("rounds", "acceptance", "time_s", "link", "reused_tokens")
+        details = {
+            **{name: stats[name] for name in ("settings", "rounds")},
+            **{name: each[0][name] for name in ("seed", "reused_tokens")},
+            "sequences": [{name: one[name] for name in of_each} for one in each],
+        }
+        token_ids = [token for one in batch.sequences for token in one.statistics.token_ids]
+        return Timed(token_ids, first_at - began, ended - first_at, first_tokens, details)
+
+
+def _check_read(stats: dict[str, Any]) -> None:
+    """Raises:
+    RuntimeError: a part of the prompt was in the cache already, so that its prefill was not measured.
+    """
+    if stats["reused_tokens"] and not stats["context"]:
+        raise RuntimeError(f"{stats['reused_tokens']} tokens of the prompt were in the cache already")
+
 
 def logits(job: Job) -> list[list[float]]:
     """The target's logits, with its full cache, where answers differ.
 
-    `job.options` has `answer`, the tokens after the prompt, and `candidates`, a list of `[index, *tokens]`. In one pass
-    over prompt and answer, `tokens` are looked up in the logits from which token `index` of the answer was drawn.
+    `job.options` has `answer`, the tokens after the prompt (of several sequences one answer after another), and
+    `candidates`, a list of `[sequence, index, *tokens]`. In one pass over a sequence's prompt and answer, `tokens` are
+    looked up in the logits from which token `index` of its answer was drawn.
     """
     answer: list[int] = job.options["answer"]
     candidates: list[list[int]] = job.options["candidates"]
     engine = Engine.load(job.model, draft="none", device=job.device, dtype=job.dtype, tiers=1)
-    rows = engine.logits(job.prompt_ids, answer[: max(index for index, *_ in candidates)])
-    return [[float(rows[index, token]) for token in tokens] for index, *tokens in candidates]
+    found: list[list[float]] = [[] for _ in candidates]
+    for sequence, prompt in enumerate(job.prompts):
+        wanted = [place for place, (of, *_) in enumerate(candidates) if of == sequence]
+        if not wanted:
+            continue
+        start = sequence * job.max_new_tokens
+        rows = engine.logits(prompt, answer[start : start + max(candidates[place][1] for place in wanted)])
+        for place in wanted:
+            _, index, *tokens = candidates[place]
+            found[place] = [float(rows[index, token]) for token in tokens]
+    return found
 
 
 def audit(job: Job) -> list[int]:
@@ -74,7 +127,7 @@ def _engine(job: Job) -> Engine:
         draft="none" if alone else job.asked_draft,
         device=job.device,
         dtype=job.dtype,
-        capacity=len(job.prompt_ids) + job.max_new_tokens,
+        capacity=job.prompt_tokens + job.max_new_tokens,
         context=job.context,
         tiers=1 if alone else 3,
         **settings,

@@ -39,6 +39,8 @@ class Job:
     threads: int
     folder: str
     """For files that one worker of a system leaves for the next."""
+    questions: list[list[int]] | None = None
+    """What follows `prompt_ids` in each of several sequences, to be decoded together; `None` asks for one answer."""
     context: str | None = None
     """The saved context that this engine restores the prompt from."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +54,21 @@ class Job:
     def one_text(self) -> bool:
         """Whether this engine writes one text only, whatever drafts for it: a greedy one, or that of a seed."""
         return self.greedy or self.seed is not None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Of each sequence."""
+        return [[*self.prompt_ids, *question] for question in self.questions or [[]]]
+
+    @property
+    def sequences(self) -> int:
+        """Answers to be written together."""
+        return len(self.questions or [[]])
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the longest prompt."""
+        return len(self.prompt_ids) + max(map(len, self.questions or [[]]))
 
     @property
     def place(self) -> str:
@@ -72,12 +89,14 @@ class Timed:
     """One generation: its tokens and, by the system's own process, when they came."""
 
     token_ids: list[int]
+    """Of several sequences one answer after another."""
     ttft_s: float
-    """From the call to the first token: prefill, and whatever comes before it."""
+    """From the call to the first token (of several sequences: until each has its first): prefill, and whatever comes
+    before it."""
     decode_s: float
-    """From the first token to the last."""
+    """From then to the last token."""
     first_tokens: int = 1
-    """Tokens that came at once with the first."""
+    """Tokens that were there by then: of a run alone those that came at once with the first."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,6 +108,15 @@ class System(Protocol):
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         """Exactly `max_new_tokens` tokens after `prompt_ids`, nothing kept of what ran before."""
+        ...
+
+
+class BatchSystem(System, Protocol):
+    """A system that decodes several sequences together, too."""
+
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        """Exactly `max_new_tokens` tokens after each prompt, which is `text` and one of `questions`; nothing kept of
+        what ran before."""
         ...
 
 
@@ -107,9 +135,12 @@ class Measurement:
     device_peak_bytes: int
     """The most that PyTorch's tensors took on the GPU; 0 on a CPU."""
     details: dict[str, Any] = field(default_factory=dict)
+    sequences: int = 1
+    """That were decoded together."""
 
     @property
     def tbt_s(self) -> float:
-        """Time between tokens: decoding ÷ the tokens that came after the first one(s); 0 where none did."""
+        """Time between tokens, of each sequence: decoding ÷ the tokens that came after the first one(s) × sequences; 0
+        where none did."""
         after = len(self.token_ids) - self.first_tokens
-        return self.decode_s / after if after > 0 else 0.0
+        return self.decode_s / after * self.sequences if after > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `generate()`, alone or assisted by the draft."""
+"""Hugging Face transformers: `generate()`, alone or assisted by the draft, of one sequence or a padded batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from .protocol import Job, Timed
 
 
 def load(job: Job) -> Transformers:
-    return Transformers(job)
+    return CopiedPrefix(job) if job.system == "transformers-prefix" else Transformers(job)
 
 
 class Transformers:
@@ -24,7 +25,7 @@ class Transformers:
         self._job = job
         self._model = _load(job.model, job)
         self._assistant = None
-        what = "generate()"
+        what = "generate()" if job.questions is None else "generate() on a left-padded batch"
         if job.system == "transformers-assisted":
             if job.draft is None:
                 raise ValueError("assisted generation needs a draft")
@@ -33,11 +34,56 @@ class Transformers:
         self.ran = f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, {job.place}"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        if self._job.seed is not None:
-            torch.manual_seed(self._job.seed)
-        ids = torch.tensor([prompt_ids], device=self._job.device)
+        return self._generate([prompt_ids], max_new_tokens)
+
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        return self._generate([[*text, *question] for question in questions], max_new_tokens)
+
+    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+        seed(self._job)
+        ids, mask = left_padded(prompts, self._job.device)
         options = {"assistant_model": self._assistant} if self._assistant is not None else {}
-        return timed_generate(self._model, ids, generation_config(self._job, max_new_tokens), options)
+        return timed_generate(self._model, ids, mask, generation_config(self._job, max_new_tokens), options)
+
+
+class CopiedPrefix(Transformers):
+    """The same for several sequences that begin alike: the common text is read once, and its cache copied for each."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.ran = (
+            f"transformers {transformers.__version__}, the common text read once and its DynamicCache copied for each "
+            f"sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.place}"
+        )
+
+    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        seed(self._job)
+        began = time.perf_counter()
+        prefix = torch.tensor([text], device=self._job.device)
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            self._model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache.batch_repeat_interleave(len(questions))
+        ids, mask = left_padded(questions, self._job.device)
+        prefixes = prefix.expand(len(questions), -1)
+        # `generate` wants whole prompts, and computes what the cache lacks of them.
+        ids, mask = torch.cat([prefixes, ids], 1), torch.cat([torch.ones_like(prefixes), mask], 1)
+        config, options = generation_config(self._job, max_new_tokens), {"past_key_values": cache}
+        return timed_generate(self._model, ids, mask, config, options, began)
+
+
+def seed(job: Job) -> None:
+    """Starts PyTorch's generator from the job's seed, if it has one."""
+    if job.seed is not None:
+        torch.manual_seed(job.seed)
+
+
+def left_padded(prompts: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both `[len(prompts), n]`: each prompt at the end of its row."""
+    n = max(map(len, prompts))
+    ids = torch.tensor([[0] * (n - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (n - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
 
 
 def generation_config(job: Job, max_new_tokens: int) -> transformers.GenerationConfig:
@@ -48,17 +94,27 @@ def generation_config(job: Job, max_new_tokens: int) -> transformers.GenerationC
     )
 
 
-def timed_generate(model: Any, ids: Tensor, config: transformers.GenerationConfig, options: dict[str, Any]) -> Timed:
-    """Runs `model.generate` on `ids` `[1, n]` and notes when tokens come."""
+def timed_generate(
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    config: transformers.GenerationConfig,
+    options: dict[str, Any],
+    began: float | None = None,
+) -> Timed:
+    """Runs `model.generate` and notes when tokens come.
+
+    Args:
+        ids, mask: `[sequences, n]`, see `left_padded`.
+        began: when the run was called, by `time.perf_counter`; now, if nothing came before.
+    """
     clock = _Clock()
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock, **options
-        )
+        out = model.generate(ids, attention_mask=mask, generation_config=config, streamer=clock, **options)
     first_at, first_tokens = clock.arrivals[0]
     return Timed(
-        out[0, ids.shape[1] :].tolist(),
+        out[:, ids.shape[1] :].flatten().tolist(),
         ttft_s=first_at - began,
         decode_s=clock.arrivals[-1][0] - first_at,
         first_tokens=first_tokens,

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ....tp.parallel.launch import Guard
-from .protocol import Job, Measurement, System
+from .protocol import BatchSystem, Job, Measurement, System, Timed
 
 _WARM_UP_TOKENS = 16
 
@@ -57,10 +57,11 @@ def measure(module: ModuleType, job: Job) -> Measurement:
     began = time.perf_counter()
     system: System = module.load(job)
     load_s = time.perf_counter() - began
-    system.generate(warm_up_prompt(job.prompt_ids), min(job.max_new_tokens, _WARM_UP_TOKENS))
-    timed = system.generate(job.prompt_ids, job.max_new_tokens)
-    if len(timed.token_ids) != job.max_new_tokens:
-        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens where {job.max_new_tokens} were asked for")
+    _generate(system, job, warm_up_prompt(job.prompt_ids), min(job.max_new_tokens, _WARM_UP_TOKENS))
+    timed = _generate(system, job, job.prompt_ids, job.max_new_tokens)
+    wanted = job.sequences * job.max_new_tokens
+    if len(timed.token_ids) != wanted:
+        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens where {wanted} were asked for")
     host, device = peak_bytes(job.device)
     return Measurement(
         ran=system.ran,
@@ -72,7 +73,14 @@ def measure(module: ModuleType, job: Job) -> Measurement:
         host_peak_bytes=host,
         device_peak_bytes=device,
         details=timed.details,
+        sequences=job.sequences,
     )
+
+
+def _generate(system: System, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+    if job.questions is None:
+        return system.generate(prompt_ids, max_new_tokens)
+    return cast(BatchSystem, system).generate_batch(prompt_ids, job.questions, max_new_tokens)
 
 
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
