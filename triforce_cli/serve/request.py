@@ -49,7 +49,7 @@ class ServeRequest(Request):
         int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
     ] = 8
     max_queue: Annotated[
-        int, option(SERVING, whole(1), "Requests that wait for their turn, at most; further ones are refused (429).")
+        int, option(SERVING, whole(1), "Requests that wait in the queue, at most; further ones are refused (429).")
     ] = 64
     grace: Annotated[
         float,

@@ -57,7 +57,7 @@ def run(
     try:
         with signals.allowed():
             server.worker.ended.wait()
-        ended = server.worker.error
+        ended = server.worker.error or TriforceError("the thread that serves HTTP has ended")
     except Stop as stop:
         ended = stop
         _let_end(server.worker, request.grace, signals)
@@ -123,7 +123,7 @@ class Server:
         self.worker = Worker(request, directories[0], metrics, note)
         self.service = Service(request, directories[0], config, self.worker)
         self.app = make_app(self.service, access, metrics, note)
-        self._http = HttpThread(self.app, listening)
+        self._http = HttpThread(self.app, listening, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
         self._million = config.num_parameters / 1e6
 
@@ -150,7 +150,8 @@ class Server:
 class HttpThread:
     """Runs an application until `stop`."""
 
-    def __init__(self, app: object, listening: socket.socket) -> None:
+    def __init__(self, app: object, listening: socket.socket, on_failure: Callable[[], None]) -> None:
+        """Args: `on_failure` is called where it ends by itself."""
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http="h11",
@@ -164,7 +165,7 @@ class HttpThread:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        self._listening = listening
+        self._listening, self._on_failure = listening, on_failure
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
@@ -178,4 +179,8 @@ class HttpThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self._listening]))
+        try:
+            asyncio.run(self._server.serve([self._listening]))
+        finally:
+            if not self._server.should_exit:
+                self._on_failure()

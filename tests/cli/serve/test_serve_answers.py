@@ -91,6 +91,14 @@ def test_reading_is_told_where_that_is_asked_for(server):
     assert not any("prompt_progress" in event for event in server.complete(TEXT, stream=True).events[:-1])
 
 
+def test_timings_come_with_every_piece_where_that_is_asked_for(server):
+    plain = server.complete(stream=True).events[:-1]
+    timed = server.complete(stream=True, timings_per_token=True).events[:-1]
+    assert ["timings" in event for event in plain] == [False] * (len(plain) - 1) + [True]
+    counts = [event["timings"]["predicted_n"] for event in timed]
+    assert counts == sorted(counts) and counts[-1] == timed[-1]["timings"]["predicted_n"]
+
+
 def test_a_follow_up_reads_only_what_is_new(server):
     first = server.complete(TEXT).json
     again = server.complete(TEXT + " And then").json

@@ -78,7 +78,7 @@ def test_a_conversation_in_a_browser(serving, tmp_path, monkeypatch, width):
         api.expect(window.locator("#status")).to_have_text(re.compile("^read: a book, "))
         window.fill("#question", "<img src=x onerror=alert(1)>")
         window.keyboard.press("Enter")
-        api.expect(window.locator(".figures")).to_have_count(1)
+        api.expect(window.locator(".assistant .figures")).to_have_count(1)
         assert window.locator(".user").inner_text() == "<img src=x onerror=alert(1)>"
         assert window.locator("main img").count() == 0
         window.click("#retry")

@@ -185,23 +185,23 @@ class Piece:
         self.client, self.name = client, name
 
 
-def test_clients_take_turns():
+def test_requests_are_answered_round_robin_over_clients():
     queue = FairQueue(10)
     for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
         assert queue.put(Piece(name[0], name))
-    taken = [queue.take() for _ in range(6)]
-    assert [piece and piece.name for piece in taken] == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    assert queue.take() is None and len(queue) == 0
+    popped = [queue.pop() for _ in range(6)]
+    assert [piece and piece.name for piece in popped] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert queue.pop() is None and len(queue) == 0
 
 
 def test_a_queue_is_bounded_and_whoever_is_next_is_not_passed_by():
     queue = FairQueue(2)
     first, second = Piece("a", "first"), Piece("b", "second")
     assert queue.put(first) and queue.put(second) and not queue.put(Piece("a", "third"))
-    assert queue.take(lambda piece: piece is second) is None
+    assert queue.pop(lambda piece: piece is second) is None
     queue.remove(first)
     queue.remove(first)
-    assert queue.take(lambda piece: piece is second) is second
+    assert queue.pop(lambda piece: piece is second) is second
     assert queue.put(first) and queue.close() == [first]
     assert queue.next() is None and not queue.put(second)
 

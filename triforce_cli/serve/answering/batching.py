@@ -23,7 +23,7 @@ _SAVED_FROM = 1024
 """Tokens of a prompt from which on `--save-prompts` saves it."""
 
 
-_TELL_S = 0.1
+TELL_S = 0.1
 """Between two events of how a prompt is read."""
 
 
@@ -119,11 +119,11 @@ class RunningBatch:
             self._join(batch)
 
     def _join(self, batch: Batch) -> None:
-        """Lets those in that are next in turn, as long as there is room. One about another saved context waits for the
+        """Lets those in that are next in the queue, as long as there is room. One about another saved context waits for the
         end of the batch, as one that is restored begins a batch; so does whatever comes once all are complete, as the
         first of a batch goes on from all that the last one has read."""
         while 0 < len(self._writing) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
-            job = self._queue.take(lambda w: isinstance(w, Job) and w.request.context in (None, self._context))
+            job = self._queue.pop(lambda w: isinstance(w, Job) and w.request.context in (None, self._context))
             if not isinstance(job, Job):
                 return
             for writing, request in self._begin(job):
@@ -145,7 +145,7 @@ class RunningBatch:
         if ended:
             piece += text.finish()
         if piece:
-            job.send(Piece(writing.number, piece))
+            job.send(Piece(writing.number, piece, s))
         if not ended:
             return
         batch.end(index)
@@ -175,7 +175,7 @@ class RunningBatch:
             raise CutError
         writing = self._writing.get(index)
         now = time.perf_counter()
-        if writing is None or batch is None or writing.number or (share < 1 and now - writing.told < _TELL_S):
+        if writing is None or batch is None or writing.number or (share < 1 and now - writing.told < TELL_S):
             return
         writing.began, writing.told = writing.began or now, now
         s = batch.sequences[index].statistics

@@ -1,4 +1,4 @@
-"""Work that waits: so much at most, and clients take turns, so that one who asks a lot delays others by one request."""
+"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays others by one request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class FairQueue(Generic[W]):
-    """For any number of threads that put, and one that takes."""
+    """For any number of threads that put, and one that pops."""
 
     def __init__(self, most: int) -> None:
         """Args: `most` pieces of work wait."""
@@ -48,13 +48,13 @@ class FairQueue(Generic[W]):
             return True
 
     def next(self) -> W | None:
-        """The next one in turn, waited for; `None` once the queue is closed."""
+        """The next piece of work, waited for; `None` once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._by_client or self._closed)
-            return self.take()
+            return self.pop()
 
-    def take(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
-        """The next one in turn, if there is one and it fits. One that does not is not passed by, or it might wait for
+    def pop(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
+        """The next piece of work, if there is one and it fits. One that does not is not passed by, or it might wait for
         ever."""
         with self._changed:
             if not self._by_client:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ....offload.contexts.manifest import ContextError, Frame
+from ....offload.statistics import Statistics
 from ....tp.errors import CapacityError, TriforceError
 from ...requests.answer_text import AnswerText
 from ...requests.body import AnswerRequest, BodyError
@@ -34,6 +35,7 @@ class Piece:
 
     number: int
     text: str
+    statistics: Statistics
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
 from ...requests.body import BodyError
 from ..request import ServeRequest
-from .batching import CutError, RunningBatch
+from .batching import TELL_S, CutError, RunningBatch
 from .fair_queue import FairQueue
 from .jobs import STOPPING, Job, Progress, Saved, Upload
 from .metrics import Metrics
@@ -42,7 +42,7 @@ class Worker:
         self._cut = False
         self._batch: RunningBatch | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        metrics.watch("queue_length", "Requests that wait for their turn", lambda: len(self.queue))
+        metrics.watch("queue_length", "Requests that wait in the queue", lambda: len(self.queue))
         metrics.watch("running_answers", "Answers that are being written, or wait for memory", lambda: self.running)
 
     @property
@@ -105,7 +105,10 @@ class Worker:
         except TriforceError:
             pass  # whoever asked knows
         except Exception as error:
-            self._tell(f"error: the engine failed ({type(error).__name__}); requests that were being answered know")
+            self._tell(
+                f"error: the engine failed ({type(error).__name__}); requests under way were told; "
+                "--debug shows the traceback"
+            )
             if self._request.debug:
                 traceback.print_exc()
         finally:
@@ -115,13 +118,17 @@ class Worker:
         """Reads and saves a text, unless all of it is saved."""
         contexts, name, token_ids = engine.contexts, upload.name, upload.token_ids
         assert contexts  # the engine was loaded from files
-        began, tokens = time.perf_counter(), len(token_ids)
+        began, told, tokens = time.perf_counter(), 0.0, len(token_ids)
 
         def note(share: float) -> None:
+            nonlocal told
             if self._cut or upload.abandoned:
                 raise CutError
-            read = tokens - missing + round(share * missing)
-            upload.send(Progress(tokens, tokens - missing, read, time.perf_counter() - began))
+            now = time.perf_counter()
+            if share < 1 and now - told < TELL_S:
+                return
+            told = now
+            upload.send(Progress(tokens, tokens - missing, tokens - missing + round(share * missing), now - began))
 
         try:
             missing = contexts.missing(name, token_ids)

@@ -100,10 +100,7 @@ class Routes:
             answers = await self._until_gone(request, job, _collect(job, events))
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers)
             return JSONResponse(response_body(job.request, service.name, answers))
-        stream = AnswerStream(
-            job.request, service.name,
-            include_usage=delivery.include_usage, return_progress=delivery.return_progress,
-        )  # fmt: skip
+        stream = AnswerStream(job.request, service.name, delivery)
 
         def end() -> None:
             noted["new_tokens"] = stream.new_tokens
@@ -246,5 +243,5 @@ async def _saved(events: Events) -> Saved:
 
 
 def _client(request: Request) -> str:
-    """Whose turn it is."""
+    """Whose request it is, for the queue."""
     return request.client.host if request.client else ""

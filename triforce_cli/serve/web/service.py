@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,45 +21,9 @@ from ..answering.fair_queue import FairQueue
 from ..answering.jobs import STOPPING, Job, Upload
 from ..answering.worker import Worker
 from ..request import ServeRequest
-from .streams import Events
+from .streams import DELIVERY, Delivery, Events
 
 T = TypeVar("T")
-
-_DELIVERY = ("stream", "stream_options", "return_progress")
-"""Fields that say how an answer is delivered, and change nothing of it."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """How a client wants its answer."""
-
-    stream: bool = False
-    include_usage: bool = False
-    return_progress: bool = False
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Delivery:
-        """Raises:
-        BodyError: a field that is not what it must be.
-        """
-        options = body.get("stream_options")
-        if options is not None and not isinstance(options, dict):
-            raise BodyError("stream_options must be an object", "stream_options")
-        others = [name for name in options or {} if name not in ("include_usage", "include_obfuscation")]
-        if others:
-            name = f"stream_options.{others[0]}"
-            raise BodyError(f"{name} is not supported here; leave it out", name, code="unsupported_field")
-        stream = _flag(body, "stream")
-        if options and not stream:
-            raise BodyError("stream_options is for answers with stream: true", "stream_options")
-        return cls(stream, _flag(options or {}, "include_usage", "stream_options."), _flag(body, "return_progress"))
-
-
-def _flag(body: Mapping[str, Any], name: str, before: str = "") -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BodyError(f"{before}{name} must be true or false", f"{before}{name}")
-    return bool(value)
 
 
 class Service:
@@ -80,8 +43,7 @@ class Service:
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
         self._preparing = ThreadPoolExecutor(1, "prompts")
-        places = {str(self.store.root): "the saved contexts", str(directory): "the model"}
-        self.hidden = places | {str(Path.home()): "~"}
+        self.hidden = {str(self.store.root): "the saved contexts", str(directory): "the model"}
         """What stands in messages to clients for places on this machine."""
 
     @property
@@ -132,7 +94,7 @@ class Service:
 
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
         body = parsed(raw)
-        rest = {name: value for name, value in body.items() if name not in _DELIVERY}
+        rest = {name: value for name, value in body.items() if name not in DELIVERY}
         return check_body(rest, endpoint, self._defaults), Delivery.of(body)
 
     async def _prepare(self, work: Callable[[], T]) -> T:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ...requests.body import CHAT, AnswerRequest, BodyError
@@ -21,6 +22,49 @@ FIRST_EVENT_S = 1.0
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
+
+
+DELIVERY = ("stream", "stream_options", "return_progress", "timings_per_token")
+"""Fields that say how an answer is delivered, and change nothing of it."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How a client wants its answer."""
+
+    stream: bool = False
+    include_usage: bool = False
+    return_progress: bool = False
+    timings_per_token: bool = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Delivery:
+        """Raises:
+        BodyError: a field that is not what it must be.
+        """
+        options = body.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise BodyError("stream_options must be an object", "stream_options")
+        others = [name for name in options or {} if name not in ("include_usage", "include_obfuscation")]
+        if others:
+            name = f"stream_options.{others[0]}"
+            raise BodyError(f"{name} is not supported here; leave it out", name, code="unsupported_field")
+        stream = _flag(body, "stream")
+        if options and not stream:
+            raise BodyError("stream_options is for answers with stream: true", "stream_options")
+        return cls(
+            stream=stream,
+            include_usage=_flag(options or {}, "include_usage", "stream_options."),
+            return_progress=_flag(body, "return_progress"),
+            timings_per_token=_flag(body, "timings_per_token"),
+        )
+
+
+def _flag(body: Mapping[str, Any], name: str, before: str = "") -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BodyError(f"{before}{name} must be true or false", f"{before}{name}")
+    return bool(value)
 
 
 class Events:
@@ -62,9 +106,9 @@ def progress_body(event: Progress) -> dict[str, Any]:
 class AnswerStream:
     """The chunks of one request's answers."""
 
-    def __init__(self, request: AnswerRequest, model: str, *, include_usage: bool, return_progress: bool) -> None:
-        self._request, self._chat = request, request.endpoint == CHAT
-        self._include_usage, self._return_progress = include_usage, return_progress
+    def __init__(self, request: AnswerRequest, model: str, delivery: Delivery) -> None:
+        """Args: `model` is its name."""
+        self._request, self._chat, self._delivery = request, request.endpoint == CHAT, delivery
         self._same = {
             "id": new_id(request),
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -90,17 +134,19 @@ class AnswerStream:
             elif isinstance(event, Failed):
                 yield sse(error_of(event.error))
                 return
-            elif isinstance(event, Progress) and self._return_progress:
+            elif isinstance(event, Progress) and self._delivery.return_progress:
                 yield self._chunk(0, {} if self._chat else "", prompt_progress=progress_body(event))
             elif isinstance(event, Piece):
-                yield self._chunk(event.number, {"content": event.text} if self._chat else event.text)
+                so_far = FinishedAnswer(event.text, "", 0, event.statistics)
+                more = {"timings": timings([so_far])} if self._delivery.timings_per_token else {}
+                yield self._chunk(event.number, {"content": event.text} if self._chat else event.text, **more)
             elif isinstance(event, Finished):
                 self._answers[event.number] = event.answer
                 yield self._end(event)
                 if len(self._answers) == self._request.answers:
                     break
             event = await events.next(KEEP_ALIVE_S)
-        if self._include_usage:
+        if self._delivery.include_usage:
             yield sse({**self._same, "choices": [], "usage": usage(self._ordered), "timings": timings(self._ordered)})
         yield DONE
 
@@ -121,7 +167,7 @@ class AnswerStream:
     def _chunk(self, number: int, said: dict[str, str] | str, finish_reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": number, ("delta" if self._chat else "text"): said}
         choice |= {"logprobs": None, "finish_reason": finish_reason}
-        usage_of_none = {"usage": None} if self._include_usage else {}
+        usage_of_none = {"usage": None} if self._delivery.include_usage else {}
         return sse({**self._same, "choices": [choice], **usage_of_none, **more})
 
 

@@ -66,14 +66,18 @@ function addTurn(role, text) {
   return turn;
 }
 
-function addFigures(turn, timings) {
-  const figures = document.createElement("span");
-  figures.className = "figures";
+function figuresOf(timings) {
   const shares = [`${timings.predicted_n} tokens`];
   if (timings.predicted_n > 1) shares.push(`TBT ${(timings.predicted_ms / (timings.predicted_n - 1)).toFixed(1)} ms`);
   if (timings.draft_n) shares.push(`${((100 * timings.draft_n_accepted) / timings.draft_n).toFixed(0)} % of drafts accepted`);
   if (timings.cache_n) shares.push(`${timings.cache_n.toLocaleString("en")} tokens not read again`);
-  figures.textContent = shares.join(" · ");
+  return shares.join(" · ");
+}
+
+function addFigures(turn, timings) {
+  const figures = document.createElement("span");
+  figures.className = "figures";
+  figures.textContent = figuresOf(timings);
   turn.append(figures);
 }
 
@@ -86,6 +90,7 @@ function showReading(progress) {
 
 function setRunning(controller) {
   running = controller;
+  at("turns").setAttribute("aria-busy", String(Boolean(controller))); // read out once it is whole
   at("send").hidden = Boolean(controller);
   at("stop").hidden = !controller;
   for (const id of ["new", "context", "file"]) at(id).disabled = Boolean(controller);
@@ -100,7 +105,7 @@ async function answer() {
   let text = "";
   let timings = null;
   try {
-    const body = { messages, stream: true, return_progress: true };
+    const body = { messages, stream: true, return_progress: true, timings_per_token: true };
     if (at("context").value) body.context = at("context").value;
     const options = { method: "POST", body: JSON.stringify(body), signal: controller.signal };
     for await (const event of events(await call("v1/chat/completions", options))) {
@@ -112,12 +117,14 @@ async function answer() {
       turn.textContent = text;
       follow(turn);
       say("writing");
+      at("progress-figures").textContent = timings ? figuresOf(timings) : "";
     }
     say("");
   } catch (error) {
     say(controller.signal.aborted ? "stopped" : error.message, !controller.signal.aborted);
   }
   showReading(null);
+  at("progress-figures").textContent = "";
   messages.push({ role: "assistant", content: text });
   if (timings) addFigures(turn, timings);
   follow(turn);
