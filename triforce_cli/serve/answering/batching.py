@@ -119,9 +119,9 @@ class RunningBatch:
             self._join(batch)
 
     def _join(self, batch: Batch) -> None:
-        """Lets those in that are next in the queue, as long as there is room. One about another saved context waits for the
-        end of the batch, as one that is restored begins a batch; so does whatever comes once all are complete, as the
-        first of a batch goes on from all that the last one has read."""
+        """Lets in what is next in the queue, as long as there is room. What is about another saved context waits for
+        the end of the batch, as only the first is restored; so does what comes once all are complete, as only
+        the first goes on from what the last batch has read."""
         while 0 < len(self._writing) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
             job = self._queue.pop(lambda w: isinstance(w, Job) and w.request.context in (None, self._context))
             if not isinstance(job, Job):

@@ -1,4 +1,4 @@
-"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays others by one request."""
+"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays the others little."""
 
 from __future__ import annotations
 
