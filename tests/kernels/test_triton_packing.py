@@ -47,7 +47,7 @@ def test_the_bytes_and_the_values_are_those_of_the_reference(device, kind):
 @both
 @given(
     kind=strategies.sampled_from(KV_KINDS),
-    shape=strategies.sampled_from([(2, 1, 64, 64), (2, 1, 64, 80), (1, 2, 64, 128), (2, 1, 64, 1), (1, 1, 128, 33)]),
+    shape=strategies.sampled_from([(2, 1, 64, 64), (2, 1, 64, 80), (2, 1, 64, 128), (2, 2, 64, 1), (2, 1, 128, 33)]),
     seed=strategies.integers(0, 2**32 - 1),
 )
 @examples(100)
