@@ -83,24 +83,23 @@ def questions(engine: Engine, prompts: list[list[int]], new_tokens: int, repeat:
     """One question against all of them, in turns."""
     run(engine, prompts[:1], 8)  # the text is read, and kept
     turns = [[run(engine, prompts[:n], new_tokens) for n in (1, len(prompts))] for _ in range(repeat)]
-    assert all(one["token_ids"][0] == many["token_ids"][0] for one, many in turns)
-    return summary(turns)
+    return summary(turns, [one["token_ids"][0] == many["token_ids"][0] for one, many in turns])
 
 
 def own_texts(engine: Engine, texts: list[list[int]], new_tokens: int, repeat: int) -> dict[str, Any]:
     """Plain decoding against three tiers, in turns, of texts that share nothing."""
     turns = [[run(engine, texts, new_tokens, tiers) for tiers in (1, 3)] for _ in range(repeat)]
-    assert all(one["token_ids"] == three["token_ids"] for one, three in turns)
-    return summary(turns)
+    return summary(turns, [one["token_ids"] == three["token_ids"] for one, three in turns])
 
 
-def summary(turns: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of both, and of the ratio of their tokens per second."""
+def summary(turns: list[list[dict[str, Any]]], same: list[bool]) -> dict[str, Any]:
+    """Medians of both, and of the ratio of their tokens per second. `same` says of each turn whether both wrote the
+    same tokens, as they must where `settings.exact` is true."""
     middle = sorted(turns, key=lambda turn: turn[1]["tokens_per_s"])[len(turns) // 2]
     ratio = statistics.median(b["tokens_per_s"] / a["tokens_per_s"] for a, b in turns)
     for side in middle:
         del side["token_ids"]
-    return {"ratio": ratio, "first": middle[0], "second": middle[1]}
+    return {"ratio": ratio, "same_tokens": same, "first": middle[0], "second": middle[1]}
 
 
 def show(part: str, found: dict[str, Any]) -> None:
@@ -112,7 +111,11 @@ def show(part: str, found: dict[str, Any]) -> None:
             f"{side['settings']['draft_length']}/{side['settings']['block_length']}, seconds {side['time_s']}",
             file=sys.stderr,
         )
-    print(f"{part}: {found['ratio']:.2f} times the tokens per second (median of turns)", file=sys.stderr)
+    print(
+        f"{part}: {found['ratio']:.2f} times the tokens per second (median of turns); the same tokens: "
+        f"{found['same_tokens']}",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

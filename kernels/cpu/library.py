@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 3
+_ABI = 4
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -20,12 +20,13 @@ class Level(IntEnum):
     """Instruction sets, each including those before it; the enumeration of cpu.h."""
 
     NONE = 0
+    """Packing, in instructions that every processor has."""
     AVX2 = 1
-    """Attention only."""
+    """Attention and packing."""
     AVX512 = 2
-    """Attention only."""
+    """Attention and packing."""
     AVX512_BF16 = 3
-    """AVX-512 with bfloat16 dot products: attention, projections, MLP and rotation."""
+    """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation."""
     AMX = 4
     """Matrix tiles. The compiled kernels do not use them and compute as on the level before. PyTorch's products do, so
     its flash kernel is the faster one for prefill in bfloat16 (see `attention.choose_backend`)."""
@@ -56,6 +57,21 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("mass_rows", "chunk_size")),
         *((name, ctypes.c_int64) for name in ("type", "threads", "level")),
         ("scale", ctypes.c_double),
+    )
+
+
+class PackingCall(ctypes.Structure):
+    """The arguments of `triforce_pack` and `triforce_unpack`: `Packing` of cpu.h, field by field."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("blocks", "slots"),
+            *("block_stride", "head_stride", "token_stride", "slot_stride"),
+            *("num_blocks", "num_kv_heads", "tokens", "head_dim"),
+            *("below", "starts", "exceptions", "largest", "slot_bytes", "capacity"),
+            *("threads", "level"),
+        )
     )
 
 
@@ -102,6 +118,8 @@ def _declare(kernels: ctypes.CDLL) -> None:
         *(pointer, count, count, count, count, count, flag),
     ]
     kernels.triforce_rotate.restype = None
+    for kernel in (kernels.triforce_pack, kernels.triforce_unpack):
+        kernel.argtypes = [ctypes.POINTER(PackingCall)]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import torch
 
 from ...tp.devices import device_name
 from ...tp.errors import UsageError
-from ...tp.model.decoder import PREFILL_ROWS, Decoder
+from ...tp.model.decoder import Decoder, shareable
 from ..caches.full import FullCache
 from ..caches.kept import KeptCache, common_length, reusable
 from ..caches.refreshing import RefreshingCache
@@ -34,9 +34,6 @@ from ..speculation.tiers import Tier
 from ..transfer.link import Traffic
 from .request import Order
 from .sequence import BatchSequence, SequenceCaches
-
-SHARED_STEP = PREFILL_ROWS
-"""Sequences share a multiple of so many tokens: tiles of a prefill, whose numbers are the same in whoever's reading."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +164,7 @@ class Opening:
 
     def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:
         """The cache that holds the most of `prompt`, and how many tokens of it."""
-        step = SHARED_STEP
-        while step % self._models.settings.planned_chunk_size:
-            step += SHARED_STEP
+        chunk = self._models.settings.planned_chunk_size
         best: FullCache | None = None
         shared = 0
         for other in others:
@@ -177,7 +172,10 @@ class Opening:
             full = other.caches.full if other.caches else root
             # What was generated was computed with other tiles than a prompt.
             known = min(len(other.order.prompt), full.length if full else 0)
-            tokens = common_length(other.context[:known], prompt[: reusable(prompt)]) // step * step
+            common = common_length(other.context[:known], prompt[: reusable(prompt)])
+            tokens = shareable(common, len(prompt), len(other.order.prompt))
+            while tokens % chunk:
+                tokens = shareable(tokens - 1, len(prompt), len(other.order.prompt))
             if full is not None and tokens > shared:
                 best, shared = full, tokens
         while best and best.prefix and shared <= best.start:

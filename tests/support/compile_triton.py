@@ -2,6 +2,7 @@
 
     python compile_triton.py               # a table: usual shapes and dtypes, for five architectures
     python compile_triton.py --unusual 90  # other shapes and dtypes, for one architecture
+    python compile_triton.py --only pack   # a table of the kernels whose names begin so
 
 It fails where a kernel spills registers or takes more shared memory than the smallest of these GPUs has. The number of
 rows is no part of a kernel: rows are tiles of one size. All figures are those of the assembler (`ptxas -v`).
@@ -24,6 +25,7 @@ import triton
 import triton.knobs
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import chunks as triton_chunks
+from triforce.kernels.triton import packing as triton_packing
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,6 +33,7 @@ SHARED_MEMORY = 99 * 1024
 """Bytes a program may take on sm_86, sm_89 and sm_120, the least of the GPUs this is for."""
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+PACKING = "packing", "packing: exceptions", "packing: unpacking"
 FLOATS = dict.fromkeys(["parts", "peaks", "totals", "running", "out", "lse", "mass"], "*fp32")
 
 
@@ -143,6 +146,15 @@ def chunk_variants(dtype: torch.dtype, head_dim: int, chunk: int) -> list[Varian
     ]
 
 
+def packing_variants(head_dim: int) -> list[Variant]:
+    """Packing, the list of exceptions, and unpacking."""
+    tile_dim = triton_attention.power_of_two(head_dim)
+    constants = {"HEAD_DIM": head_dim, "TILE_DIM": tile_dim}
+    types = {"blocks": "*i16", "slots": "*u8", "words": "*i32"}
+    kernels = triton_packing._pack_kernel, triton_packing._exceptions_kernel, triton_packing._unpack_kernel
+    return [Variant(kernel, constants, types, triton_packing.warps_of(tile_dim)) for kernel in kernels]
+
+
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
     """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
     captured, without a window and with one, and a prefill with a window."""
@@ -158,6 +170,8 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
         yield "merge", merge_variant(head_dim, running=True)
+        for name, variant in zip(PACKING, packing_variants(head_dim), strict=True):
+            yield name, variant
 
 
 def unusual_variants() -> Iterator[tuple[str, Variant]]:
@@ -170,6 +184,9 @@ def unusual_variants() -> Iterator[tuple[str, Variant]]:
         yield "merge", merge_variant(80, running=running)
     for variant in chunk_variants(torch.bfloat16, 80, 12):
         yield "copies of chunks", variant
+    for head_dim in (80, 256):
+        for name, variant in zip(PACKING, packing_variants(head_dim), strict=True):
+            yield name, variant
 
 
 def checked(name: str, variant: Variant, capability: int) -> Usage:
@@ -180,10 +197,14 @@ def checked(name: str, variant: Variant, capability: int) -> Usage:
     return usage
 
 
-def tabulate(capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> None:
+def tabulate(
+    capabilities: list[int], dtypes: list[torch.dtype], head_dims: list[int], groups: list[int], only: str
+) -> None:
     """Prints a row for each kernel and tile: the most that any variant takes, and the least occupancy."""
     rows: dict[tuple[str, str], dict[int, list[tuple[Usage, float]]]] = {}
     for name, variant in usual_variants(dtypes, head_dims, groups):
+        if not name.startswith(only):
+            continue
         tile = " x ".join(str(size) for key, size in variant.constants.items() if key.startswith("TILE_"))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
         for capability, found in row.items():
@@ -203,6 +224,7 @@ def _cell(found: list[tuple[Usage, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--unusual", type=int, metavar="90")
+    parser.add_argument("--only", default="", metavar="NAME")
     parser.add_argument("--capabilities", type=int, nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -210,10 +232,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.unusual:
         for name, variant in unusual_variants():
-            print(name, variant.constants, checked(name, variant, options.unusual))
+            if name.startswith(options.only):
+                print(name, variant.constants, checked(name, variant, options.unusual))
         return
     dtypes = [getattr(torch, name) for name in options.dtypes]
-    tabulate(options.capabilities, dtypes, options.head_dims, options.groups)
+    tabulate(options.capabilities, dtypes, options.head_dims, options.groups, options.only)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Attention by PyTorch's own function in float64, which every implementation is compared with, and random inputs."""
+"""Attention by PyTorch's own function in float64, which every implementation is compared with, and random inputs, those
+of packing included."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triforce.kernels.packing import Layout, pack
 
 
 def random_qkv(
@@ -45,3 +47,48 @@ def error_of(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> float:
     return max(
         (out - want_out).abs().max().item(), (lse[seen] - want_lse[seen]).abs().amax().item() if seen.any() else 0.0
     )
+
+
+EVERY_VALUE = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+"""Every bit pattern of bfloat16."""
+
+KV_KINDS = ["normal", "any bits", "some zeros", "far below", "subnormal", "few any bits"]
+
+
+def kv_block(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Keys or values of one of `KV_KINDS`, by the spread of their exponents and by what they are."""
+    g = torch.Generator().manual_seed(seed)
+    any_bits = torch.randint(-(2**15), 2**15, shape, generator=g, dtype=torch.int32).to(torch.int16)
+    scales = torch.rand(shape[-1], generator=g).mul(40).sub(20).exp2()  # channels differ much
+    normal = (torch.randn(shape, generator=g) * scales).bfloat16()
+    rare = torch.rand(shape, generator=g) < 2.0 ** -float(torch.rand((), generator=g) * 8 + 6)
+    if kind == "any bits":
+        return any_bits.view(torch.bfloat16)
+    if kind == "some zeros":
+        return normal.masked_fill(rare, 0.0)
+    if kind == "far below":
+        return torch.where(rare, normal * 2.0**-60, normal)
+    if kind == "subnormal":  # exponents 0 to 7
+        return (any_bits & -32641 | (any_bits >> 3 & 7) << 7).view(torch.bfloat16)
+    if kind == "few any bits":
+        return torch.where(rare, any_bits.view(torch.bfloat16), normal)
+    return normal
+
+
+def damaged_slots(blocks: Tensor, count: int, seed: int) -> tuple[Tensor, Layout]:
+    """Slots of packed blocks in which something is different: anything, starts, exceptions, or a few bits."""
+    layout = Layout(*blocks.shape[1:])
+    slots = pack(blocks)[0]
+    g = torch.Generator().manual_seed(seed)
+    slots = slots[torch.randint(len(slots), (count,), generator=g)].clone()
+    noise = torch.randint(256, slots.shape, generator=g).to(torch.uint8)
+    parts = [(0, layout.slot_bytes), (layout.starts, layout.exceptions), (layout.exceptions, layout.largest)]
+    for index, slot in enumerate(slots):
+        first, stop = parts[index % 3]
+        where = torch.rand(layout.slot_bytes, generator=g) < (1.0, 0.3, 0.01)[index // 3 % 3]
+        where[:first] = where[stop:] = False
+        slot[where] = noise[index][where]
+        if index % 4:  # so that it says that its block is there
+            total = torch.randint(layout.capacity + 1, (1,), generator=g, dtype=torch.int32)
+            slot[layout.exceptions - 4 : layout.exceptions] = total.view(torch.uint8)
+    return slots, layout

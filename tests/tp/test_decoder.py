@@ -1,10 +1,15 @@
 """The decoder computes what transformers computes, fed in any parts, from one weight file or shards."""
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import SHAPES, random_tokens, save_llama
+from triforce.kernels.selection import FEW_ROWS
 from triforce.offload.caches.full import FullCache
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.model.decoder import PREFILL_ROWS, TAIL_ROWS, Decoder, shareable, tiles
 
 CPU = torch.device("cpu")
 
@@ -73,3 +78,26 @@ def test_weights_in_shards_equal_weights_in_one_file(tmp_path):
         decoder, cache = load(tmp_path / name)
         logits.append(decoder.forward(tokens, cache))
     assert torch.equal(*logits)
+
+
+@given(length=st.integers(1, 30_000), start=st.integers(0, 29))
+def test_a_part_of_a_prefill_does_not_depend_on_where_reading_began(length, start):
+    """As long as it began where a part begins, and more than the rows of a step are left."""
+    start *= TAIL_ROWS
+    whole = list(itertools.accumulate(tiles(0, length), initial=0))
+    assert whole[-1] == length
+    if start in whole and length - start > FEW_ROWS:
+        assert list(itertools.accumulate(tiles(start, length - start), initial=start)) == whole[whole.index(start) :]
+
+
+@given(lengths=st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), common=st.integers(0, 20_000))
+def test_prompts_share_parts_that_both_have(lengths, common):
+    common = min(common, *lengths)
+    shared = shareable(common, *lengths)
+    assert 0 <= shared <= common
+    ends = [set(itertools.accumulate(tiles(0, length), initial=0)) for length in lengths]
+    if min(lengths) > FEW_ROWS:
+        assert shared in ends[0] and shared in ends[1]
+        up_to = [sorted(end for end in of if end <= shared) for of in ends]
+        assert up_to[0] == up_to[1]
+    assert common - shared < PREFILL_ROWS

@@ -24,10 +24,11 @@ from ..weights.checkpoint import Checkpoint
 from .config import ModelConfig
 from .rope import Rope
 
-PREFILL_ROWS = 1024
-"""Tokens that are computed together in a layer, which bounds the activations of a long prefill: those of a tile, which
-begins at a multiple of this number. So the numbers of a token do not depend on where a reading began, if that was at
-the beginning of a tile."""
+PREFILL_ROWS = 4096
+"""Tokens that are computed together in a layer at most, which bounds the activations of a long prefill."""
+
+TAIL_ROWS = 1024
+"""The same for the last tokens of a prompt, behind the last whole `PREFILL_ROWS`."""
 
 
 class Cache(Protocol):
@@ -145,10 +146,10 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding[token_ids]  # [n, hidden]
-        tiles = _tiles(start, hidden.shape[0])
+        parts = tiles(start, hidden.shape[0])
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
-            for rows in hidden.split(tiles):
+            for rows in hidden.split(parts):
                 rows += self._attention(index, layer, rows, cache)
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
@@ -190,13 +191,29 @@ class Decoder:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _tiles(start: int, n: int) -> list[int]:
-    """The tokens of each part of a pass over `n` tokens from position `start` on."""
+def tiles(start: int, n: int) -> list[int]:
+    """The tokens of each part of a pass over `n` tokens from position `start` on.
+
+    A part ends at a multiple of `PREFILL_ROWS`, and behind the last of those at multiples of `TAIL_ROWS`: another
+    number of rows rounds otherwise, so parts must not depend on where a reading began, if that was where one begins.
+    """
     if n <= FEW_ROWS:
         return [n]
-    first = min(n, PREFILL_ROWS - start % PREFILL_ROWS)
-    whole, rest = divmod(n - first, PREFILL_ROWS)
-    return [first, *[PREFILL_ROWS] * whole, *([rest] if rest else [])]
+    found, position, stop = [], start, start + n
+    while position < stop:
+        size = PREFILL_ROWS if position < stop // PREFILL_ROWS * PREFILL_ROWS else TAIL_ROWS
+        end = min(stop, (position // size + 1) * size)
+        found.append(end - position)
+        position = end
+    return found
+
+
+def shareable(common: int, length: int, other: int) -> int:
+    """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
+    whole, other_whole = length // PREFILL_ROWS, other // PREFILL_ROWS
+    if whole == other_whole and common >= whole * PREFILL_ROWS:
+        return common // TAIL_ROWS * TAIL_ROWS
+    return min(common // PREFILL_ROWS, whole, other_whole) * PREFILL_ROWS
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:

@@ -13,13 +13,14 @@
 #endif
 
 /* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 3
+#define TRIFORCE_ABI 4
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
 EXPORT int64_t triforce_attention_size(void);
 
-/* Instruction sets, each with all before it. Attention is compiled for the first three; products (layers.c) need
+/* Instruction sets, each with all before it. Attention is compiled for the first three, packing for two
+ * of them and for all processors; products (layers.c) need
  * LEVEL_AVX512BF16. LEVEL_AMX adds no kernel here: it says that PyTorch's own bfloat16 products use matrix tiles. */
 enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
 
@@ -48,5 +49,21 @@ EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, f
 EXPORT void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines,
                             const float *sines, int64_t table_stride, void *out, int64_t out_head_stride,
                             int64_t out_row_stride, int64_t heads, int64_t n, int64_t dim, int is_bf16);
+
+/* The arguments of packing; `PackingCall` of kernels/cpu/library.py declares the same fields in the same order. Strides
+ * of blocks are in values, that of slots and the offsets within a slot (kernels/packing.py) in bytes. */
+typedef struct {
+    int64_t blocks, slots; /* addresses: [num_blocks][num_kv_heads][tokens][head_dim] and [num_blocks][slot_bytes] */
+    int64_t block_stride, head_stride, token_stride, slot_stride;
+    int64_t num_blocks, num_kv_heads, tokens, head_dim; /* tokens a multiple of 64 */
+    int64_t below, starts, exceptions, largest, slot_bytes;
+    int64_t capacity; /* exceptions that a slot has room for */
+    int64_t threads, level;
+} Packing;
+
+/* Packs bfloat16 values, or writes those of packed blocks: 0; 2 if this processor has not the level. Below LEVEL_AVX2
+ * they are compiled for every processor. */
+EXPORT int triforce_pack(const Packing *call);
+EXPORT int triforce_unpack(const Packing *call);
 
 #endif

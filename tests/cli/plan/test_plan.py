@@ -236,7 +236,7 @@ def test_sequences_over_one_text_share_its_stream(capfd):
     one, eight = (json.loads(plan(capfd, *given, "--batch", n, "--json", "-").out) for n in (1, 8))
     assert eight["batch"] == 8
     for tier, together in zip(one["modelled"], eight["modelled"], strict=True):
-        assert together["tokens_per_second"] > 3 * tier["tokens_per_second"]
+        assert together["tokens_per_second"] > 2 * tier["tokens_per_second"]
         assert together["tokens_per_second"] == pytest.approx(8e3 / together["tbt_ms"])
     assert eight["per_gpu_bytes"]["retrieval"] > 7 * one["per_gpu_bytes"]["retrieval"]
     open_budgets = [json.loads(plan(capfd, *given[:-2], "--batch", n, "--json", "-").out)["settings"] for n in (1, 64)]

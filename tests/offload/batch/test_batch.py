@@ -11,11 +11,11 @@ from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Batch, Engine, Request, Sampling
-from triforce.offload.batch.opening import SHARED_STEP
 from triforce.tp.model import decoder as decoders
+from triforce.tp.model.decoder import TAIL_ROWS
 
 GREEDY = Sampling(temperature=0.0)
-BOOK = random_tokens(2 * SHARED_STEP + 300, seed=3)
+BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)
 """What prompts begin with."""
 
 
@@ -55,9 +55,9 @@ def prompts_of(draw) -> list[list[int]]:
     """Prompts some of which begin alike: with parts of one text, or with parts of each other."""
     prompts: list[list[int]] = []
     for seed in range(draw(st.integers(1, 9))):
-        shared = draw(st.sampled_from([0, 3, 700, SHARED_STEP, SHARED_STEP + 40, 2 * SHARED_STEP + 10]))
+        shared = draw(st.sampled_from([0, 3, 700, TAIL_ROWS, TAIL_ROWS + 40, 2 * TAIL_ROWS + 10]))
         base = draw(st.sampled_from([BOOK, *prompts]))
-        own = draw(st.sampled_from([1, 9, 60, 290, SHARED_STEP + 5]))
+        own = draw(st.sampled_from([1, 9, 60, 290, TAIL_ROWS + 5]))
         prompts.append(base[:shared] + random_tokens(own, seed=100 + seed))
     return prompts
 
@@ -104,7 +104,7 @@ def test_what_prompts_begin_with_is_read_once(models):
     prompts = [BOOK + random_tokens(n, seed=n) for n in (5, 30, 70)]
     batch = models.engine("llama").batch([Request(prompt, GREEDY, 12, ignore_eos=True) for prompt in prompts])
     finish(batch)
-    assert [sequence.statistics.reused_tokens for sequence in batch.sequences] == [0, 2 * SHARED_STEP, 2 * SHARED_STEP]
+    assert [sequence.statistics.reused_tokens for sequence in batch.sequences] == [0, 2 * TAIL_ROWS, 2 * TAIL_ROWS]
     documents = batch.stats()["sequences"]
     assert [len(document["token_ids"]) for document in documents] == [12, 12, 12]
 
@@ -132,7 +132,7 @@ def test_a_sequence_has_one_text_alone_and_in_any_company(models, dtype, exact, 
     if plain and resident is None:
         pytest.skip("without compiled kernels a prefill in 16 bits depends on how large blocks are")
     sampling = [GREEDY, Sampling(0.8, 0.9, seed=5), Sampling(1.0, 1.0, 20, seed=5), Sampling(0.8, 0.9, seed=6)]
-    lengths = (5, 30, 70, SHARED_STEP + 40)
+    lengths = (5, 30, 70, TAIL_ROWS + 40)
     requests = [
         Request(BOOK + random_tokens(n, seed=n), s, 16, ignore_eos=True, number=i)
         for i, (n, s) in enumerate(zip(lengths, sampling, strict=True))

@@ -6,10 +6,10 @@ import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.batch.opening import SHARED_STEP
+from triforce.tp.model.decoder import TAIL_ROWS
 
 GREEDY = Sampling(temperature=0.0)
-BOOK = random_tokens(SHARED_STEP + 100, seed=3)
+BOOK = random_tokens(TAIL_ROWS + 100, seed=3)
 PROMPTS = [BOOK + random_tokens(n, seed=n) for n in (5, 30)] + [random_tokens(200, seed=9)]
 NEW_TOKENS = 12
 

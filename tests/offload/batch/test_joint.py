@@ -13,6 +13,7 @@ from tiny import save_llama
 from triforce.offload import Engine, Request
 from triforce.offload.batch import opening
 from triforce.offload.caches.together import JoinedCache, JoinedFullCache
+from triforce.tp.model import decoder
 
 TEXTS = 20_000
 """Texts of four sequences that `pytest --campaign` draws."""
@@ -31,7 +32,7 @@ def engine_and_target(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def share_short_prompts(monkeypatch):
-    monkeypatch.setattr(opening, "SHARED_STEP", 32)
+    monkeypatch.setattr(decoder, "TAIL_ROWS", 32)
 
 
 def drawn(engine, batches, seeded=False):

@@ -1,0 +1,41 @@
+"""Packing by the compiled CPU kernels (`source/packing.c`), which `packing.pack` and `packing.unpack` call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..packing import Layout
+from .library import PackingCall, cpu_level, loaded
+
+
+def pack_compiled(blocks: Tensor, slots: Tensor, layout: Layout, level: int | None = None) -> None:
+    """`packing.pack_plain`; `blocks` with contiguous channels.
+
+    Args:
+        level: the instructions to use, at most `cpu_level()`, which is the default; without any, plain C.
+    """
+    _call("triforce_pack", blocks, slots, layout, level)
+
+
+def unpack_compiled(slots: Tensor, blocks: Tensor, layout: Layout, level: int | None = None) -> None:
+    """`packing.unpack_plain`; see `pack_compiled`."""
+    _call("triforce_unpack", blocks, slots, layout, level)
+
+
+def _call(name: str, blocks: Tensor, slots: Tensor, layout: Layout, level: int | None) -> None:
+    kernels = loaded()
+    assert kernels is not None and blocks.stride(-1) == slots.stride(-1) == 1
+    call = PackingCall()
+    call.blocks, call.slots = blocks.data_ptr(), slots.data_ptr()
+    call.block_stride, call.head_stride, call.token_stride, _ = blocks.stride()
+    call.slot_stride = slots.stride(0)
+    call.num_blocks, call.num_kv_heads, call.tokens, call.head_dim = blocks.shape
+    call.below, call.starts, call.exceptions = layout.below, layout.starts, layout.exceptions
+    call.largest, call.slot_bytes, call.capacity = layout.largest, layout.slot_bytes, layout.capacity
+    call.threads = torch.get_num_threads()
+    call.level = cpu_level() if level is None else level
+    if getattr(kernels, name)(ctypes.byref(call)):
+        raise ValueError(f"this processor has not the instructions of level {call.level}")

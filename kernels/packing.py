@@ -1,0 +1,272 @@
+"""Keys and values in bfloat16 in three quarters of their bytes, without loss: `pack` and `unpack`.
+
+Over 64 tokens the exponents of one channel (one of the `head_dim` components) span so little that four bits, counted
+down from the largest of them, hold nearly all. A value keeps its sign and its seven bits of mantissa as they are. What
+lies further below the largest is an *exception*, with its exponent in a list of its own. Every bit pattern comes back:
+infinities, zeros of both signs, subnormal numbers and the payloads of NaNs.
+
+A block `[num_kv_heads, tokens, head_dim]` of `n` values packs into a *slot*, whose size follows from the shape alone. A
+*group* is one channel of one head at 64 consecutive tokens, the first of them a multiple of 64; a *tile* is the groups
+of all channels of a head at the same tokens. Tiles are numbered in the order of the block, tokens fastest. Numbers of
+several bytes are little-endian. A slot has, in this order and without gaps:
+
+* bytes: `n` bytes in the order of the block, each the sign (bit 7) and the mantissa (bits 0 to 6) of a value;
+* below: `n / 2` bytes, `[num_kv_heads, tokens / 2, head_dim]`: how far the exponent of a value is below the largest of
+  its group, at most 15; that of the even token in bits 0 to 3, that of the token after it in bits 4 to 7;
+* starts: `tiles + 1` 32-bit words: the number of exceptions before each tile, and in all;
+* exceptions: `capacity = n // VALUES_PER_EXCEPTION` 32-bit words in the order of the block: the position of the value
+  in its tile (`token * head_dim + channel`, token and channel counted from the tile's first) in bits 8 to 31, its
+  exponent in bits 0 to 7. What is behind the last exception is zero;
+* largest: `n / 64` bytes, `[num_kv_heads, tokens / 64, head_dim]`: the largest exponent of each group;
+* zeros up to a multiple of 64 bytes.
+
+So a value takes two loads, a shift, a subtraction and putting bits together, and the exceptions of a tile are found
+without looking for them. A block with more exceptions than the capacity does not fit: the exceptions beyond it are not
+in the slot, and that is what the last of `starts` says. Such a block has to be kept raw, somewhere else.
+
+The functions are plain PyTorch (the reference), the compiled kernels for CPUs (`cpu/source/packing.c`) and Triton
+(`triton/packing.py`), which agree in every byte. Other formats than bfloat16 are not packed: float16 has five bits of
+exponent, of which hardly one could be saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cpu.library import loaded
+from .packages import usable_packages
+
+GROUP = 64
+"""Tokens whose values of one channel share their largest exponent."""
+
+FARTHEST = 15
+"""How far below the largest exponent of its group the exponent of a value may be without being an exception."""
+
+VALUES_PER_EXCEPTION = 512
+"""Values of a block for which its slot has room for one exception."""
+
+_ALIGNMENT = 64
+"""Bytes that slots are a multiple of: a line of the processor's caches."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things are in the slot of a block of this shape: offsets in bytes.
+
+    Raises:
+        ValueError: `tokens` is not a multiple of 64, or the block has 2³¹ values or more.
+    """
+
+    num_kv_heads: int
+    tokens: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.tokens % GROUP:
+            raise ValueError(f"a block of {self.tokens} tokens cannot be packed: not a multiple of {GROUP}")
+        if self.values >= 2**31:
+            raise ValueError(f"a block of {self.values} values cannot be packed: 2^31 or more")
+
+    @property
+    def values(self) -> int:
+        """Values of the block."""
+        return self.num_kv_heads * self.tokens * self.head_dim
+
+    @property
+    def tiles(self) -> int:
+        return self.num_kv_heads * self.tokens // GROUP
+
+    @property
+    def capacity(self) -> int:
+        """Exceptions that there is room for."""
+        return self.values // VALUES_PER_EXCEPTION
+
+    @property
+    def below(self) -> int:
+        return self.values
+
+    @property
+    def starts(self) -> int:
+        return self.below + self.values // 2
+
+    @property
+    def exceptions(self) -> int:
+        return self.starts + 4 * (self.tiles + 1)
+
+    @property
+    def largest(self) -> int:
+        return self.exceptions + 4 * self.capacity
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return -(-(self.largest + self.values // GROUP) // _ALIGNMENT) * _ALIGNMENT
+
+
+def pack(blocks: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Packs blocks of keys or values, each into a slot of its own.
+
+    Args:
+        blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, `tokens` a multiple of 64. Keys and values of a block,
+            or several layers, can be packed as one by joining them to more heads.
+        slots: `[..., slot_bytes]` uint8, written; beginning at a multiple of 4 bytes. New ones if not given.
+
+    Returns:
+        `slots`, and which blocks are in theirs: `[...]` bool, on the same device. The others have to be kept raw. What
+        is in their slots is of no use, but for the number of exceptions.
+
+    Raises:
+        ValueError: another dtype, a number of tokens that is no multiple of 64, or slots of another shape.
+    """
+    layout = _layout_of(blocks)
+    if slots is None:
+        slots = torch.empty(*blocks.shape[:-3], layout.slot_bytes, dtype=torch.uint8, device=blocks.device)
+    rows = _rows(slots, blocks, layout)
+    flat = blocks.reshape(len(rows), *blocks.shape[-3:])
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    if flat.numel() == 0:
+        rows.zero_()
+    elif "triton" in usable_packages(blocks.device):
+        from .triton.packing import pack_triton
+
+        pack_triton(flat, rows, layout)
+    elif blocks.device.type == "cpu" and loaded() is not None:
+        from .cpu.packing import pack_compiled
+
+        pack_compiled(flat, rows, layout)
+    else:
+        pack_plain(flat, rows, layout)
+    return slots, is_packed(slots, layout)
+
+
+def unpack(slots: Tensor, blocks: Tensor) -> None:
+    """Writes the values of packed blocks; what belongs to a slot whose block is not in it stays as it is.
+
+    Args:
+        slots: `[..., slot_bytes]` uint8, as `pack` wrote them, beginning at a multiple of 4 bytes.
+        blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, written. Channels are contiguous, and all dimensions
+            before the last three can be viewed as one.
+
+    Slots with other contents give wrong values, but nothing outside the slots is read, and nothing outside the blocks
+    is written.
+
+    Raises:
+        ValueError: another dtype, shape or strides.
+    """
+    layout = _layout_of(blocks)
+    rows = _rows(slots, blocks, layout)
+    flat = _joined(blocks, 3)
+    if flat.stride(-1) != 1:
+        raise ValueError("the channels of blocks that are written must be contiguous")
+    if flat.numel() == 0:
+        return
+    if "triton" in usable_packages(blocks.device):
+        from .triton.packing import unpack_triton
+
+        unpack_triton(rows, flat, layout)
+    elif blocks.device.type == "cpu" and loaded() is not None:
+        from .cpu.packing import unpack_compiled
+
+        unpack_compiled(rows, flat, layout)
+    else:
+        unpack_plain(rows, flat, layout)
+
+
+def is_packed(slots: Tensor, layout: Layout) -> Tensor:
+    """Which slots `[..., slot_bytes]` have their block in them: `[...]` bool, on the same device."""
+    total = slots.view(torch.int32)[..., layout.starts // 4 + layout.tiles]
+    return (total >= 0) & (total <= layout.capacity)
+
+
+def pack_plain(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
+    """`pack` in PyTorch's operations: `blocks` `[num_blocks, num_kv_heads, tokens, head_dim]`, `slots` `[num_blocks,
+    slot_bytes]`."""
+    bits = blocks.view(torch.int16).to(torch.int32)
+    tiles = bits.unflatten(2, (-1, GROUP)).flatten(1, 2)  # [num_blocks, tiles, GROUP, head_dim]
+    exponents = tiles >> 7 & 0xFF
+    largest = exponents.amax(2)
+    distance = largest.unsqueeze(2) - exponents
+    exceptional = distance > FARTHEST
+    below = distance.clamp_max(FARTHEST)
+    slots.zero_()
+    slots[:, : layout.below] = (tiles >> 8 & 0x80 | tiles & 0x7F).flatten(1)
+    slots[:, layout.below : layout.starts] = (below[:, :, 0::2] | below[:, :, 1::2] << 4).flatten(1)
+    slots[:, layout.largest :][:, : largest[0].numel()] = largest.flatten(1)
+    words = slots.view(torch.int32)
+    counts = exceptional.flatten(2).sum(2)
+    words[:, layout.starts // 4 : layout.exceptions // 4] = F.pad(counts.cumsum(1), (1, 0))
+    block, place = exceptional.flatten(1).nonzero(as_tuple=True)
+    totals = counts.sum(1)
+    rank = torch.arange(len(place), device=place.device) - (totals.cumsum(0) - totals)[block]
+    entries = place % (GROUP * layout.head_dim) << 8 | exponents.flatten(1)[block, place]
+    kept = rank < layout.capacity
+    words[block[kept], layout.exceptions // 4 + rank[kept]] = entries[kept].to(torch.int32)
+
+
+def unpack_plain(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
+    """`unpack` in PyTorch's operations; shapes as in `pack_plain`."""
+    for slot, block, there in zip(slots, blocks, is_packed(slots, layout).tolist(), strict=True):
+        if there:
+            values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
+            block.copy_(values.to(torch.int16).view(torch.bfloat16))
+
+
+def _unpacked(slot: Tensor, layout: Layout) -> Tensor:
+    """The bits of the values of a slot's block, in its order: `[values]` int32."""
+    rows = slot[: layout.below].to(torch.int32).view(layout.tiles, GROUP, layout.head_dim)
+    pairs = slot[layout.below : layout.starts].to(torch.int32).view(layout.tiles, GROUP // 2, layout.head_dim)
+    below = torch.stack((pairs & FARTHEST, pairs >> 4), dim=2).flatten(1, 2)
+    largest = slot[layout.largest :][: layout.values // GROUP].to(torch.int32).view(layout.tiles, 1, layout.head_dim)
+    rest = ((rows & 0x80) << 8 | rows & 0x7F).flatten()
+    values = rest | ((largest - below & 0xFF) << 7).flatten()
+    words = slot.view(torch.int32)
+    starts = words[layout.starts // 4 : layout.exceptions // 4].long().clamp(0, layout.capacity)
+    counts = (starts[1:] - starts[:-1]).clamp_min(0)
+    tile = torch.arange(layout.tiles, device=slot.device).repeat_interleave(counts)
+    within = torch.arange(len(tile), device=slot.device) - (counts.cumsum(0) - counts)[tile]
+    entries = words[layout.exceptions // 4 : layout.largest // 4][starts[tile] + within]
+    position, tile_values = entries >> 8, GROUP * layout.head_dim
+    valid = (position >= 0) & (position < tile_values)
+    place = (tile * tile_values + position)[valid]
+    values[place] = rest[place] | (entries[valid] & 0xFF) << 7
+    return values
+
+
+def _layout_of(blocks: Tensor) -> Layout:
+    if blocks.dtype != torch.bfloat16 or blocks.dim() < 3:
+        raise ValueError(
+            f"only blocks of heads, tokens and channels in bfloat16 are packed, not {list(blocks.shape)} {blocks.dtype}"
+        )
+    num_kv_heads, tokens, head_dim = blocks.shape[-3:]
+    return Layout(num_kv_heads, tokens, head_dim)
+
+
+def _rows(slots: Tensor, blocks: Tensor, layout: Layout) -> Tensor:
+    """The slots as `[num_blocks, slot_bytes]`."""
+    wanted = (*blocks.shape[:-3], layout.slot_bytes)
+    if slots.dtype != torch.uint8 or slots.shape != wanted or slots.device != blocks.device:
+        raise ValueError(
+            f"the slots of blocks {list(blocks.shape)} are {list(wanted)} uint8 on {blocks.device}, not "
+            f"{list(slots.shape)} {slots.dtype} on {slots.device}"
+        )
+    aligned = slots.stride(-1) == 1 and slots.data_ptr() % 4 == 0 and all(step % 4 == 0 for step in slots.stride()[:-1])
+    if not aligned:
+        raise ValueError("slots must be contiguous and begin at multiples of 4 bytes")
+    return _joined(slots, 1)
+
+
+def _joined(x: Tensor, last: int) -> Tensor:
+    """A view of `x` in which all dimensions but the last ones are one.
+
+    Raises:
+        ValueError: their strides do not allow that.
+    """
+    try:
+        return x.view(math.prod(x.shape[:-last]), *x.shape[-last:])
+    except RuntimeError as error:
+        raise ValueError(f"{list(x.shape)} with strides {x.stride()} cannot be written in one go") from error
