@@ -139,7 +139,8 @@ class AnswerStream:
             elif isinstance(event, Piece):
                 so_far = FinishedAnswer(event.text, "", 0, event.statistics)
                 more = {"timings": timings([so_far])} if self._delivery.timings_per_token else {}
-                yield self._chunk(event.number, {"content": event.text} if self._chat else event.text, **more)
+                said = {"content": event.text} if self._chat else event.text
+                yield self._chunk(event.number, said, None, **more)
             elif isinstance(event, Finished):
                 self._answers[event.number] = event.answer
                 yield self._end(event)
