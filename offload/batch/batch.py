@@ -11,11 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...tp.devices import synchronize, to_device
+from ...tp.devices import synchronize
 from ...tp.errors import CapacityError, TriforceError
-from ...tp.model.decoder import forward_work
 from ..caches.streaming import prefill_streaming
 from ..contexts.model import ContextPlan
 from ..contexts.use import ContextUse
@@ -27,6 +25,7 @@ from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
 from ..speculation.tiers import Tier
 from .opening import Opening
+from .reading import read_prompt
 from .request import Order, Request
 from .sequence import BatchSequence, Round
 
@@ -225,27 +224,59 @@ class Batch(Iterator[tuple[int, Round]]):
                 continue
             if self._short_of_memory and others:
                 return
-            if sequence.caches is None:
-                try:
-                    self._open(sequence)
-                except CapacityError as error:
-                    if others:
-                        sequence.waits_for, self._short_of_memory = f"memory: {error}", True
-                        return  # those behind it wait too, or it might wait for ever
-                    if self._alone:
-                        raise
-                    self._fail(sequence, str(error))
-                    continue
-                except TriforceError as error:
-                    if self._alone:
-                        raise
-                    self._fail(sequence, str(error))
-                    continue
+            if sequence.caches is None and not self._opens(sequence, others):
+                if sequence.state == "waiting":
+                    return  # those behind it wait too, or it might wait for ever
+                continue
             sequence.state, sequence.waits_for = "reading", None
-            yield i, self._prefill(i, sequence)
+            event = self._first_round(i, sequence)
+            if event is None:
+                continue
+            yield i, event
             sequence.since = time.perf_counter()
             if not sequence.goes_on:
                 self._leave(sequence)
+
+    def _opens(self, sequence: BatchSequence, others: int) -> bool:
+        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed. All ranks decide alike.
+
+        Raises:
+            TriforceError: it cannot be done, of a run alone.
+        """
+        ranks = self._target.ranks
+        while True:
+            found: TriforceError | None = None
+            try:
+                self._open(sequence)
+            except TriforceError as error:
+                found = error
+            if ranks.least([int(found is None)])[0]:
+                return True
+            sequence.caches = None
+            found = found or CapacityError("another rank has not so much memory")
+            if self._alone:
+                raise found
+            if not isinstance(found, CapacityError):
+                self._fail(sequence, str(found))
+                return False
+            if others:
+                sequence.waits_for, self._short_of_memory = f"memory: {found}", True
+                return False
+            if not self._opening.begin_anew():  # what the first one left is given back for it
+                self._fail(sequence, str(found))
+                return False
+
+    def _first_round(self, index: int, sequence: BatchSequence) -> Round | None:
+        """Reads a prompt; `None` where memory did not suffice for that, and the sequence alone has failed."""
+        try:
+            with shortage_explained(self._target.device):
+                return self._prefill(index, sequence)
+        except CapacityError as error:
+            if self._alone or self._target.ranks.size > 1:
+                raise
+            sequence.give_back(self.lengths, sequence.warnings)
+            self._fail(sequence, str(error))
+            return None
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
@@ -260,37 +291,11 @@ class Batch(Iterator[tuple[int, Round]]):
     def _fail(self, sequence: BatchSequence, error: str) -> None:
         sequence.state, sequence.error = "ended", error
 
-    def _read_prompt(self, index: int, sequence: BatchSequence) -> Tensor:
-        """Restores what is saved of the prompt and computes the rest, in parts where it is to be saved; the logits
-        after its last token."""
-        caches = sequence.opened
-        full, saved = caches.full, caches.saved
-        if saved:
-            saved.begin(full)
-        start, stop = full.length, len(sequence.context)
-        sequence.statistics = replace(sequence.statistics, reused_tokens=start)
-        logits = torch.empty(0)
-        for end in saved.stops(start, stop) if saved else [stop]:
-            pending = to_device(sequence.context[full.length : end], self._target.device)
-            progress = self._progress(index, start, full.length, end, stop)
-            logits = self._target.forward(pending, full, on_progress=progress)
-            if saved:
-                saved.save(full)
-        return logits
-
-    def _progress(self, index: int, start: int, first: int, end: int, stop: int) -> Callable[[float], None] | None:
-        """What to call with the share done of the tokens `first` to `end`, where `start` to `stop` are to be read."""
-        report, config = self._on_prefill, self._target.config
-        if report is None:
-            return None
-        done, part = forward_work(config, start, first - start), forward_work(config, first, end - first)
-        whole = forward_work(config, start, stop - start)
-        return lambda share: report(index, (done + share * part) / whole)
-
     def _prefill(self, index: int, sequence: BatchSequence) -> Round:
         began = time.perf_counter()
         caches, samplers = sequence.opened, [sequence.sampler]
-        logits = self._read_prompt(index, sequence)
+        report = self._on_prefill
+        logits = read_prompt(self._target, sequence, report and (lambda share: report(index, share)))
         weights = distributions(logits, samplers, [1])
         token = read(draw(weights, samplers, [1], [len(sequence.context)]))[0]
         if caches.retrieval:

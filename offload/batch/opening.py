@@ -93,6 +93,14 @@ class Opening:
         """What crossed the link so far."""
         return self._models.kept.traffic()
 
+    def begin_anew(self) -> bool:
+        """Lets the next sequence take the place of the first one, if that has ended; whether it has."""
+        if self._first is None or self._first.state != "ended":
+            return False
+        self._first.forget_prompt()
+        self._first = None
+        return True
+
     def is_kept(self, sequence: BatchSequence) -> bool:
         """Whether the sequence's full cache stays when it ends."""
         return sequence is self._first
@@ -128,7 +136,10 @@ class Opening:
         request = models.request(len(prompt) + order.max_new_tokens)
         if self._first is None:
             models.kept.rotate_for(len(prompt))
-            full, plan = models.kept.prepare(prompt, replace(request, sequences=self._expected), reuse, on_memory)
+            expected = self._expected
+            while expected > 1 and not models.kept.fits(replace(request, sequences=expected)):
+                expected //= 2  # further ones wait then, or take what is left
+            full, plan = models.kept.prepare(prompt, replace(request, sequences=expected), reuse, on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
             models.kept.context = prompt
@@ -148,9 +159,9 @@ class Opening:
         rope, config = self._models.target.rope, self._models.target.config.rope
         if rope.changes_with(len(order.prompt)):
             raise UsageError(
-                f"the prompt has {len(order.prompt):,} tokens, more than the {config.original_positions:,} that the "
-                "model was trained on, and its RoPE scaling (dynamic) depends on the prompt's length: it cannot be "
-                "answered together with others; ask it alone"
+                f"the prompt has {len(order.prompt):,} tokens, and RoPE scaling (dynamic) rotates the keys of a prompt "
+                f"of more than {config.original_positions:,} tokens, this one or the first of the batch, by its "
+                "length: they cannot be answered together; ask it alone"
             )
 
     def _further(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ...tp.devices import synchronize
 from ..caches.full import FullCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
@@ -15,7 +17,7 @@ from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
-from ..transfer.link import Traffic
+from ..transfer.link import LinkError, Traffic
 from .request import Order
 
 
@@ -155,6 +157,9 @@ class BatchSequence:
         """Parts with the caches; statistics stay."""
         if self.caches is not None:
             self._document, self._warnings = self.document(lengths, warnings), self.warnings
+            with suppress(LinkError):  # of what is not wanted any more
+                self.caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
+            synchronize(self.caches.full.blocks.device)
             self.caches = None
 
     def forget_prompt(self) -> None:

@@ -212,9 +212,9 @@ class FullCache:
 
     def _pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
-        if self.prefix and first < self.start:
-            for position, block in self.prefix._pieces(layer, first, self.start):
-                if position < self.start:
+        if self.prefix:  # a ring must be emptied of a layer's blocks, wanted or not
+            for position, block in self.prefix._pieces(layer, min(first, self.start), self.start):
+                if position < self.start and first < self.start:
                     yield position, block[:, :, : self.start - position]
         for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start):
             yield self.start + position, block

@@ -119,6 +119,10 @@ class KeptCache:
         found = self._plan(larger, replaces=old)
         return larger if found.fits and found.placement.streams == plan.placement.streams else request
 
+    def fits(self, request: RunRequest) -> bool:
+        """Whether there is memory for such a run, in place of the cache that is kept. Every rank calls it."""
+        return self._plan(request, replaces=self.cache).fits
+
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
         if self.cache and not self.cache.blocks.all_on_device:

@@ -43,6 +43,7 @@ class JoinedCache:
             cache.prepare(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert q.shape[1] == sum(self.counts), "a pass over several sequences comes in one part"
         outs = [
             cache.attend(layer, q[:, rows], k[:, rows], v[:, rows])
             for cache, rows in zip(self._caches, self._rows(), strict=True)

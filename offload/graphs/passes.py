@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.selection import padded_rows
+from ...kernels.selection import FEW_ROWS, padded_rows
 from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
@@ -152,10 +152,9 @@ class Passes:
         """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
         return self._captures.prepared
 
-    @property
-    def captured(self) -> int:
-        """Kinds of passes that were captured, or are about to be."""
-        return len(self._captures)
+    def was_steady(self) -> bool:
+        """Whether passes since the last call did nothing more than a pass, see `prepared`."""
+        return self._captures.was_steady()
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, num_logits: int = 1) -> Tensor:
@@ -182,10 +181,9 @@ class JoinedPasses:
         self._cache = together(caches)
         self._captures = _Captures(first.decoder, caches, first.graphs)
 
-    @property
-    def prepared(self) -> int:
+    def was_steady(self) -> bool:
         """See `Passes`."""
-        return self._captures.prepared
+        return self._captures.was_steady()
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, counts: Sequence[int], rows: Sequence[int]) -> Tensor:
@@ -220,12 +218,14 @@ class _Captures:
         self._memory: list[object] = []
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
-        self.prepared = 0
+        self.prepared = self._noted = 0
         """See `Passes`."""
         graphs.register(self)
 
-    def __len__(self) -> int:
-        return len(self._captured)
+    def was_steady(self) -> bool:
+        """See `Passes`."""
+        before, self._noted = self._noted, self.prepared
+        return before == self._noted
 
     def clear(self) -> None:
         """Drops what was captured."""
@@ -238,7 +238,11 @@ class _Captures:
         """The logits of each sequence's last `rows[i]` tokens; `None` where the pass is not replayed, and did not take
         place."""
         caches, capture, n = self._caches, self._graphs.capture, max(counts)
-        few = n <= MOST_CAPTURED and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
+        few = (
+            n <= MOST_CAPTURED
+            and n * len(counts) <= FEW_ROWS
+            and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
+        )
         if caches and capture is not None and few:
             for cache in caches:
                 cache.prepare(n)

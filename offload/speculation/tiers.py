@@ -19,7 +19,7 @@ from torch import Tensor
 from ...kernels.selection import FEW_ROWS
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
-from ..graphs.passes import JoinedPasses
+from ..graphs.passes import JoinedPasses, Passes
 from .acceptance import accept
 from .lengths import Acceptance, PassCost, best_length
 from .sampler import distributions, draw
@@ -60,8 +60,7 @@ class Tier:
     counts: Counts = field(default_factory=Counts)
     """Of all sequences together; their own are kept with each."""
     _last_drafted: int = field(default=0, init=False)
-    _prepared: int = field(default=0, init=False)
-    _kept: JoinedPasses | None = field(default=None, init=False)
+    _kept: dict[tuple[Passes, ...], JoinedPasses] = field(default_factory=dict, init=False)
 
     def step(self, sequences: Sequence[TokenSequence], limits: Sequence[int]) -> list[Emitted]:
         """Emits 1 to `limits[i]` tokens that follow the context of each sequence, and this tier's own distributions.
@@ -81,6 +80,7 @@ class Tier:
 
         began = time.perf_counter()
         rows = [len(tokens) + 1 for tokens in proposed]
+        self._catch_up(sequences, sum(rows))
         pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
         target = self._distributions(sequences, self._joined(pending), [len(tokens) for tokens in pending], rows)
         samplers = [sequence.sampler for sequence in sequences]
@@ -143,6 +143,7 @@ class Tier:
         The tokens stay on the device, and the host never waits for it; `sampling.read` brings them to the host and
         reports those that were drawn from NaN.
         """
+        self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._joined(waiting), [len(tokens) for tokens in waiting]
         samplers, one_each = [sequence.sampler for sequence in sequences], [1] * len(sequences)
@@ -158,6 +159,17 @@ class Tier:
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
         return sequence.context[sequence.passes[self.name].cache.length :]
+
+    def _catch_up(self, sequences: Sequence[TokenSequence], rows: int) -> None:
+        """Brings caches that lack many tokens, as nothing was drafted for a while, up to the last token of the context,
+        where all together would be more than the rows of a step; `rows` come besides."""
+        if len(sequences) == 1 or rows + sum(len(self._pending(sequence)) for sequence in sequences) <= FEW_ROWS:
+            return
+        for sequence in sequences:
+            behind = self._pending(sequence)[:-1]
+            if behind:
+                tokens = readable(to_device(behind, self.decoder.device), self.decoder.config.vocab_size)
+                sequence.passes[self.name].forward(tokens)
 
     def _joined(self, tokens: Sequence[list[int]]) -> Tensor:
         return to_device([token for part in tokens for token in part], self.decoder.device)
@@ -176,15 +188,15 @@ class Tier:
         return distributions(cover(logits, self.vocab_size), samplers, rows)
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
-        """The passes over all of these sequences, kept as long as they stay the same."""
-        members = [sequence.passes[self.name] for sequence in sequences]
-        if self._kept is None or self._kept.members != members:
-            self._kept = JoinedPasses(members)
-        return self._kept
+        """The passes over all of these sequences, which are kept until one of those that are decoded ends."""
+        members = tuple(sequence.passes[self.name] for sequence in sequences)
+        if members not in self._kept:
+            self._kept[members] = JoinedPasses(members)
+        return self._kept[members]
 
     def part_with(self) -> None:
         """Drops what this tier and those below keep of the sequences of their last pass, as one of them has ended."""
-        self._kept = None
+        self._kept.clear()
         if self.drafter:
             self.drafter.part_with()
 
@@ -194,9 +206,8 @@ class Tier:
         for counts in (self.counts, *(sequence.counts[self.name] for sequence in sequences)):
             counts.seconds += seconds
             counts.passes += passes
-        prepared = sum(sequence.passes[self.name].prepared for sequence in sequences)
-        steady, self._prepared = prepared == self._prepared, prepared
-        if self.adapts_to_time and steady:
+        used = sequences[0].passes[self.name] if len(sequences) == 1 else self._together(sequences)
+        if self.adapts_to_time and used.was_steady():
             self.cost.observe(rows / passes, seconds / passes)
 
     def _count_draft(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:

@@ -266,3 +266,41 @@ def test_a_sequence_that_is_ended_leaves_and_the_others_go_on(models):
     assert 0 < len(first.statistics.token_ids) < 30 and first.statistics.finish_reason == "interrupted"
     want = greedy_oracle(models["llama"][1], prompts[1], 30)
     assert second.statistics.token_ids == want and second.statistics.finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_drafting_begins_again_after_many_rounds_without(models):
+    """The draft model's caches then lack more tokens in all than a pass over several sequences takes."""
+    prompts = [BOOK[: 300 + i] for i in range(8)]
+    batch = models.engine("llama").batch([Request(prompt, GREEDY, 70, ignore_eos=True) for prompt in prompts])
+    for count, _ in enumerate(batch):
+        top = batch.tiers[0]
+        top.fixed = 0 if count < 8 * 45 else 6
+        top.draft_tokens = top.fixed
+    for prompt, sequence in zip(prompts, batch.sequences, strict=True):
+        assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 70)
+
+
+def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch):
+    from types import SimpleNamespace
+
+    engine = models.engine("llama", tiers=1)
+    sizes = [engine.plan(1100), engine.plan(1100)]
+    room = (sizes[0].kv + sizes[0].working) * 5 // 4
+    monkeypatch.setattr(
+        "triforce.offload.planning.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=room - held())
+    )
+
+    def held():
+        cache = engine._kept.cache
+        return cache.blocks.device_bytes if cache else 0
+
+    prompts = [random_tokens(1080, seed=i) for i in range(3)]
+    batch = engine.batch([Request(prompt, GREEDY, 8, ignore_eos=True) for prompt in prompts])
+    waited = set()
+    for _ in batch:
+        waited |= {i for i, sequence in enumerate(batch.sequences) if (sequence.waits_for or "").startswith("memory")}
+    assert waited == {1, 2}, "each in its turn"
+    assert [sequence.error for sequence in batch.sequences] == [None] * 3
+    for prompt, sequence in zip(prompts, batch.sequences, strict=True):
+        assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
