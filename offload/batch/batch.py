@@ -309,9 +309,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._agree([sequence], [Drawn([token])])
         sequence.context.append(token)
         now = time.perf_counter()
-        if not any(one.state == "running" for one in self.sequences):
-            for holder in caches.full.holders:
-                holder.reads.reset()
+        caches.read_before = caches.full.read_so_far()
         caches.traffic_before = caches.full.traffic()
         statistics = sequence.statistics.after_prefill(token, now - began)
         waited = 0.0 if self._alone else began - sequence.joined

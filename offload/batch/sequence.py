@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...tp.devices import synchronize
-from ..caches.full import FullCache
+from ..caches.full import FullCache, ReadCounter
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..contexts.use import ContextUse
@@ -50,6 +50,8 @@ class SequenceCaches:
     identity: dict[str, Any]
     """The part of its JSON that is known before it is read."""
     traffic_before: Traffic = field(default_factory=Traffic)
+    read_before: ReadCounter = field(default_factory=ReadCounter)
+    """What attention had read when its prefill ended."""
 
 
 class BatchSequence:
@@ -113,7 +115,7 @@ class BatchSequence:
             ended = "eos"
         elif len(statistics.token_ids) >= self.order.max_new_tokens:
             ended = "length"
-        counts = caches.tokens.counts
+        counts, read = caches.tokens.counts, caches.full.read_so_far()
         verify = counts["verify"]
         retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
         self.statistics = replace(
@@ -128,8 +130,8 @@ class BatchSequence:
             draft_proposed=retrieval.proposed,
             draft_accepted=retrieval.accepted,
             draft_tested=retrieval.tested,
-            kv_read_bytes=sum(holder.reads.num_bytes for holder in caches.full.holders),
-            kv_read_s=sum(holder.reads.seconds for holder in caches.full.holders),
+            kv_read_bytes=read.num_bytes - caches.read_before.num_bytes,
+            kv_read_s=read.seconds - caches.read_before.seconds,
             link=caches.full.traffic().since(caches.traffic_before),
         )
 

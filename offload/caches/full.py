@@ -38,9 +38,6 @@ class ReadCounter:
     seconds: float = 0.0
     """0 on a GPU, which computes asynchronously: there the time is not known."""
 
-    def reset(self) -> None:
-        self.num_bytes, self.seconds = 0, 0.0
-
 
 class FullCache:
     """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
@@ -119,6 +116,11 @@ class FullCache:
     def all_on_device(self) -> bool:
         """See `Blocks`."""
         return all(holder.blocks.all_on_device for holder in self.holders)
+
+    def read_so_far(self) -> ReadCounter:
+        """What attention has read of this cache's and its prefix's tokens."""
+        reads = [holder.reads for holder in self.holders]
+        return ReadCounter(sum(one.num_bytes for one in reads), sum(one.seconds for one in reads))
 
     def traffic(self) -> Traffic:
         """What crossed a link so far, of the tokens of this cache and its prefix."""

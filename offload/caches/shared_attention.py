@@ -125,7 +125,7 @@ class SharedAttention:
         q, k = rope.rotate(q, self._rotation), rope.rotate(k, self._rotation)
         for cache, rows in zip(self._caches, _slices(self._counts), strict=True):
             cache.append(layer, k[:, rows], v[:, rows])
-        began = time.perf_counter()
+        began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
             q = q.index_select(1, self._moved)
         notes_mass = any(cache.mass_rows_of(n) for cache, n in zip(self._caches, self._counts, strict=True))
@@ -147,7 +147,10 @@ class SharedAttention:
                 cache.add_mass(layer, start, start + count, parts)
         out = rows.out if self._back is None else rows.out.index_select(1, self._back)
         if out.device.type == "cpu":
-            self._holders[0].cache.reads.seconds += time.perf_counter() - began
+            spent = time.perf_counter() - began
+            shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
+            for holder, share in zip(self._holders, shares, strict=True):
+                holder.cache.reads.seconds += spent * share / max(1, sum(shares))
         return out.to(dtype)
 
     def _pieces(
