@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, parse_draft, published_settings
-from .batch.batch import MOST_SEQUENCES, Batch
+from .batch.batch import Batch
 from .batch.opening import Models, Opening
-from .batch.request import Order, Request
+from .batch.request import BatchOrder, Order, Request
 from .caches.kept import KeptCache, reusable
 from .checks import checked_prompt
 from .contexts.home import user_store
-from .contexts.manifest import ContextError, Manifest
+from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
 from .contexts.store import ContextStore
 from .generation import Generation, Result
@@ -33,25 +33,9 @@ from .graphs.passes import Graphs, capture_for
 from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
-from .settings import Settings
+from .settings import MOST_SEQUENCES, Settings
 from .speculation.sampling import Sampling
 from .speculation.vocabulary import check_draft
-
-
-@dataclass(frozen=True)
-class _RunOrder:
-    """What a batch is asked for; all ranks do rank 0's."""
-
-    orders: list[Order]
-    alone: bool
-    """Whether it is a run of one sequence, not a batch that others may join."""
-    fresh_seed: int
-    """Starts the generator of sequences without a seed."""
-    tiers: int
-    reuse: int | None
-    contexts: ContextPlan
-    most: int
-    """Sequences that are decoded together at most."""
 
 
 class Engine:
@@ -250,7 +234,7 @@ class Engine:
         *,
         alone: bool,
         most: int = 1,
-    ) -> _RunOrder:
+    ) -> BatchOrder:
         """What all ranks are to do: rank 0's order.
 
         Raises:
@@ -266,7 +250,7 @@ class Engine:
         if self.contexts and first and self.target.ranks.rank == 0:
             plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
         fresh_seed = secrets.randbelow(2**31)
-        return self.target.ranks.share(_RunOrder(orders, alone, fresh_seed, tiers or most_tiers, reuse, plan, most))
+        return self.target.ranks.share(BatchOrder(orders, alone, fresh_seed, tiers or most_tiers, reuse, plan, most))
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -282,11 +266,32 @@ class Engine:
         prompt = checked_prompt(token_ids, self.target.config, 1)
         ranks = self.target.ranks
         if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0):
-            save = ContextRequest(save=name, required=True)
-            run = self.stream(prompt, Sampling(0.0), 1, tiers=1, on_prefill=on_prefill, contexts=save)
-            for _ in run:
+            for _ in self.reading(prompt, name, on_prefill=on_prefill):
                 pass
         return self.contexts.store.load(name)
+
+    def reading(
+        self,
+        token_ids: Sequence[int] | Tensor,
+        name: str,
+        *,
+        frame: Frame = NO_FRAME,
+        on_memory: Callable[[float], None] | None = None,
+        on_prefill: Callable[[float], None] | None = None,
+    ) -> Generation:
+        """Prepares the run that reads a text and saves its keys and values as the context `name`.
+
+        Args:
+            frame: what of it is not the text, as a chat template has it.
+            on_memory, on_prefill: see `stream`.
+
+        Raises:
+            ContextError, UsageError, CapacityError: see `read`.
+        """
+        save = ContextRequest(save=name, frame=frame, required=True)
+        return self.stream(
+            token_ids, Sampling(0.0), 1, tiers=1, on_memory=on_memory, on_prefill=on_prefill, contexts=save
+        )
 
     def follow(self) -> Batch | None:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
@@ -359,7 +364,7 @@ class Engine:
 
     def _start(
         self,
-        order: _RunOrder,
+        order: BatchOrder,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> Batch:

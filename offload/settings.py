@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from ..tp.errors import UsageError
 from .speculation.refresh import RefreshPolicy
 
+MOST_SEQUENCES = 64
+"""Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""
+
 MOST_BLOCK_LENGTH = 256
 """Tokens that a pass over the full cache may be asked to verify."""
 

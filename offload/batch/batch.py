@@ -21,6 +21,7 @@ from ..graphs.passes import Graphs
 from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import link_document, memory_document
+from ..settings import MOST_SEQUENCES
 from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
 from ..speculation.tiers import Tier
@@ -28,9 +29,6 @@ from .opening import Opening
 from .reading import read_prompt
 from .request import Order, Request
 from .sequence import BatchSequence, Round
-
-MOST_SEQUENCES = 64
-"""Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -178,8 +176,7 @@ class Batch(Iterator[tuple[int, Round]]):
         Raises:
             CapacityError, UsageError: it cannot be answered.
         """
-        first = self.sequences[0]
-        self._open(first)
+        self._open(self.sequences[0])
 
     def _open(self, sequence: BatchSequence) -> None:
         running = [one for one in self.sequences if one.state == "running"]
@@ -253,6 +250,7 @@ class Batch(Iterator[tuple[int, Round]]):
             if ranks.least([int(found is None)])[0]:
                 return True
             sequence.caches = None
+            self._opening.withdraw(sequence)
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found
@@ -274,7 +272,7 @@ class Batch(Iterator[tuple[int, Round]]):
         except CapacityError as error:
             if self._alone or self._target.ranks.size > 1:
                 raise
-            sequence.give_back(self.lengths, sequence.warnings)
+            sequence.give_back(self.lengths)
             self._fail(sequence, str(error))
             return None
 
@@ -283,7 +281,7 @@ class Batch(Iterator[tuple[int, Round]]):
         if sequence.saved:
             sequence.saved.finish(together=True)
         if not self._alone:
-            sequence.give_back(self.lengths, sequence.warnings)
+            sequence.give_back(self.lengths)
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()

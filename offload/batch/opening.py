@@ -93,6 +93,11 @@ class Opening:
         """What crossed the link so far."""
         return self._models.kept.traffic()
 
+    def withdraw(self, sequence: BatchSequence) -> None:
+        """Forgets a sequence that could not be opened on every rank."""
+        if self._first is sequence:
+            self._first = None
+
     def begin_anew(self) -> bool:
         """Lets the next sequence take the place of the first one, if that has ended; whether it has."""
         if self._first is None or self._first.state != "ended":
@@ -147,7 +152,8 @@ class Opening:
             self._first = sequence
         else:
             self._check_rotation(order)
-            full, plan = self._further(prompt, request, [self._first, *running])
+            others = [self._first, *(one for one in running if one is not self._first)]
+            full, plan = self._further(prompt, request, others)
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -175,7 +181,7 @@ class Opening:
 
     def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:
         """The cache that holds the most of `prompt`, and how many tokens of it."""
-        chunk = self._models.settings.planned_chunk_size
+        chunk, wanted = self._models.settings.planned_chunk_size, prompt[: reusable(prompt)]
         best: FullCache | None = None
         shared = 0
         for other in others:
@@ -183,7 +189,7 @@ class Opening:
             full = other.caches.full if other.caches else root
             # What was generated was computed with other tiles than a prompt.
             known = min(len(other.order.prompt), full.length if full else 0)
-            common = common_length(other.context[:known], prompt[: reusable(prompt)])
+            common = common_length(other.context[:known], wanted)
             tokens = shareable(common, len(prompt), len(other.order.prompt))
             while tokens % chunk:
                 tokens = shareable(tokens - 1, len(prompt), len(other.order.prompt))

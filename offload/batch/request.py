@@ -10,6 +10,7 @@ from torch import Tensor
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
 from ..checks import checked_prompt
+from ..contexts.model import ContextPlan
 from ..speculation.sampling import Sampling
 
 
@@ -57,3 +58,19 @@ class Order:
             return cls.of(request, config)
         except TriforceError as error:
             return cls([], Sampling(0.0), 1, False, request.number, str(error))
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """What a batch is asked for; all ranks do rank 0's."""
+
+    orders: list[Order]
+    alone: bool
+    """Whether it is a run of one sequence, not a batch that others may join."""
+    fresh_seed: int
+    """Starts the generator of sequences without a seed."""
+    tiers: int
+    reuse: int | None
+    contexts: ContextPlan
+    most: int
+    """Sequences that are decoded together at most."""

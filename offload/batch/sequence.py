@@ -143,22 +143,20 @@ class BatchSequence:
         if self.caches is None:
             return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
         caches = self.caches
-        config, device = caches.full.config, caches.full.blocks.device
-        ranks = caches.identity["world_size"]
         statistics = replace(
             self.statistics,
-            kv_bytes=caches.full.length * config.kv_bytes_per_token(caches.full.blocks.dtype) * ranks,
+            kv_bytes=caches.full.length * caches.full.token_bytes * caches.identity["world_size"],
             host_peak_bytes=host_peak_bytes(),
-            device_peak_bytes=device_peak_bytes(device),
+            device_peak_bytes=device_peak_bytes(caches.full.blocks.device),
         )
         identity = caches.identity | {"context": caches.saved.name if caches.saved else None}
         found = run_document(identity, statistics, lengths, warnings)
         return found if self.error is None else {**found, "error": self.error}
 
-    def give_back(self, lengths: dict[str, int], warnings: list[str]) -> None:
+    def give_back(self, lengths: dict[str, int]) -> None:
         """Parts with the caches; statistics stay."""
         if self.caches is not None:
-            self._document, self._warnings = self.document(lengths, warnings), self.warnings
+            self._document, self._warnings = self.document(lengths, self.warnings), self.warnings
             with suppress(LinkError):  # of what is not wanted any more
                 self.caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
             synchronize(self.caches.full.blocks.device)

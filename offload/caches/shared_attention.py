@@ -74,10 +74,10 @@ class SharedAttention:
         device = caches[0].blocks.device
         self._moved = self._back = None
         if self._order != list(range(len(caches))):
-            rows = _slices(self._counts)
+            rows = rows_of(self._counts)
             self._moved = torch.cat([torch.arange(rows[i].start, rows[i].stop) for i in self._order]).to(device)
             self._back = self._moved.argsort()
-        self._places = _slices([self._counts[i] for i in self._order])
+        self._places = rows_of([self._counts[i] for i in self._order])
         self._holders = self._find_spans()
         owners = {cache: i for i, cache in enumerate(caches)}
         for holder in self._holders:
@@ -123,7 +123,7 @@ class SharedAttention:
         """See `tp.decoder.Cache`; rows and `collectors` are in the order of the sequences."""
         dtype, rope = q.dtype, self._caches[0].rope
         q, k = rope.rotate(q, self._rotation), rope.rotate(k, self._rotation)
-        for cache, rows in zip(self._caches, _slices(self._counts), strict=True):
+        for cache, rows in zip(self._caches, rows_of(self._counts), strict=True):
             cache.append(layer, k[:, rows], v[:, rows])
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
@@ -260,7 +260,7 @@ class _RowsSoFar:
         return parts
 
 
-def _slices(counts: Sequence[int]) -> list[slice]:
+def rows_of(counts: Sequence[int]) -> list[slice]:
     """Where each of so many rows are that follow one another."""
     return [slice(first, stop) for first, stop in pairwise(accumulate(counts, initial=0))]
 

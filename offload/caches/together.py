@@ -7,8 +7,7 @@ them at once, so that a block is read, and crosses the link, once for everybody.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from ...tp.model.decoder import Cache
 from .full import FullCache
 from .refreshing import RefreshingCache
-from .shared_attention import SharedAttention
+from .shared_attention import SharedAttention, rows_of
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
@@ -46,16 +45,12 @@ class JoinedCache:
         assert q.shape[1] == sum(self.counts), "a pass over several sequences comes in one part"
         outs = [
             cache.attend(layer, q[:, rows], k[:, rows], v[:, rows])
-            for cache, rows in zip(self._caches, self._rows(), strict=True)
+            for cache, rows in zip(self._caches, rows_of(self.counts), strict=True)
         ]
         return torch.cat(outs, dim=1)
 
     def rollback(self, length: int) -> None:
         raise NotImplementedError("sequences are rolled back one by one")
-
-    def _rows(self) -> Iterator[slice]:
-        """The rows of each sequence."""
-        return (slice(first, stop) for first, stop in pairwise(accumulate(self.counts, initial=0)))
 
 
 class JoinedFullCache(JoinedCache):

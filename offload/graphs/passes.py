@@ -24,6 +24,7 @@ from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
+from ..caches.shared_attention import rows_of
 from ..caches.together import together
 from ..caches.token_slots import TokenSlots
 
@@ -147,13 +148,9 @@ class Passes:
         self.graphs = graphs or Graphs()
         self._captures = _Captures(decoder, [cache], self.graphs)
 
-    @property
-    def prepared(self) -> int:
-        """Passes so far that did more than a pass: a GPU's first, which compiles kernels, and those that captured."""
-        return self._captures.prepared
-
     def was_steady(self) -> bool:
-        """Whether passes since the last call did nothing more than a pass, see `prepared`."""
+        """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
+        capture."""
         return self._captures.was_steady()
 
     @torch.inference_mode()
@@ -219,7 +216,7 @@ class _Captures:
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
         self.prepared = self._noted = 0
-        """See `Passes`."""
+        """Passes so far that did more than a pass, and those of them that were noted; see `Passes.was_steady`."""
         graphs.register(self)
 
     def was_steady(self) -> bool:
@@ -311,6 +308,7 @@ class _CapturedPass:
 
     def __init__(self, decoder: Decoder, caches: Sequence[Replayable], n: int) -> None:
         self._decoder, self._caches, self._n = decoder, list(caches), n
+        self._rows = rows_of([n] * len(caches))
         self._steps = torch.arange(n, device=decoder.device)
         total = len(caches) * n
         self._token_ids, self._slots = (torch.zeros(total, dtype=torch.int64, device=decoder.device) for _ in range(2))
@@ -323,7 +321,7 @@ class _CapturedPass:
     def place(self, token_ids: Tensor, slots: Sequence[TokenSlots]) -> None:
         """Sets what the next run or replay reads. Copies on the device: nothing is waited for."""
         self._token_ids.copy_(token_ids)
-        for at, rows in zip(slots, self._rows(), strict=True):
+        for at, rows in zip(slots, self._rows, strict=True):
             assert isinstance(at.rotation, int) and isinstance(at.slot, int)
             torch.add(self._steps, at.slot, out=self._slots[rows])
             for ours, turned in zip(self._rotation, self._decoder.rope.rows(at.rotation, self._n), strict=True):
@@ -331,7 +329,7 @@ class _CapturedPass:
 
     def run(self) -> Tensor:
         """The pass itself; logits of all its tokens."""
-        for cache, rows in zip(self._caches, self._rows(), strict=True):
+        for cache, rows in zip(self._caches, self._rows, strict=True):
             cache.at = TokenSlots((self._rotation[0][rows], self._rotation[1][rows]), self._slots[rows])
         try:
             cache: Cache = self._caches[0]
@@ -342,9 +340,6 @@ class _CapturedPass:
         finally:
             for cache in self._caches:
                 cache.at = None
-
-    def _rows(self) -> list[slice]:
-        return [slice(i * self._n, (i + 1) * self._n) for i in range(len(self._caches))]
 
     def capture(self, capture: Capture, pool: Any) -> str | None:
         """Captures it; if that fails, why."""

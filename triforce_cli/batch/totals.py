@@ -58,8 +58,8 @@ class Totals:
         self.identity |= {name: stats[name] for name in _SHARED if name in stats}
         self.warnings += [line for line in stats["warnings"] if line not in self.warnings]
         for name in _TRAFFIC:
-            self.link[name] += stats.get("link", {}).get(name, 0)
-        for name, held in stats.get("memory", {}).items():
+            self.link[name] += stats["link"][name]
+        for name, held in stats["memory"].items():
             self.memory[name] = max(held, self.memory.get(name, 0))
 
     def fail(self, line: RequestLine, message: str) -> None:

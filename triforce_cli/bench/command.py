@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from ...offload.settings import MOST_SEQUENCES
 from ...tp.errors import TriforceError, UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import MOST_SEQUENCES, QUESTION_TOKENS, Asked
+from .request import QUESTION_TOKENS, Asked
 
 EPILOG = """[bold]Examples[/]
 

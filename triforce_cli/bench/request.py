@@ -14,9 +14,6 @@ AUTO_CONTEXTS = (4096, 16384, 65536)
 QUESTION_TOKENS = 32
 """Tokens at the end of the prompt that each sequence of a batch has for itself: another place of the text."""
 
-MOST_SEQUENCES = 64
-"""Sequences of a batch at most: what the engine decodes together."""
-
 REPEAT = option(MEASURING, whole(1, "R"), "Runs of each kind; medians are shown.")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...offload.settings import MOST_SEQUENCES
 from ...tp.errors import TriforceError, UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
-from ..bench.request import MOST_SEQUENCES
 from ..call import Call
 from .baselines.catalogue import BASELINES, Entry
 from .request import DEFAULT, Asked

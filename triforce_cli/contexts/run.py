@@ -8,9 +8,9 @@ from typing import IO, cast
 
 from rich.console import Console
 
-from ...offload import Engine, Generation, Sampling
+from ...offload import Engine, Generation
 from ...offload.contexts.estimate import reading_seconds
-from ...offload.contexts.model import ContextRequest, ModelContexts
+from ...offload.contexts.model import ModelContexts
 from ...tp.model.config import ModelConfig
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
@@ -48,16 +48,9 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     seconds = 0.0
     if missing:
         console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-        saved = ContextRequest(save=name, frame=frame, required=True)
         with start_progress(console, missing) as progress:
-            generation = engine.stream(
-                token_ids,
-                Sampling(0.0),
-                1,
-                tiers=1,
-                on_memory=progress.memory,
-                on_prefill=progress.prefill,
-                contexts=saved,
+            generation = engine.reading(
+                token_ids, name, frame=frame, on_memory=progress.memory, on_prefill=progress.prefill
             )
             seconds = _read(generation, contexts, name, signals)
         for warning in generation.warnings:

@@ -29,10 +29,9 @@ def report_several(console: Console, document: dict[str, Any], names: Sequence[s
         each = document["decode_s"] / document["rounds"] * 1e3
         speed = f"{document['tokens_per_s']:.1f} tokens/s over {document['rounds']:,} rounds of {each:.1f} ms"
         rows["together"] = f"{speed}; reading took {document['prefill_s']:.2f} s"
-    if document.get("link", {}).get("bytes_streamed"):
+    if document["link"]["bytes_streamed"]:
         rows["link"] = describe_link(document["link"])
-    if "memory" in document:
-        rows["memory"] = f"{describe_memory(document['memory'])}; KV cache {gib(document['memory']['kv_bytes'])}"
+    rows["memory"] = f"{describe_memory(document['memory'])}; KV cache {gib(document['memory']['kv_bytes'])}"
     if document["warnings"]:
         rows["warning"] = "; ".join(document["warnings"])
     print_rows(console, rows)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from ....offload import Engine, Sampling
+from ....offload import Engine
 from ....offload.contexts.manifest import ContextError
-from ....offload.contexts.model import ContextRequest
 from ....tp.errors import TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
@@ -137,9 +136,7 @@ class Worker:
             return
         try:
             if missing:
-                save = ContextRequest(save=name, frame=upload.frame, required=True)
-                run = engine.stream(token_ids, Sampling(0.0), 1, tiers=1, on_prefill=note, contexts=save)
-                for _ in run:
+                for _ in engine.reading(token_ids, name, frame=upload.frame, on_prefill=note):
                     pass
         except CutError:
             upload.fail(STOPPING)
