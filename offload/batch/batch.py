@@ -190,11 +190,13 @@ class Batch(Iterator[tuple[int, Round]]):
             while not self._ended:
                 yield from self._admit()
                 running = [i for i, one in enumerate(self.sequences) if one.state == "running"]
-                if not running and self._joining and self._target.ranks.size == 1:
-                    self._join(len(self._joining))
-                    continue
                 if not running:
-                    break
+                    known = len(self.sequences)
+                    if not self._alone:
+                        self._agree([], [])  # some may have been added since
+                    if len(self.sequences) == known:
+                        break
+                    continue
                 for i, event in zip(running, self._round([self.sequences[i] for i in running]), strict=True):
                     yield i, event
                 for i in running:
@@ -235,7 +237,8 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._leave(sequence)
 
     def _opens(self, sequence: BatchSequence, others: int) -> bool:
-        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed. All ranks decide alike.
+        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed; one that was to end has
+        ended. All ranks decide alike.
 
         Raises:
             TriforceError: it cannot be done, of a run alone.
@@ -247,10 +250,14 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._open(sequence)
             except TriforceError as error:
                 found = error
-            if ranks.least([int(found is None)])[0]:
+            fits, wanted = ranks.least([int(found is None), int(not sequence.asked_to_end)])
+            if fits and wanted:
                 return True
             sequence.caches = None
             self._opening.withdraw(sequence)
+            if not wanted:
+                sequence.state = "ended"
+                return False
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found

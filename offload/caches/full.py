@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -145,9 +146,9 @@ class FullCache:
         self._mass_rows = mass_rows
 
     def prepare(self, n: int) -> None:
-        for holder in self.holders[:-1]:
-            own = holder.length - holder.start
-            holder.blocks.prepare(own, 0, rows=n, first_row=self.length - holder.start)
+        for holder, next_one in pairwise(self.holders):
+            first_row, stop = self.length - holder.start, next_one.start - holder.start
+            holder.blocks.prepare(holder.length - holder.start, 0, first_row=first_row, stop=stop)
         self.blocks.prepare(self.length - self.start, n)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -46,12 +46,12 @@ class Blocks(Protocol):
         """What crossed a link so far."""
         ...
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(self, start: int, n: int, *, first_row: int | None = None, stop: int | None = None) -> None:
         """Says that every layer's tokens `start` to `start + n` come next.
 
-        Args:
-            rows: that attend to them and to those before, where these are others' too; default `n`.
-            first_row: position of the first of these rows; default `start`.
+        Args: where rows of other sequences attend, too:
+            first_row: position of the first row that does; default `start`.
+            stop: position behind the last token that rows attend to; default `start + n`.
         """
         ...
 
@@ -130,7 +130,7 @@ class DeviceBlocks:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(self, start: int, n: int, *, first_row: int | None = None, stop: int | None = None) -> None:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
