@@ -64,9 +64,6 @@ class Batch(Iterator[tuple[int, Round]]):
         self._short_of_memory = False  # since no sequence has left
         now = time.perf_counter()
         self.sequences = [BatchSequence(order, now) for order in orders]
-        for sequence in self.sequences:
-            if sequence.order.error is not None:
-                self._fail(sequence, sequence.order.error)
         self.broken = False
         """Whether a pass was under way when the batch was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
@@ -127,6 +124,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """What the batch had to do without so far, a line each."""
         failure = self._graphs.failure
         found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+        found += self._opening.threads.warnings
         for sequence in self.sequences:
             found += sequence.warnings
         return found
@@ -197,8 +195,9 @@ class Batch(Iterator[tuple[int, Round]]):
                     if len(self.sequences) == known:
                         break
                     continue
-                for i, event in zip(running, self._round([self.sequences[i] for i in running]), strict=True):
-                    yield i, event
+                with self._opening.threads.in_use():
+                    rounds = self._round([self.sequences[i] for i in running])
+                yield from zip(running, rounds, strict=True)
                 for i in running:
                     one = self.sequences[i]
                     if not one.goes_on or one.ends:
@@ -395,8 +394,4 @@ class Batch(Iterator[tuple[int, Round]]):
         orders, self._joining = self._joining[:count], self._joining[count:]
         orders = self._target.ranks.share(orders)
         now = time.perf_counter()
-        for order in orders:
-            sequence = BatchSequence(order, now)
-            if order.error is not None:
-                self._fail(sequence, order.error)
-            self.sequences.append(sequence)
+        self.sequences += [BatchSequence(order, now) for order in orders]
