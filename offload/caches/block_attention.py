@@ -102,19 +102,16 @@ class BlockAttention:
         out, lse = whole
         return out, self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
 
-    def in_one_piece(self, rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
+    @staticmethod
+    def in_one_piece(rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
         """The same keys and values copied together, for flash kernels, whose result in 16 bits depends on where pieces
         end; as they are for other implementations."""
         coming = iter(blocks)
-        first, block = next(coming)
+        position, block = next(coming)
         if goes_on(rows.q, block):
-            return chain([(first, block)], coming)
-        stop = rows.stop + -rows.stop % self._chunk_size
-        whole = block.new_empty(*block.shape[:2], stop - first, block.shape[3])
-        for position, piece in chain([(first, block)], coming):
-            place = whole[:, :, position - first : position - first + piece.shape[2]]
-            place.copy_(piece[:, :, : place.shape[2]])
-        return [(first, whole)]
+            return chain([(position, block)], coming)
+        parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
+        return [(position, torch.cat(parts, dim=2))]
 
     def _room_for_mass(self, name: str, rows: Rows, chunks: int) -> Tensor | None:
         if not rows.mass_rows:

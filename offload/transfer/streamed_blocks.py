@@ -143,15 +143,17 @@ class StreamedBlocks:
     def traffic(self) -> Traffic:
         return self._link.traffic()
 
-    def prepare(self, start: int, n: int, *, first_row: int | None = None, stop: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
         self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
         self._workspace = None
-        if n > OPEN_SLACK:
+        if (n if rows is None else rows) > OPEN_SLACK:
             _, num_kv_heads, size, head_dim = self._block
-            self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._stop // size) * size, head_dim)
+            self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
             return
         while start - self._base >= self.block_size:
@@ -182,6 +184,9 @@ class StreamedBlocks:
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
         self._base += self.block_size
 
+    def release(self) -> None:
+        self._workspace = None
+
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         stop = start + k.shape[1]
         if stop > self.capacity:
@@ -202,7 +207,7 @@ class StreamedBlocks:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
         self._worked = layer
-        whole = self._base // self.block_size
+        whole = min(self._base // self.block_size, -(-length // self.block_size))
         resident = min(whole, self.num_resident)
         for index, block in enumerate(self._resident[layer][:resident]):
             self._worked_block(index).copy_(block)
@@ -235,13 +240,15 @@ class StreamedBlocks:
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
         if self._workspace is not None:
+            if layer != self._worked:  # the pass brings no tokens of its own
+                self._take_up(layer, self._seen)
             begin, end = first // size * size, -(-stop // size) * size
             # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
             step = end - begin if self.dtype.itemsize == 2 else size
             for position in range(begin, end, step):
                 yield position, self._workspace[:, :, position : position + step]
-            if layer == len(self._open) - 1 and stop == self._stop:
-                self._workspace = None  # what is chosen and drafted from next wants its memory
+            if layer == len(self._open) - 1 and stop == self._stop > self._start:
+                self.release()  # what is chosen and drafted from next wants its memory
             return
         resident = min(self._base // size, -(-stop // size), self.num_resident)
         for index in range(first // size, resident):
