@@ -164,6 +164,8 @@ class Opening:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
             full, plan = self._further(prompt, request, others, contexts or ContextPlan())
+            if full.prefix:
+                contexts = ContextPlan()  # what is saved would have to go where others hold it
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 

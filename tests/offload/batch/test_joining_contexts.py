@@ -59,6 +59,20 @@ def test_what_joins_starts_from_what_is_saved_of_its_own_text(engine, model):
     batch.close()
 
 
+@pytest.mark.parametrize("new_tokens", [8, 1200])
+def test_what_joins_shares_the_text_of_others_and_restores_nothing_over_it(engine, model, new_tokens):
+    engine.read(ONE, "one")
+    batch = running(engine, contexts=ContextRequest(name="one"))
+    prompt = ONE + QUESTION
+    index = batch.add(Request(prompt, GREEDY, new_tokens, ignore_eos=True, contexts=ContextRequest(find=True)))
+    while index >= len(batch.sequences) or len(batch.sequences[index].statistics.token_ids) < 8:
+        next(batch)
+    one = batch.sequences[index]
+    assert one.error is None and one.statistics.reused_tokens == TAIL_ROWS
+    assert one.statistics.token_ids[:8] == greedy_oracle(model[1], prompt, 8)
+    batch.close()
+
+
 def test_what_joins_is_saved_while_others_go_on(engine, model):
     batch = running(engine)
     contexts = ContextRequest(save="two", required=True)
