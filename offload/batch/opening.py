@@ -97,6 +97,11 @@ class Opening:
         return self._models.kept.traffic()
 
     @property
+    def kept(self) -> FullCache | None:
+        """The full cache that stays for the next run."""
+        return self._models.kept.cache
+
+    @property
     def saved(self) -> ModelContexts | None:
         """The contexts that are saved for the target."""
         return self._models.contexts
