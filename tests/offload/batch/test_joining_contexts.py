@@ -59,6 +59,18 @@ def test_what_joins_starts_from_what_is_saved_of_its_own_text(engine, model):
     batch.close()
 
 
+def test_what_joins_a_question_about_the_same_saved_text_shares_what_that_has(engine, model):
+    engine.read(ONE, "one")
+    batch = running(engine, contexts=ContextRequest(name="one"))
+    prompt, contexts = ONE + QUESTION, ContextRequest(name="one")
+    one = step_until_ended(batch, batch.add(Request(prompt, GREEDY, 8, ignore_eos=True, contexts=contexts)))
+    assert one.error is None and one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
+    assert one.statistics.reused_tokens == TAIL_ROWS, "more is saved, but what is shared crosses the link once"
+    text = batch.sequences[0].statistics.token_ids
+    assert text == greedy_oracle(model[1], ONE, len(text))
+    batch.close()
+
+
 def test_what_joins_is_saved_while_others_go_on(engine, model):
     batch = running(engine)
     contexts = ContextRequest(save="two", required=True)
