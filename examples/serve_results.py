@@ -155,11 +155,9 @@ def load(given: argparse.Namespace, _: Texts) -> dict[str, Any]:
         found = run.run(lambda line: print(line, file=sys.stderr))
         if locked_bytes(server.pid) > locked:
             found["failures"].append(f"locked memory: {locked} bytes before, {locked_bytes(server.pid)} after")
-    memory = found["memory"]
-    print(f"{sum(found['counts'].values()):,} counts: {found['counts']}")
-    print(
-        f"longest wait {found['longest_wait_s']:.1f} s; memory x {memory.get('ratio', float('nan')):.3f} since minute 2"
-    )
+    ratio = found["memory"].get("ratio", float("nan"))
+    print(f"requests by what came of them: {found['counts']}")
+    print(f"longest wait {found['longest_wait_s']:.1f} s; memory since minute 2: x {ratio:.3f}")
     print("\n".join(found["failures"]) or "every promise holds")
     return found
 
