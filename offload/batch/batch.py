@@ -23,6 +23,7 @@ from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
+from ..transfer.link import Traffic
 from .opening import Opening
 from .reading import Reading
 from .request import BatchOrder, Order, Request
@@ -138,12 +139,20 @@ class Batch(Iterator[tuple[int, Round]]):
             prefill_s=sum(s.prefill_s for s in statistics),
             decode_s=self._decode_s,
             rounds=self._rounds_done,
-            link=self._opening.traffic().since(self._traffic_before),
+            link=self.traffic().since(self._traffic_before),
             device_peak_bytes=device_peak_bytes(self._target.device),
             host_peak_bytes=host_peak_bytes(),
             kv_bytes=self._kv_bytes * self._target.ranks.size,
         )
         return batch_document(whole, [self.document(i) for i in range(len(self.sequences))], self.warnings)
+
+    def traffic(self) -> Traffic:
+        """What crossed this rank's link so far, since the engine was loaded."""
+        return self._opening.traffic()
+
+    def kv_bytes(self) -> int:
+        """Keys and values that this rank holds now: of sequences that run, and what is kept for the next batch."""
+        return held_bytes(self.sequences, self._opening.kept)
 
     @property
     def saved(self) -> ContextUse | None:

@@ -97,6 +97,11 @@ class Opening:
         return self._models.kept.traffic()
 
     @property
+    def kept(self) -> FullCache | None:
+        """The full cache that stays for the next run."""
+        return self._models.kept.cache
+
+    @property
     def saved(self) -> ModelContexts | None:
         """The contexts that are saved for the target."""
         return self._models.contexts
@@ -164,8 +169,8 @@ class Opening:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
             full, plan = self._further(prompt, request, others, contexts or ContextPlan())
-            if full.prefix:
-                contexts = ContextPlan()  # what is saved would have to go where others hold it
+        if contexts and full.prefix:  # its first tokens are another's already: nothing is restored in place of them
+            contexts = replace(contexts, prefix=None)
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 

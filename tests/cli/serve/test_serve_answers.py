@@ -183,7 +183,28 @@ def test_metrics_count_what_was_answered(serving):
     tokens = float(values["triforce_generated_tokens_total"])
     assert float(values["triforce_time_between_tokens_seconds_count"]) == tokens - 1
     assert float(values["triforce_queue_length"]) == float(values["triforce_running_answers"]) == 0
-    assert "process_resident_memory_bytes" in values and "triforce_link_bytes_total" in values
+    assert "process_resident_memory_bytes" in values and float(values["triforce_kv_cache_bytes"]) > 0
+
+
+def test_metrics_count_what_is_uploaded_and_what_streams(serving, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving(resident=0.0) as server:
+        tokens = server.upload("book", TEXT * 3).json["tokens"]
+        read = counts(server)
+        assert read["prompt_tokens_total"] == read["uploaded_tokens_total"] == tokens
+        assert read["link_stored_bytes_total"] > 0 and read["generated_tokens_total"] == 0
+        held = read["kv_cache_bytes"]
+        server.chat("Who?", context="book", max_tokens=6)
+        asked = counts(server)
+        assert asked["uploaded_tokens_total"] == tokens < asked["prompt_tokens_total"]
+        assert asked["cached_tokens_total"] > 0 and asked["link_bytes_total"] > read["link_bytes_total"]
+        assert asked["kv_cache_bytes"] >= held
+
+
+def counts(server):
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    values = (line.rsplit(" ", 1) for line in lines if line.startswith("triforce_") and "{" not in line)
+    return {name.removeprefix("triforce_"): float(value) for name, value in values}
 
 
 @pytest.mark.slow

@@ -2,9 +2,14 @@
 
 import os
 import random
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from serve_load import Load
 
 COMPLETION = "/v1/completions"
 
@@ -40,6 +45,16 @@ def test_nothing_is_lost_or_left_behind_among_many_clients(serving):
         server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
         server.wait_for(lambda: threading.active_count() <= threads)
         server.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+
+
+@pytest.mark.slow
+def test_clients_of_all_kinds_get_one_answer_each_and_leave_nothing_behind(serving, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving(max_new_tokens=8) as server:
+        found = Load(server.port, clients=24, seconds=10, bodies=500, patience_s=120).run()
+    assert found["failures"] == []
+    assert {"answered", "gone", "read_slowly", "uploads_201"} <= set(found["counts"]), found["counts"]
+    assert sum(count for name, count in found["counts"].items() if name.startswith("bodies_")) >= 500
 
 
 def test_a_batch_that_has_had_many_sequences_is_followed_by_another(serving, monkeypatch):

@@ -90,6 +90,7 @@ class RunningBatch:
         finally:
             if batch:
                 batch.close()
+                self._measure(batch)
 
     def _contexts(self, work: Job | Upload) -> ContextRequest:
         """What is to be restored, and saved, of a prompt."""
@@ -126,6 +127,7 @@ class RunningBatch:
             if event is not None:
                 self._update(batch, *event)
             self._sweep(batch)
+            self._measure(batch)
             if event is None:
                 self._fail_all(BodyError("the batch ended before the answer", code="not_answered", status=500))
                 return
@@ -157,7 +159,8 @@ class RunningBatch:
             self._metrics.add_first_token(time.perf_counter() - job.came)
             if writing.number == 0:
                 self._metrics.add_prompt(s)
-        self._metrics.add_round(event, sequence.caches.full.traffic().bytes_in if sequence.caches else 0)
+        else:
+            self._metrics.add_round(event)
         piece = text.update(s.token_ids)
         logprobs = writing.describe(sequence.logprobs)
         ended = s.finish_reason != "interrupted" or text.stopped
@@ -182,6 +185,7 @@ class RunningBatch:
                 work.job.abandoned = True
             elif sequence and isinstance(work, ReadingText) and sequence.state == "ended":
                 s = sequence.statistics
+                self._metrics.add_text(s)
                 work.job.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
                 del self._working[index]
                 continue
@@ -198,6 +202,8 @@ class RunningBatch:
         if self._is_cut() or all(work.job.abandoned for work in self._working.values()):
             raise CutError
         work = self._working.get(index)
+        if batch:
+            self._measure(batch)
         now = time.perf_counter()
         if work is None or batch is None or work.number or (share < 1 and now - work.told < TELL_S):
             return
@@ -205,6 +211,9 @@ class RunningBatch:
         s = batch.sequences[index].statistics
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
         work.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.began))
+
+    def _measure(self, batch: Batch) -> None:
+        self._metrics.update(batch.traffic(), batch.kv_bytes())
 
     def _fail_all(self, error: BaseException) -> None:
         for job in {work.job for work in self._working.values()}:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from ....offload import Round
 from ....offload.statistics import Statistics
+from ....offload.transfer.link import Traffic
 
 _TTFT_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TBT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -22,19 +23,33 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.requests = self._make(Counter, "requests", "Requests by endpoint and status", ("endpoint", "status"))
-        self._prompt = self._make(Counter, "prompt_tokens", "Tokens of prompts")
-        self._cached = self._make(Counter, "cached_tokens", "Tokens of prompts that need not be read again")
+        self._prompt = self._make(
+            Counter, "prompt_tokens", "Tokens of prompts and of uploaded texts, once they are read"
+        )
+        self._cached = self._make(Counter, "cached_tokens", "Those of them that needed no reading")
+        self._saved = self._make(Counter, "uploaded_tokens", "Those of them that are of uploaded texts")
         self._new = self._make(Counter, "generated_tokens", "Tokens of answers")
         self._drafted = self._make(Counter, "draft_tokens", "Draft tokens that the full cache's passes were given")
         self._accepted = self._make(Counter, "draft_tokens_accepted", "Draft tokens that were accepted")
-        self._link = self._make(Counter, "link_bytes", "Bytes of KV cache that streamed to the device")
+        self._link = [
+            self._make(Counter, name, f"{what}; rank 0's where there are several")
+            for name, what in (
+                ("link_bytes", "Bytes of KV cache that streamed to the device"),
+                ("link_stored_bytes", "Bytes of KV cache that went to host memory"),
+                ("link_busy_seconds", "Time in which something streamed to the device"),
+                ("link_waited_seconds", "Time in which computation waited for what streams"),
+            )
+        ]
+        self._traffic = Traffic()
+        self._kv = self._make(
+            Gauge, "kv_cache_bytes", "KV cache of running answers, texts that are read, and what is kept for the next"
+        )
         self._ttft = self._make(
             Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S
         )
         self._tbt = self._make(
             Histogram, "time_between_tokens_seconds", "A token's share of its round's time", (), _TBT_S
         )
-        self._link_total = 0
         gauge = self._make(Gauge, "device_memory_bytes", "GPU memory that PyTorch has allocated; 0 without a GPU")
         gauge.set_function(lambda: torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0)
 
@@ -47,21 +62,33 @@ class Metrics:
         self._prompt.inc(statistics.prompt_tokens)
         self._cached.inc(statistics.reused_tokens)
 
+    def add_text(self, statistics: Statistics) -> None:
+        """An uploaded text is read and saved."""
+        self.add_prompt(statistics)
+        self._saved.inc(statistics.prompt_tokens)
+
     def add_first_token(self, seconds: float) -> None:
         """An answer has begun, so long after it was asked for."""
         self._ttft.observe(seconds)
         self._new.inc()
 
-    def add_round(self, event: Round, link_bytes: int) -> None:
-        """Args: `link_bytes` crossed the link in all so far; 0 where nothing streams."""
-        if event.index:
-            self._new.inc(len(event.tokens))
-            self._drafted.inc(event.proposed)
-            self._accepted.inc(event.accepted)
-            for _ in event.tokens:
-                self._tbt.observe(event.seconds / len(event.tokens))
-        self._link.inc(max(0, link_bytes - self._link_total))
-        self._link_total = max(self._link_total, link_bytes)
+    def add_round(self, event: Round) -> None:
+        """A round of an answer after its first."""
+        self._new.inc(len(event.tokens))
+        self._drafted.inc(event.proposed)
+        self._accepted.inc(event.accepted)
+        for _ in event.tokens:
+            self._tbt.observe(event.seconds / len(event.tokens))
+
+    def update(self, traffic: Traffic, kv_bytes: int) -> None:
+        """Args:
+        traffic: what crossed the link in all so far.
+        kv_bytes: held now.
+        """
+        new, self._traffic = traffic.since(self._traffic), traffic
+        for counter, value in zip(self._link, (new.bytes_in, new.bytes_out, new.busy_s, new.waited_s), strict=True):
+            counter.inc(max(0, value))
+        self._kv.set(kv_bytes)
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

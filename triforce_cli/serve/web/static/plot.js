@@ -12,7 +12,8 @@ function line(svg, kind) {
 
 function draw(polyline, values, most) {
   const step = WIDTH / Math.max(1, values.length - 1);
-  const points = values.map((value, index) => `${(index * step).toFixed(1)},${(HEIGHT - 1 - (value / most) * (HEIGHT - 2)).toFixed(1)}`);
+  const level = values.length === 1 ? [...values, ...values] : values;
+  const points = level.map((value, index) => `${(index * step).toFixed(1)},${(HEIGHT - 1 - (value / most) * (HEIGHT - 2)).toFixed(1)}`);
   polyline.setAttribute("points", points.join(" "));
 }
 
