@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...tp.devices import synchronize
 from ...tp.errors import CapacityError, TriforceError
 from ..caches.streaming import prefill_streaming
 from ..contexts.model import ContextPlan
@@ -24,11 +23,13 @@ from ..run_document import link_document, memory_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
+from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
 from .opening import Opening
 from .reading import read_prompt
 from .request import Order, Request
 from .sequence import BatchSequence, Round
+from .upkeep import begin_round, end_round
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -323,60 +324,42 @@ class Batch(Iterator[tuple[int, Round]]):
         began = min(sequence.since for sequence in running)
         top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
+        upkeep = top.upkeep
+        begin_round(top, running)
         emitted = top.step(tokens_of, [sequence.missing for sequence in running])
         drawn, tested = [], []
         for sequence, (tokens, _), (proposed, accepted) in zip(running, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.opened.tokens.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = sequence.opened.refresh.due(tested[-1][1], tested[-1][0])
+            due = upkeep is Upkeep.FULL and sequence.opened.refresh.due(tested[-1][1], tested[-1][0])
             drawn.append(Drawn(tokens, due and sequence.opened.retrieval is not None, sequence.asked_to_end))
         top.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        refresh_s = self._update_retrieval(running, drawn, time.perf_counter() - began)
+        refresh_s = end_round(top, upkeep, running, drawn, began)
         now = time.perf_counter()
         self._rounds_done += 1
         self._decode_s += now - max(began, self._read_until)
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since
-            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s))
+            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s, drafted=proposed > 0))
             sequence.since = now
             number = sequence.statistics.rounds
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))
         return rounds
 
-    def _update_retrieval(
-        self, running: Sequence[BatchSequence], drawn: Sequence[Drawn], round_seconds: float
-    ) -> float:
-        """Brings the retrieval caches up to what was verified, with their chunks chosen anew or not; the seconds."""
-        began = time.perf_counter()
-        top, refreshed = self.tiers[0], []
-        for sequence, one in zip(running, drawn, strict=True):
-            retrieval = sequence.opened.retrieval
-            if retrieval is None:
-                return 0.0
-            if one.refresh:
-                retrieval.refresh()
-                refreshed.append(sequence.opened.refresh)
-            else:
-                retrieval.update_tail()
-        if refreshed and top.adapts_to_time and refreshed[0].mode == "auto":
-            synchronize(self._target.device)  # its cost decides when the next one comes
-        seconds = time.perf_counter() - began
-        for policy in refreshed:
-            policy.done(seconds if top.adapts_to_time else 0.0, round_seconds)
-        return seconds
-
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
-        """Sets every tier's draft tokens to rank 0's; what all ranks do with these sequences. See `RankAgreement`."""
-        lengths = [tier.draft_tokens for tier in self.tiers]
+        """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
+        `RankAgreement`."""
+        decisions = [number for tier in self.tiers for number in tier.decisions]
         joining = len(self._joining)
-        drawn, lengths, joining, self._ended = self._agreement.agree(
-            drawn, lengths, joining=joining, ends=self._asked_to_end
+        drawn, decisions, joining, self._ended = self._agreement.agree(
+            drawn, decisions, joining=joining, ends=self._asked_to_end
         )
-        for tier, number in zip(self.tiers, lengths, strict=True):
-            tier.draft_tokens = number
+        each = len(decisions) // len(self.tiers)
+        for i, tier in enumerate(self.tiers):
+            tier.decisions = decisions[i * each : (i + 1) * each]
         for sequence, one in zip(sequences, drawn, strict=True):
             sequence.ends = one.ends
         if joining:

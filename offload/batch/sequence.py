@@ -45,6 +45,8 @@ class SequenceCaches:
     retrieval: RetrievalCache | None
     streaming: StreamingCache | None
     tokens: TokenSequence
+    mass_rows: int
+    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.begin`."""
     refresh: RefreshPolicy
     saved: ContextUse | None
     identity: dict[str, Any]

@@ -67,6 +67,18 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return _nucleus(probabilities, sampling.top_p) if sampling.top_p < 1.0 else probabilities
 
 
+def likelihoods(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The probabilities `[n]` that rows of `logits` `[n, vocab]` give to `tokens` `[n]` at temperature 1, unfiltered:
+    how sure a model is of a token, however it was drawn. 0 where the token was drawn from NaN."""
+    picked = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return (picked - logits.logsumexp(dim=-1)).exp_().nan_to_num_(0.0)
+
+
+def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`likelihoods` as int64, to be brought to the host together with tokens."""
+    return (likelihoods(logits, tokens) * 1e6).long()
+
+
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
     ordered, order = _likeliest(probabilities, top_p)

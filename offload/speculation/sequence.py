@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..graphs.passes import Passes
-from .occurrences import Lookup
+from .lookup.occurrences import Lookup
 from .sampler import Sampler
 
 
@@ -35,6 +35,9 @@ class TokenSequence:
     """By the name of the tier: passes over this sequence alone, each with the sequence's cache."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """By the name of the tier."""
+    rated: dict[str, list[float]] = field(default_factory=dict)
+    """By the name of the tier: how likely it found each token of its last draft; see `sampling.likelihoods`. Empty
+    where nobody asked."""
     lookup: Lookup = field(default_factory=Lookup)
     """What `--draft lookup` drafts from."""
 

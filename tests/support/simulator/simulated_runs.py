@@ -22,7 +22,7 @@ import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from triforce.kernels.selection import use_kernels
-from triforce.offload.batch import batch as batches
+from triforce.offload.batch import upkeep
 from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
@@ -58,7 +58,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, batches):
+            for module in (kept, upkeep):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 
