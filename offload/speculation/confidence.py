@@ -1,4 +1,4 @@
-"""How likely draft tokens are accepted, learned from the probability that the tier which drafted them gave them.
+"""How likely draft tokens are accepted, learned from how sure the tier was that drafted them.
 
 A draft ends early where it is unlikely that all of it so far, and the next token too, will be accepted. That is decided
 by the tokens drafted so far alone, so the tokens that come are still drawn from the same distributions
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from .lengths import Acceptance
 
-EDGES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 0.999)
-"""Probabilities between which tokens are counted together."""
+EDGES = (0.1, 0.3, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.97, 0.995)
+"""Certainties (`sampling.certainties`) between which tokens are counted together."""
 
 _DECAY = 0.99
 """Factor on the weight of earlier tokens with each new one of the same kind: about the last hundred count."""
 
-_PRIOR = 8.0
+_PRIOR = 4.0
 """Tokens that are assumed of each kind before any, accepted as often as all tokens are."""
 
 _MOST = 0.999
@@ -26,29 +26,29 @@ _MOST = 0.999
 
 
 class Confidence:
-    """How often tokens that were drafted with such a probability were accepted, of those that were tested."""
+    """How often tokens that a tier was so sure of were accepted, of those that were tested."""
 
     def __init__(self, start: Acceptance | None = None) -> None:
         """Args: `start` is what is expected of all tokens before any was tested."""
         self._all = start or Acceptance()
         self._kinds = [[0.0, 0.0] for _ in range(len(EDGES) + 1)]  # accepted, tested
 
-    def observe(self, probabilities: Sequence[float], accepted: int) -> None:
-        """Adds a draft of tokens with such probabilities of which the first `accepted` were accepted."""
-        if not probabilities:
+    def observe(self, certainties: Sequence[float], accepted: int) -> None:
+        """Adds a draft of tokens with such certainties of which the first `accepted` were accepted."""
+        if not certainties:
             return
-        self._all.observe(accepted, len(probabilities))
-        for i, probability in enumerate(probabilities[: accepted + 1]):
-            kind = self._kinds[bisect_right(EDGES, probability)]
+        self._all.observe(accepted, len(certainties))
+        for i, certainty in enumerate(certainties[: accepted + 1]):
+            kind = self._kinds[bisect_right(EDGES, certainty)]
             kind[0] = kind[0] * _DECAY + (i < accepted)
             kind[1] = kind[1] * _DECAY + 1.0
 
     @property
     def rate(self) -> float:
-        """Of a token whose probability is not known."""
+        """Of a token that is not drafted yet."""
         return self._all.rate
 
-    def chance(self, probability: float) -> float:
-        """That a token which was drafted with `probability` is accepted, if those before it are."""
-        accepted, tested = self._kinds[bisect_right(EDGES, probability)]
+    def chance(self, certainty: float) -> float:
+        """That a token with such a certainty is accepted, if those before it are."""
+        accepted, tested = self._kinds[bisect_right(EDGES, certainty)]
         return min(_MOST, (accepted + _PRIOR * self.rate) / (tested + _PRIOR))

@@ -18,9 +18,10 @@ SHARE = 0.004
 """Of the time of a tier's steps, for probes: two levels together stay below 1 %."""
 
 LEARNING = 32
-"""Tokens of a text in which both ways are tried, unless one is expected to take more than `_HOPELESS` times as long."""
+"""Tokens of a text in which both ways are tried: once unless one is expected to take more than `_HOPELESS` times as
+long, `_ENOUGH` times unless it takes more than `_WORSE` times as long."""
 
-_HOPELESS = 3.0
+_HOPELESS, _WORSE = 3.0, 1.5
 
 _ENOUGH = 3
 """Steps of a kind from which on what they took is known."""
@@ -163,11 +164,12 @@ class Switch:
         known_plain = self._plain_batch == step.batch and self._plain.count >= _ENOUGH
         on = seconds < plain * (1.0 if self.on else _MARGIN)
         best = min(seconds, plain)
-        if self._written < LEARNING and best * _HOPELESS > max(seconds, plain):
+        if self._written < LEARNING:
             self.on = on
-            drafts = self._drafted <= min(_ENOUGH, self._plain.count + 1)
-            if drafts or not known_plain:
-                return (tokens if on else 0), best, None if drafts == on else tokens if drafts else 0
+            tried = self._plain.count if self._plain_batch == step.batch else 0
+            other = self._learns(tried, plain / seconds, seconds / plain)
+            if other is not None:
+                return (tokens if on else 0), best, None if other == on else tokens if other else 0
         if on != self.on and (on or self._ratio.count >= _ENOUGH or best * _HOPELESS < seconds):
             self.on, self._interval, self._since = on, PROBE_EVERY, 0
         if self.on:
@@ -182,6 +184,20 @@ class Switch:
             return current, best, None
         self._other = seconds if self.on else plain
         return current, best, other
+
+    def _learns(self, plain: int, worse_plain: float, worse_drafted: float) -> bool | None:
+        """Whether the next step, one of the first, is one with a draft, to learn what it takes; `None` if it does not
+        matter.
+
+        Args:
+            plain: steps without a draft so far.
+            worse_plain, worse_drafted: how many times as long a step without, or with one, is expected to take.
+        """
+        wants_plain = plain < (_ENOUGH if worse_plain < _WORSE else worse_plain < _HOPELESS)
+        wants_draft = self._drafted <= (_ENOUGH if worse_drafted < _WORSE else worse_drafted < _HOPELESS)
+        if wants_draft and (self._drafted <= plain + 1 or not wants_plain):
+            return True
+        return False if wants_plain else None
 
     @property
     def may_probe(self) -> bool:

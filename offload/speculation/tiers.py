@@ -94,7 +94,7 @@ class Tier:
 
         Nothing comes after an end-of-sequence token. Contexts are not changed.
 
-        Args: `rated`: whether `TokenSequence.rated` gets how likely this tier found the tokens.
+        Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
         """
         if self.drafter is None:
             return self._draw_alone(sequences, 1, rated=rated)
@@ -154,7 +154,7 @@ class Tier:
 
         Args: `least_chance`: ends where it is less likely than this that the next token, and all of these before it,
             are accepted, on average over the sequences; after one step at the earliest. `TokenSequence.rated` then has
-            how likely this tier found them.
+            how sure this tier was of them.
         """
         if self.drafter is None and not least_chance:
             return self._draw_alone(sequences, max(counts), counts)
@@ -199,9 +199,9 @@ class Tier:
         are dropped."""
         began = time.perf_counter()
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
-        drawn, targets, likely = self._drawn(sequences, steps, rated)
+        drawn, targets, sure = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
-        numbers = (drawn if likely is None else torch.cat((drawn, likely))).flatten().tolist()
+        numbers = (drawn if sure is None else torch.cat((drawn, sure))).flatten().tolist()
         tokens = checked_tokens(numbers[: drawn.numel()])
         for i, sequence in enumerate(sequences):
             wanted = steps if counts is None else counts[i]
@@ -233,7 +233,7 @@ class Tier:
         samplers, one_each = [sequence.sampler for sequence in sequences], [1] * len(sequences)
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
-        likely: list[Tensor] = []
+        sure: list[Tensor] = []
         while len(tokens) < count:
             logits = self._logits(sequences, pending, counts, one_each)
             rows.append(distributions(logits, samplers, one_each))
@@ -241,11 +241,11 @@ class Tier:
             pending, counts = draw(rows[-1], samplers, one_each, positions), one_each
             tokens.append(pending)
             if rated:
-                likely.append(in_millionths(logits, pending))
+                sure.append(in_millionths(logits, pending))
         return (
             torch.stack(tokens, dim=1),
             torch.stack(rows, dim=1),
-            torch.stack(likely, dim=1) if rated else None,
+            torch.stack(sure, dim=1) if rated else None,
         )
 
     def _pending(self, sequence: TokenSequence) -> list[int]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from joint_distribution import SAMPLING, SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities, first_tokens
@@ -14,6 +15,7 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.confidence import Confidence
 from triforce.offload.speculation.lengths import PassCost, StepCost
+from triforce.offload.speculation.sampling import certainties
 from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import UsageError
 
@@ -34,9 +36,9 @@ def engine_and_target(tmp_path_factory):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Has a draft's chance be the probability it was drafted with, and counts the drafts of each tier: those that ended
+    """Has a token's chance be its certainty, and counts the drafts of each tier: those that ended
     early, and all."""
-    monkeypatch.setattr(Confidence, "chance", lambda _, probability: probability)
+    monkeypatch.setattr(Confidence, "chance", lambda _, certainty: certainty)
     monkeypatch.setattr(Confidence, "rate", 1.0)
     counts: dict[str, list[int]] = {"draft": [0, 0], "retrieval": [0, 0]}
     extend = Tier.extend
@@ -159,12 +161,20 @@ def test_sequences_in_company_end_their_drafts_and_have_the_tokens_that_they_hav
         assert sequence.statistics.token_ids == plain.generate(prompt, GREEDY, 60 + 20 * i).token_ids
 
 
-def test_chances_are_those_of_tokens_that_were_drafted_with_such_probabilities():
+def test_certainty_is_a_token_s_probability_beside_its_strongest_rival_s():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0], [5.0, 5.0, 1.0], [float("nan")] * 3])
+    probabilities = logits.softmax(dim=-1)
+    got = certainties(logits, torch.tensor([1, 2, 0, 1, -1])).tolist()
+    p = probabilities[0].tolist()
+    assert got == pytest.approx([p[1] / (p[1] + p[2]), p[2] / (p[2] + p[1]), p[0] / (p[0] + p[1]), 0.5, 0.0])
+
+
+def test_chances_are_those_of_tokens_with_such_certainties():
     confidence = Confidence()
     assert confidence.chance(0.2) == pytest.approx(confidence.rate) == pytest.approx(confidence.chance(0.9999))
     for i in range(400):
         confidence.observe([0.97, 0.97, 0.4, 0.97], 4 if i % 2 else 2)  # the third is accepted every other time
-    assert confidence.chance(0.96) > 0.95
+    assert confidence.chance(0.98) > 0.95
     assert confidence.chance(0.45) == pytest.approx(0.5, abs=0.1)
     assert confidence.chance(0.1) == pytest.approx(confidence.rate, abs=0.01), "nothing is known of such tokens"
 
