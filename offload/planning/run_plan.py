@@ -37,7 +37,7 @@ RETRIEVAL_DRAFT_TOKENS = 8
 LOOKUP_DRAFT_TOKENS = 31
 """The second, of tokens that are looked up: they take no time but that of their rows."""
 
-LOOKUP_BYTES = 100
+LOOKUP_BYTES = 130
 """Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
 
 STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)

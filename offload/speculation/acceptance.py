@@ -64,8 +64,8 @@ def accept_and_rate(
     Args: `logits` `[rows, vocab]` are what `target` was made of.
 
     Returns:
-        What `accept` returns, and of each sequence how sure `logits` are (`sampling.certainties`) of its accepted tokens
-        and of the next one.
+        What `accept` returns, and of each sequence how sure `logits` are (see `sampling.certainties`) of its accepted
+        tokens and of the next one.
     """
     return _tested(proposed, drafts, target, samplers, positions, logits)
 
