@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.devices import resolve_device, resolve_dtype, to_device
+from ..tp.devices import resolve_device, resolve_dtype, set_threads, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
 from ..tp.model.decoder import Decoder
@@ -91,6 +91,7 @@ class Engine:
         refresh: str | int = "auto",
         exact: str = "auto",
         early_end: str | float = "auto",
+        threads: int | None = None,
     ) -> Engine:
         """Loads a pair.
 
@@ -108,8 +109,8 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end: see `Settings`; of what
-                is left open, budget and chunk size are as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, threads: see `Settings`;
+                of what is left open, budget and chunk size are as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
@@ -117,7 +118,8 @@ class Engine:
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
         settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact)
-        settings = replace(settings, lookup=lookup, link_gbps=link_gbps, early_end=early_end)
+        settings = replace(settings, lookup=lookup, link_gbps=link_gbps, early_end=early_end, threads=threads)
+        set_threads(threads)
         settings = settings.with_defaults(published_cache(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)

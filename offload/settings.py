@@ -42,6 +42,9 @@ class Settings:
     """Where a draft ends before it has all its tokens: where the next token, and all before it, are less likely to be
     accepted than this; `auto` follows from measured costs, and not where lengths are set by hand; `off` is nowhere."""
 
+    threads: int | None = None
+    """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
+
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):
             raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
@@ -50,6 +53,7 @@ class Settings:
             ("chunk_size", 1, 512),
             ("draft_length", 1, 64),
             ("block_length", 1, MOST_BLOCK_LENGTH),
+            ("threads", 1, None),
         ):
             value = getattr(self, name)
             if value is not None and (value < least or (most is not None and value > most)):
