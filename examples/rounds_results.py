@@ -155,7 +155,8 @@ def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStor
     texts = {"novel": text[:size], "code": code(tokenizer, size), "table": table(tokenizer, size)}
     kinds = {"none": "none", "trained": None, "lookup": "lookup", "both": f"{given.model},lookup"}
     engines = {name: Engine.load(given.model, kind, device="cpu", store=store, tiers=3) for name, kind in kinds.items()}
-    for (kind, prompt), temperature in product(texts.items(), given.temperatures):
+    for kind, temperature in product(texts, given.temperatures):
+        prompt = texts[kind]
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         for engine in engines.values():
             run(engine, prompt, 8, temperature)

@@ -257,6 +257,8 @@ class Opening:
             Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts)
             for name, decoder in decoders[: self._num_tiers]
         ]
+        for tier in tiers[2:]:
+            tier.replicated = models.target.ranks.size > 1
         if self.looks_up:
             tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1], RETRIEVAL_DRAFT_TOKENS)]
         tiers[0].may_rest = models.settings.refresh != "never"

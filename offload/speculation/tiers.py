@@ -81,6 +81,8 @@ class Tier:
     acceptance: Acceptance = field(default_factory=Acceptance)
     counts: Counts = field(default_factory=Counts)
     """Of all sequences together; their own are kept with each."""
+    replicated: bool = False
+    """Whether each of several ranks runs the whole tier."""
     confidence: Confidence = field(default_factory=Confidence)
     """How likely the tokens that this tier drafts are accepted."""
     switch: Switch = field(default_factory=Switch, init=False)
@@ -170,8 +172,7 @@ class Tier:
             if self.drafter:
                 found = self.step(some, limits, rated=least_chance > 0)
             else:
-                together = 1 if self.decoder.device.type == "cpu" else READ_TOGETHER
-                found = self._draw_alone(some, min(together, max(limits)), limits, rated=True)
+                found = self._draw_alone(some, min(self._read_together, max(limits)), limits, rated=True)
             for i, (tokens, target) in zip(going, found, strict=True):
                 sequences[i].context.extend(tokens)
                 rows[i].append(target)
@@ -242,11 +243,8 @@ class Tier:
             tokens.append(pending)
             if rated:
                 sure.append(in_millionths(logits, pending))
-        return (
-            torch.stack(tokens, dim=1),
-            torch.stack(rows, dim=1),
-            torch.stack(sure, dim=1) if rated else None,
-        )
+        drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
+        return drawn, targets, torch.stack(sure, dim=1) if rated else None
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
@@ -316,7 +314,7 @@ class Tier:
         self.acceptance.observe(accepted, proposed)
 
     def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        """Is told how many of the tokens that it proposed last were accepted."""
+        """Is told how many of the tokens that it proposed last for a sequence were accepted."""
         self.confidence.observe(sequence.rated.get(self.name, ())[:proposed], accepted)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
@@ -336,26 +334,38 @@ class Tier:
         # More rows than those of a step would be computed with another arithmetic.
         most = max(0, FEW_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
         self.asked_next = self.most_asked = None
-        self.least_chance = self.early_end or 0.0
+        self.least_chance = 0.0
         step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
-            return step.best(0, min(self.longest, most))[1]
-        most = min(self.longest, most)
-        if self.adapts_to_time:
+            seconds = step.best(0, min(self.longest, most))[1]
+        elif self.adapts_to_time:
+            most = min(self.longest, most)
             self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
         else:
+            most = min(self.longest, most)
             self.draft_tokens, seconds = step.best(0, most)
             if self.draft_tokens:
                 self._last_drafted = self.counts.passes
             elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
                 self.draft_tokens, self._last_drafted = min(1, most), self.counts.passes
                 return seconds
-        if self.draft_tokens and self.early_end is None:
-            self.least_chance = step.least_chance(self.draft_tokens, seconds)
-        if self.draft_tokens and self.least_chance:
+        if self.draft_tokens and self.drafter.ends_early(self.draft_tokens):
+            by_costs = 0.0 if self.fixed is not None else step.least_chance(self.draft_tokens, seconds)
+            self.least_chance = by_costs if self.early_end is None else self.early_end
+        if self.least_chance and self.fixed is None:
             self.most_asked = most
         return seconds
+
+    @property
+    def _read_together(self) -> int:
+        """Draft tokens between which it is seen whether the draft ends."""
+        return 1 if self.decoder.device.type == "cpu" else READ_TOGETHER
+
+    def ends_early(self, tokens: int) -> bool:
+        """Whether this tier's drafts of about so many tokens can end earlier. Not where every rank runs it whole: their
+        last bits may differ, and with them where a draft ends."""
+        return not self.replicated and (self.drafter is not None or tokens >= self._read_together)
 
     def _rests(self, batch: int) -> bool:
         """Whether nothing is drafted, and it is too early to decide anew."""
@@ -384,6 +394,6 @@ class Tier:
 
     @decisions.setter
     def decisions(self, numbers: Sequence[int]) -> None:
-        self.draft_tokens, most_asked, asked_next, chance, upkeep = numbers
-        self.most_asked, self.asked_next = (None if n < 0 else n for n in (most_asked, asked_next))
+        self.draft_tokens, *asked, chance, upkeep = numbers
+        self.most_asked, self.asked_next = (None if number < 0 else number for number in asked)
         self.least_chance, self.upkeep = chance / _FINE, Upkeep(upkeep)

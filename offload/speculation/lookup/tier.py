@@ -31,7 +31,7 @@ class LookupTier(Tier):
         most_by_model: tokens that the model drafts at a time at most.
         """
         super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size)
-        self._model, self._most_by_model = model, most_by_model
+        self._model, self._upper, self._most_by_model = model, upper, most_by_model
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
@@ -58,8 +58,12 @@ class LookupTier(Tier):
                 lookup.last = lookup.model
                 asked.append(i)
         if self._model is not None and asked:
-            some = [min(counts[i], self._most_by_model) for i in asked]
-            drafted = self._model.extend([sequences[i] for i in asked], some, least_chance)
+            most = self._most_by_model
+            if not self._model.ends_early(self._upper.draft_tokens):
+                most, least_chance = max(1, self._upper.draft_tokens), 0.0
+            drafted = self._model.extend(
+                [sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance
+            )
             found.update(zip(asked, drafted, strict=True))
         return [found[i] for i in range(len(sequences))]
 
@@ -87,6 +91,9 @@ class LookupTier(Tier):
     def choose_lengths(self, batch: int = 1) -> float:
         return max(LOOKUP_SECONDS, self._model.choose_lengths(batch) if self._model else 0.0)
 
+    def ends_early(self, tokens: int) -> bool:
+        return True
+
     def part_with(self) -> None:
         if self._model:
             self._model.part_with()
@@ -94,4 +101,6 @@ class LookupTier(Tier):
 
 def _worth(rate: float, least_chance: float) -> int:
     """Tokens, at least one, that are all accepted with a probability of `least_chance`, if each is with `rate`."""
-    return max(1, int(math.log(least_chance) / math.log(rate))) if least_chance else sys.maxsize
+    if not least_chance:
+        return sys.maxsize
+    return int(math.log(least_chance) / math.log(rate)) if rate > least_chance else 1
