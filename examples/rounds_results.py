@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--drafts-context", type=int, default=8192)
     parser.add_argument("--grid-contexts", type=_numbers(int), default=[1024, 4096, 16_384, 65_536])
     parser.add_argument("--batches", type=_numbers(int), default=[1, 4])
-    parser.add_argument("--links", default="none,link", help="which of none and link (--link-gbps)")
+    parser.add_argument("--links", default="none,link", help="of drafts and grid: which of none and link (--link-gbps)")
     parser.add_argument("--drafts", default="trained,random", help="which of trained and random")
     parser.add_argument("--pairs", type=int, default=30)
     given = parser.parse_args()
@@ -150,29 +150,38 @@ def _shares(accepted: dict[str, Any]) -> str:
 
 
 def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
-    print("\ndrafts: text, T, draft: TBT ms (all), tokens a round, accepted (draft / retrieval), lengths")
+    print("\ndrafts: link, text, T, draft: TBT ms (all), tokens a round, accepted (draft / retrieval), lengths")
     size = given.drafts_context - given.new_tokens
     texts = {"novel": text[:size], "code": code(tokenizer, size), "table": table(tokenizer, size)}
     kinds = {"none": "none", "trained": None, "lookup": "lookup", "both": f"{given.model},lookup"}
-    engines = {name: Engine.load(given.model, kind, device="cpu", store=store, tiers=3) for name, kind in kinds.items()}
-    for kind, temperature in product(texts, given.temperatures):
-        prompt = texts[kind]
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        for engine in engines.values():
-            run(engine, prompt, 8, temperature)
-        for repeat in range(given.repeat):
-            for name in list(engines) if repeat % 2 else reversed(engines):
-                runs[name].append(run(engines[name], prompt, given.new_tokens, temperature))
-        for name, several in runs.items():
-            one = middle(several)
-            all_of = " ".join(f"{other['tbt_ms']:.2f}" for other in several)
-            chosen = f"{one['settings']['draft_length']}, {one['settings']['block_length']}"
-            print(
-                f"{kind:<6} {temperature} {name:<8}: {one['tbt_ms']:.2f} ({all_of}), "
-                f"{one['acceptance']['tokens_per_round']:.1f}, {_shares(one['acceptance'])}, {chosen}",
-                flush=True,
-            )
-            keep("drafts", {"text": kind, "temperature": temperature, "draft": name, "runs": several})
+    for link in given.links.split(","):
+        options = _options(given, link)
+        engines = {
+            name: Engine.load(given.model, kind, device="cpu", store=store, **options) for name, kind in kinds.items()
+        }
+        for kind, temperature in product(texts, given.temperatures):
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+            for engine in engines.values():
+                run(engine, texts[kind], 8, temperature)
+            for repeat in range(given.repeat):
+                for name in list(engines) if repeat % 2 else reversed(engines):
+                    runs[name].append(run(engines[name], texts[kind], given.new_tokens, temperature))
+            for name, several in runs.items():
+                one = middle(several)
+                all_of = " ".join(f"{other['tbt_ms']:.2f}" for other in several)
+                chosen = f"{one['settings']['draft_length']}, {one['settings']['block_length']}"
+                print(
+                    f"{link:<4} {kind:<6} {temperature} {name:<8}: {one['tbt_ms']:.2f} ({all_of}), "
+                    f"{one['acceptance']['tokens_per_round']:.1f}, {_shares(one['acceptance'])}, {chosen}",
+                    flush=True,
+                )
+                row = {"link": link, "text": kind, "temperature": temperature, "draft": name}
+                keep("drafts", {**row, "runs": several})
+
+
+def _options(given: Any, link: str) -> dict[str, Any]:
+    """What an engine is loaded with for one of `--links`."""
+    return {"resident": 0.0, "link_gbps": given.link_gbps} if link == "link" else {}
 
 
 def code(tokenizer: Tokenizer, size: int) -> list[int]:
@@ -209,10 +218,8 @@ def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore,
         random = random_draft(Path(folder))
         for link, draft in product(given.links.split(","), given.drafts.split(",")):
             slow = link == "link"
-            options: dict[str, Any] = {"resident": 0.0, "link_gbps": given.link_gbps} if slow else {}
-            engine = Engine.load(
-                given.model, None if draft == "trained" else random, device="cpu", store=store, **options
-            )
+            small = None if draft == "trained" else random
+            engine = Engine.load(given.model, small, device="cpu", store=store, **_options(given, link))
             for context, batch in product(given.grid_contexts, given.batches):
                 room = given.new_tokens + max(map(len, questions))
                 prompts = [[*text[: context - room], *question] for question in questions[:batch]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from ..planning.memory import device_peak_bytes, host_peak_bytes
 from ..run_document import run_document
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
+from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
 from ..transfer.link import LinkError, Traffic
@@ -67,7 +69,7 @@ class BatchSequence:
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """Current at any time: a new object a round."""
         self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
-        self.error = order.error
+        self.failure = order.error
         """What it failed with, while others went on."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
@@ -75,6 +77,8 @@ class BatchSequence:
         self.joined = joined
         self.since = joined
         """When its last round ended."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the tokens so far, where the request wants them."""
         self.asked_to_end = self.ends = False  # the second by all ranks, after a round
         self._warnings: list[str] = []
         self._document: dict[str, Any] | None = None  # once the caches are given back
@@ -84,6 +88,11 @@ class BatchSequence:
         """Its caches, which it has from when it begins until it ends."""
         assert self.caches is not None
         return self.caches
+
+    @property
+    def error(self) -> str | None:
+        """The message of what it failed with."""
+        return None if self.failure is None else str(self.failure)
 
     @property
     def goes_on(self) -> bool:
@@ -167,3 +176,9 @@ class BatchSequence:
     def forget_prompt(self) -> None:
         """Drops the tokens of prompt and answer; the answer is in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []
+
+
+def held_bytes(sequences: Iterable[BatchSequence]) -> int:
+    """Keys and values of these sequences, on one rank; what several share counts once."""
+    holders = {holder for one in sequences if one.caches for holder in one.caches.full.holders}
+    return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

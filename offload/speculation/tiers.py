@@ -125,11 +125,7 @@ class Tier:
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
-        ratings: list[list[float]] = []
-        if rated:
-            outcomes, ratings = accept_and_rate(*given, logits)
-        else:
-            outcomes = accept(*given)
+        outcomes, ratings = accept_and_rate(*given, logits) if rated else (accept(*given), [])
         emitted: list[Emitted] = []
         parts = target.split(rows) if len(rows) > 1 else (target,)
         for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):
@@ -138,6 +134,7 @@ class Tier:
             self.rollback(sequence, len(sequence.context) + len(kept) - 1)
             emitted.append((kept, part[: len(kept)]))
             sequence.rated[self.name] = ratings[i][: len(kept)] if rated else []
+            sequence.keep_logprobs(kept)
         now = time.perf_counter()
         steady = self._measure(sequences, 1, sum(len(tokens) for tokens in pending), now - drafted)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
@@ -211,6 +208,7 @@ class Tier:
             emitted.append((kept, targets[i, : len(kept)]))
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
             sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
+            sequence.keep_logprobs(kept)
         self._measure(sequences, steps, rows, time.perf_counter() - began)
         return emitted
 
@@ -274,7 +272,11 @@ class Tier:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
         else:
             logits = self._together(sequences).forward(token_ids, counts, rows)
-        return cover(logits, self.vocab_size)
+        logits = cover(logits, self.vocab_size)
+        if self.name == "verify":
+            for sequence, part in zip(sequences, logits.split(list(rows)), strict=True):
+                sequence.note_logits(part)
+        return logits
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
         """The passes over all of these sequences, which are kept until one of those that are decoded ends."""
@@ -333,6 +335,7 @@ class Tier:
         draft_seconds = self.drafter.choose_lengths(batch)
         # More rows than those of a step would be computed with another arithmetic.
         most = max(0, FEW_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
+        most = most if self.fixed is not None else min(self.longest, most)
         self.asked_next = self.most_asked = None
         self.least_chance = 0.0
         step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch)
@@ -340,10 +343,8 @@ class Tier:
             self.draft_tokens = min(self.fixed, most)
             seconds = step.best(0, min(self.longest, most))[1]
         elif self.adapts_to_time:
-            most = min(self.longest, most)
             self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
         else:
-            most = min(self.longest, most)
             self.draft_tokens, seconds = step.best(0, most)
             if self.draft_tokens:
                 self._last_drafted = self.counts.passes
