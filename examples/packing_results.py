@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from triforce.kernels.packing import FARTHEST, GROUP, VALUES_PER_EXCEPTION, pack, unpack
+from triforce.kernels.packing import pack, unpack
+from triforce.kernels.slots import FARTHEST, GROUP, VALUES_PER_EXCEPTION
 from triforce.offload import Engine
 from triforce.offload.caches.full import FullCache
 from triforce.tp.devices import device_name

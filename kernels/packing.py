@@ -32,7 +32,6 @@ exponent, of which hardly one could be saved.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,81 +39,17 @@ from torch import Tensor
 
 from .cpu.library import loaded
 from .packages import usable_packages
-
-GROUP = 64
-"""Tokens whose values of one channel share their largest exponent."""
-
-FARTHEST = 15
-"""How far below the largest exponent of its group the exponent of a value may be without being an exception."""
-
-VALUES_PER_EXCEPTION = 512
-"""Values of a block for which its slot has room for one exception."""
-
-_ALIGNMENT = 64
-"""Bytes that slots are a multiple of: a line of the processor's caches."""
+from .slots import FARTHEST, GROUP, Layout
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where things are in the slot of a block of this shape: offsets in bytes.
-
-    Raises:
-        ValueError: `tokens` is not a multiple of 64, or the block has 2³¹ values or more.
-    """
-
-    num_kv_heads: int
-    tokens: int
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        if self.tokens % GROUP:
-            raise ValueError(f"a block of {self.tokens} tokens cannot be packed: not a multiple of {GROUP}")
-        if self.values >= 2**31:
-            raise ValueError(f"a block of {self.values} values cannot be packed: 2^31 or more")
-
-    @property
-    def values(self) -> int:
-        """Values of the block."""
-        return self.num_kv_heads * self.tokens * self.head_dim
-
-    @property
-    def tiles(self) -> int:
-        return self.num_kv_heads * self.tokens // GROUP
-
-    @property
-    def capacity(self) -> int:
-        """Exceptions that there is room for."""
-        return self.values // VALUES_PER_EXCEPTION
-
-    @property
-    def below(self) -> int:
-        return self.values
-
-    @property
-    def starts(self) -> int:
-        return self.below + self.values // 2
-
-    @property
-    def exceptions(self) -> int:
-        return self.starts + 4 * (self.tiles + 1)
-
-    @property
-    def largest(self) -> int:
-        return self.exceptions + 4 * self.capacity
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return -(-(self.largest + self.values // GROUP) // _ALIGNMENT) * _ALIGNMENT
-
-
-def pack(blocks: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pack(blocks: Tensor, slots: Tensor | None = None, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Packs blocks of keys or values, each into a slot of its own.
 
     Args:
         blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, `tokens` a multiple of 64. Keys and values of a block,
             or several layers, can be packed as one by joining them to more heads.
         slots: `[..., slot_bytes]` uint8, written; beginning at a multiple of 4 bytes. New ones if not given.
+        threads: of the compiled kernels at most; `None` is as many as PyTorch uses.
 
     Returns:
         `slots`, and which blocks are in theirs: `[...]` bool, on the same device. The others have to be kept raw. What
@@ -138,19 +73,20 @@ def pack(blocks: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     elif blocks.device.type == "cpu" and loaded() is not None:
         from .cpu.packing import pack_compiled
 
-        pack_compiled(flat, rows, layout)
+        pack_compiled(flat, rows, layout, threads=threads)
     else:
         pack_plain(flat, rows, layout)
     return slots, is_packed(slots, layout)
 
 
-def unpack(slots: Tensor, blocks: Tensor) -> None:
+def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None:
     """Writes the values of packed blocks; what belongs to a slot whose block is not in it stays as it is.
 
     Args:
         slots: `[..., slot_bytes]` uint8, as `pack` wrote them, beginning at a multiple of 4 bytes.
         blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, written. Channels are contiguous, and all dimensions
             before the last three can be viewed as one.
+        threads: see `pack`.
 
     Slots with other contents give wrong values, but nothing outside the slots is read, and nothing outside the blocks
     is written.
@@ -172,9 +108,14 @@ def unpack(slots: Tensor, blocks: Tensor) -> None:
     elif blocks.device.type == "cpu" and loaded() is not None:
         from .cpu.packing import unpack_compiled
 
-        unpack_compiled(rows, flat, layout)
+        unpack_compiled(rows, flat, layout, threads=threads)
     else:
         unpack_plain(rows, flat, layout)
+
+
+def packs_fast(device: torch.device) -> bool:
+    """Whether a kernel packs and unpacks on this device, and not the reference."""
+    return "triton" in usable_packages(device) or (device.type == "cpu" and loaded() is not None)
 
 
 def is_packed(slots: Tensor, layout: Layout) -> Tensor:

@@ -7,25 +7,30 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..packing import Layout
+from ..slots import Layout
 from .library import PackingCall, cpu_level, loaded
 
 
-def pack_compiled(blocks: Tensor, slots: Tensor, layout: Layout, level: int | None = None) -> None:
+def pack_compiled(
+    blocks: Tensor, slots: Tensor, layout: Layout, level: int | None = None, threads: int | None = None
+) -> None:
     """`packing.pack_plain`; `blocks` with contiguous channels.
 
     Args:
         level: the instructions to use, at most `cpu_level()`, which is the default; without any, plain C.
+        threads: default: as many as PyTorch uses.
     """
-    _call("triforce_pack", blocks, slots, layout, level)
+    _call("triforce_pack", blocks, slots, layout, level, threads)
 
 
-def unpack_compiled(slots: Tensor, blocks: Tensor, layout: Layout, level: int | None = None) -> None:
+def unpack_compiled(
+    slots: Tensor, blocks: Tensor, layout: Layout, level: int | None = None, threads: int | None = None
+) -> None:
     """`packing.unpack_plain`; see `pack_compiled`."""
-    _call("triforce_unpack", blocks, slots, layout, level)
+    _call("triforce_unpack", blocks, slots, layout, level, threads)
 
 
-def _call(name: str, blocks: Tensor, slots: Tensor, layout: Layout, level: int | None) -> None:
+def _call(name: str, blocks: Tensor, slots: Tensor, layout: Layout, level: int | None, threads: int | None) -> None:
     kernels = loaded()
     assert kernels is not None and blocks.stride(-1) == slots.stride(-1) == 1
     call = PackingCall()
@@ -35,7 +40,7 @@ def _call(name: str, blocks: Tensor, slots: Tensor, layout: Layout, level: int |
     call.num_blocks, call.num_kv_heads, call.tokens, call.head_dim = blocks.shape
     call.below, call.starts, call.exceptions = layout.below, layout.starts, layout.exceptions
     call.largest, call.slot_bytes, call.capacity = layout.largest, layout.slot_bytes, layout.capacity
-    call.threads = torch.get_num_threads()
+    call.threads = threads or torch.get_num_threads()
     call.level = cpu_level() if level is None else level
     if getattr(kernels, name)(ctypes.byref(call)):
         raise ValueError(f"this processor has not the instructions of level {call.level}")

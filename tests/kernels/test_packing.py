@@ -13,7 +13,8 @@ from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
 from triforce.kernels.cpu.library import PackingCall, cpu_level, loaded
 from triforce.kernels.cpu.packing import pack_compiled, unpack_compiled
-from triforce.kernels.packing import GROUP, Layout, is_packed, pack, pack_plain, unpack, unpack_plain
+from triforce.kernels.packing import is_packed, pack, pack_plain, unpack, unpack_plain
+from triforce.kernels.slots import GROUP, Layout
 
 ROOT = Path(__file__).parents[2]
 LEVELS = ["plain C", "AVX2", "AVX-512"]
