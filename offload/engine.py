@@ -23,7 +23,7 @@ from .batch.batch import Batch
 from .batch.opening import Models, Opening
 from .batch.request import BatchOrder, Order, Request
 from .caches.kept import KeptCache, reusable
-from .checks import checked_prompt
+from .checks import check_pack, checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
@@ -90,6 +90,7 @@ class Engine:
         block_length: int | None = None,
         refresh: str | int = "auto",
         exact: str = "auto",
+        pack: str = "auto",
     ) -> Engine:
         """Loads a pair.
 
@@ -107,8 +108,8 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact: see `Settings`; what is left open is
-                as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, pack: see `Settings`; what is left
+                open is as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
@@ -116,7 +117,7 @@ class Engine:
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
         settings = Settings(
-            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps
+            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps, pack
         )
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
@@ -129,13 +130,14 @@ class Engine:
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
+        check_pack(settings.pack, kind)
         request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
         plan_here(request, where, ranks).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         engine = cls(target, small, settings, (str(model), str(draft or model) if small or lookup else None))
-        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target)
+        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target, settings.pack)
         engine._context, engine._kept.room = ContextRequest(name=context), room
         return engine
 

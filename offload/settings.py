@@ -38,6 +38,9 @@ class Settings:
     """Whether what occurred before is proposed as a draft, beside the draft model or without one."""
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
+    pack: str = "auto"
+    """Whether keys and values are packed, without loss, in saved contexts: `on`, `off`, or `auto`, which is on where
+    the model runs in bfloat16 and compiled kernels pack."""
 
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):
@@ -62,6 +65,8 @@ class Settings:
                 raise UsageError(f"{name} is {value}; it must be 0 or more")
         if self.exact not in ("auto", "on", "off"):
             raise UsageError(f"exact is {self.exact!r}; it is auto, on or off")
+        if self.pack not in ("auto", "on", "off"):
+            raise UsageError(f"pack is {self.pack!r}; it is auto, on or off")
         RefreshPolicy(self.refresh)
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:

@@ -162,6 +162,12 @@ RESIDENT = option(
     "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On a CPU "
     "auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
 )
+PACK = option(
+    MACHINE,
+    choice("auto", "on", "off"),
+    "Keep keys and values in three quarters of their bytes, without loss, in what is saved as a context; in bfloat16 "
+    "only. auto does so where the compiled kernels are there.",
+)
 CONTEXT = option(
     PROMPT,
     NAME,
@@ -281,10 +287,13 @@ class Request(ModelRequest):
         ),
     ] = "auto"
 
+    pack: str = "auto"
+
     @property
     def settings(self) -> dict[str, Any]:
         """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
-        return self.lengths | {"refresh": self.refresh, "resident": self.resident, "exact": self.exact}
+        named = {name: getattr(self, name) for name in ("refresh", "resident", "exact", "pack")}
+        return self.lengths | named
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
 from .manifest import Manifest, Part, Segment
-from .segment import DamagedError, SegmentFile, chained, write_segment
+from .segments.contents import DamagedError, chained
+from .segments.file import SegmentFile
+from .segments.writing import write_segment
 from .store import ContextStore
 
 _PATIENCE_S = 5.0
@@ -41,6 +43,8 @@ class SaveOrder:
     """The KV heads of each file of a segment."""
     required: bool = False
     """Whether the run is for nothing if it cannot be saved."""
+    packed: bool = False
+    """Whether keys and values are packed."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ class Saver:
         order, heads = self._order, self._heads
         token_ids = order.token_ids[first:stop]
         chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
-        segment = Segment(first, stop - first, chain, tuple(self._part(first, stop, held) for held in order.parts))
+        parts = tuple(self._part(first, stop, held) for held in order.parts)
+        segment = Segment(first, stop - first, chain, parts, order.packed)
         if heads.writes:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)

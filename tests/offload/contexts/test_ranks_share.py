@@ -18,7 +18,7 @@ from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.contexts.manifest import Manifest
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.saver import HeldHeads, SaveOrder
-from triforce.offload.contexts.segment import Shape
+from triforce.offload.contexts.segments.contents import Shape
 from triforce.offload.contexts.store import ContextStore
 from triforce.offload.contexts.use import ContextUse
 from triforce.tp.parallel.ranks import Ranks
