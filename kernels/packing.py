@@ -113,6 +113,46 @@ def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None
         unpack_plain(rows, flat, layout)
 
 
+def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
+    """Some tokens of packed blocks, without unpacking the others.
+
+    Args:
+        slots: `[num_blocks, slot_bytes]` uint8, of consecutive blocks.
+        first_head: of the block's heads; those of `tokens` and that follow.
+        tokens: `[heads, count]` int64, of each head its own, counted over all blocks.
+
+    Returns:
+        `[heads, count, head_dim]` bfloat16. What belongs to a slot whose block is not in it is of no use.
+    """
+    num_blocks, (heads, dim) = len(slots), (layout.num_kv_heads, layout.head_dim)
+    block, at = tokens // layout.tokens, tokens % layout.tokens
+    head = torch.arange(first_head, first_head + len(tokens), device=slots.device).unsqueeze(1)
+
+    def rows(start: int, tokens_of_row: int) -> Tensor:  # [heads, count, head_dim]
+        count = layout.tokens // tokens_of_row
+        part = slots[:, start : start + heads * count * dim].view(num_blocks, heads, count, dim)
+        return part[block, head, at // tokens_of_row].to(torch.int32)
+
+    below = rows(layout.below, 2) >> (at % 2 * 4).unsqueeze(2) & FARTHEST
+    rest = rows(0, 1)
+    values = (rest & 0x80) << 8 | rest & 0x7F | (rows(layout.largest, GROUP) - below & 0xFF) << 7
+    words = slots.view(torch.int32)
+    starts = words[:, layout.starts // 4 : layout.exceptions // 4]
+    tile = head * (layout.tokens // GROUP) + at // GROUP
+    first = starts[block, tile].clamp(0, layout.capacity)
+    counts = (starts[block, tile + 1].clamp(0, layout.capacity) - first).clamp_min(0)
+    row, column = counts.nonzero(as_tuple=True)  # tokens of tiles that have exceptions, of whatever token
+    counts, first = counts[row, column], first[row, column].long()
+    row, column = row.repeat_interleave(counts), column.repeat_interleave(counts)
+    within = torch.arange(len(row), device=slots.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    entries = words[block[row, column], layout.exceptions // 4 + first.repeat_interleave(counts) + within]
+    position = entries >> 8
+    own = position // dim == at[row, column] % GROUP
+    row, column, channel = row[own], column[own], (position % dim)[own]
+    values[row, column, channel] = values[row, column, channel] & 0x807F | (entries[own] & 0xFF) << 7
+    return values.to(torch.int16).view(torch.bfloat16)
+
+
 def packs_fast(device: torch.device) -> bool:
     """Whether a kernel packs and unpacks on this device, and not the reference."""
     return "triton" in usable_packages(device) or (device.type == "cpu" and loaded() is not None)
@@ -151,10 +191,9 @@ def pack_plain(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
 
 def unpack_plain(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
     """`unpack` in PyTorch's operations; shapes as in `pack_plain`."""
-    for slot, block, there in zip(slots, blocks, is_packed(slots, layout).tolist(), strict=True):
-        if there:
-            values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
-            block.copy_(values.to(torch.int16).view(torch.bfloat16))
+    for slot, block, there in zip(slots, blocks, is_packed(slots, layout), strict=True):
+        values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
+        block.copy_(torch.where(there, values.to(torch.int16).view(torch.bfloat16), block))
 
 
 def _unpacked(slot: Tensor, layout: Layout) -> Tensor:

@@ -13,7 +13,7 @@ from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
 from triforce.kernels.cpu.library import PackingCall, cpu_level, loaded
 from triforce.kernels.cpu.packing import pack_compiled, unpack_compiled
-from triforce.kernels.packing import is_packed, pack, pack_plain, unpack, unpack_plain
+from triforce.kernels.packing import gather_packed, is_packed, pack, pack_plain, unpack, unpack_plain
 from triforce.kernels.slots import GROUP, Layout
 
 ROOT = Path(__file__).parents[2]
@@ -263,3 +263,32 @@ def test_damaged_slots_read_and_write_nothing_beside_them(shape, tmp_path):
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # it cannot look for them in every container
     done = subprocess.run([program, tmp_path / "slots"], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "900 slots"), done.stderr
+
+
+@given(
+    kind=strategies.sampled_from(KV_KINDS),
+    blocks=strategies.integers(1, 3),
+    heads=strategies.integers(1, 3),
+    groups=strategies.integers(1, 3),
+    head_dim=strategies.sampled_from([1, 3, 16, 64]),
+    seed=strategies.integers(0, 2**32 - 1),
+)
+@examples(100)
+def test_some_tokens_are_gathered_without_unpacking_the_others(kind, blocks, heads, groups, head_dim, seed):
+    values = kv_block(kind, (blocks, 2 * heads, groups * GROUP, head_dim), seed)
+    layout = Layout(2 * heads, groups * GROUP, head_dim)
+    slots, fits = pack(values)
+    tokens = torch.randint(blocks * layout.tokens, (heads, 40), generator=torch.Generator().manual_seed(seed))
+    for first in (0, heads):
+        got = gather_packed(slots, layout, first, tokens)
+        rows = values[:, first : first + heads].transpose(0, 1).flatten(1, 2)  # [heads, tokens, head_dim]
+        want = rows.gather(1, tokens.unsqueeze(2).expand(-1, -1, head_dim))
+        there = fits[tokens // layout.tokens]
+        assert torch.equal(bits(got)[there], bits(want)[there])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gathering_from_damaged_slots_reads_nothing_else(seed):
+    blocks = kv_block("far below", (8, 2, 2 * GROUP, 16), seed)
+    slots, layout = damaged_slots(blocks, 24, seed)
+    gather_packed(slots, layout, 0, torch.randint(24 * layout.tokens, (2, 60)))  # an index error otherwise
