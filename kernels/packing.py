@@ -142,7 +142,7 @@ def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor
     first = starts[block, tile].clamp(0, layout.capacity)
     counts = (starts[block, tile + 1].clamp(0, layout.capacity) - first).clamp_min(0)
     row, column = counts.nonzero(as_tuple=True)  # tokens of tiles that have exceptions, of whatever token
-    counts, first = counts[row, column], first[row, column].long()
+    counts, first = counts[row, column], first[row, column].to(torch.int64)
     row, column = row.repeat_interleave(counts), column.repeat_interleave(counts)
     within = torch.arange(len(row), device=slots.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     entries = words[block[row, column], layout.exceptions // 4 + first.repeat_interleave(counts) + within]
@@ -205,7 +205,7 @@ def _unpacked(slot: Tensor, layout: Layout) -> Tensor:
     rest = ((rows & 0x80) << 8 | rows & 0x7F).flatten()
     values = rest | ((largest - below & 0xFF) << 7).flatten()
     words = slot.view(torch.int32)
-    starts = words[layout.starts // 4 : layout.exceptions // 4].long().clamp(0, layout.capacity)
+    starts = words[layout.starts // 4 : layout.exceptions // 4].to(torch.int64).clamp(0, layout.capacity)
     counts = (starts[1:] - starts[:-1]).clamp_min(0)
     tile = torch.arange(layout.tiles, device=slot.device).repeat_interleave(counts)
     within = torch.arange(len(tile), device=slot.device) - (counts.cumsum(0) - counts)[tile]

@@ -39,8 +39,9 @@ class Settings:
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
     pack: str = "auto"
-    """Whether keys and values are packed, without loss, in saved contexts: `on`, `off`, or `auto`, which is on where
-    the model runs in bfloat16 and compiled kernels pack."""
+    """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and in host memory where they
+    stream from there. `on`, `off`, or `auto`: in contexts where compiled kernels pack, in host memory where a GPU packs
+    with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd chunk sizes have them."""
 
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):

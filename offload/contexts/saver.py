@@ -7,7 +7,7 @@ segment while the next one is computed; rank 0 enters it into the manifest once 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
@@ -127,7 +127,7 @@ class Saver:
         finally:
             self._writing = None
 
-    def _write(self, first: int, stop: int, layers: list[list[Tensor]]) -> None:
+    def _write(self, first: int, stop: int, layers: list[Callable[[], list[Tensor]]]) -> None:
         order, heads = self._order, self._heads
         token_ids = order.token_ids[first:stop]
         chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
@@ -136,8 +136,9 @@ class Saver:
         if heads.writes:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)
-            write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layers)
-        layers.clear()  # they may be copies
+            layer_by_layer = (pieces() for pieces in layers)
+            write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
+        layers.clear()  # they may hold copies
         if self._ranks.rank == 0:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
         self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))

@@ -71,6 +71,13 @@ class RunRequest:
         return self.draft if self.settings.tiers == 3 else None
 
     @property
+    def packs(self) -> bool:
+        """Whether blocks that stream are packed: by themselves where a GPU does it with a kernel."""
+        if self.dtype != torch.bfloat16 or self.settings.pack == "off":
+            return False
+        return self.settings.pack == "on" or (self.on_gpu and self.triton)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values on one rank, over all layers."""
         return self.part.kv_bytes_per_token(self.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from decoded import decoded_context
@@ -46,7 +47,7 @@ class TinyContexts:
     def __init__(self, model: Path, *, packed: bool = False) -> None:
         """Args: `packed`: in bfloat16, with packed contexts; else in float32."""
         self.model, self.packed = model, packed
-        kind = {"dtype": "bfloat16", "pack": "on"} if packed else {"dtype": "float32"}
+        kind: dict[str, Any] = {"dtype": "bfloat16", "pack": "on"} if packed else {"dtype": "float32"}
         self.engine = Engine.load(model, "none", device="cpu", **kind, budget=32, store=store_at(Path("none")))
         prompt = TEXT + QUESTION
         self.want = [self.engine.generate(prompt, s, NEW_TOKENS, reuse=0).token_ids for s in SAMPLINGS]
@@ -91,7 +92,7 @@ class TinyContexts:
         cache = self.engine._kept.cache
         assert cache
         for layer, want in enumerate(decoded_context(directory) if tokens else []):
-            found = torch.cat(cache.blocks.export(layer, 0, tokens), dim=2)
+            found = torch.cat(cache.blocks.export(layer, 0, tokens)(), dim=2)
             same = found.view(torch.int16) == want[:, :, :tokens].contiguous().view(torch.int16)
             assert bool(same.all()), f"other keys or values in layer {layer}: {(~same).nonzero()[0].tolist()}"
 
