@@ -165,8 +165,9 @@ RESIDENT = option(
 PACK = option(
     MACHINE,
     choice("auto", "on", "off"),
-    "Keep keys and values in three quarters of their bytes, without loss, in what is saved as a context; in bfloat16 "
-    "only. auto does so where the compiled kernels are there.",
+    "Keep keys and values in bfloat16 in three quarters of their bytes, without loss: in saved contexts, and where "
+    "they stream from host memory. auto does so where compiled kernels do it, but not where they stream on a CPU, "
+    "which gains nothing.",
 )
 CONTEXT = option(
     PROMPT,
@@ -287,7 +288,7 @@ class Request(ModelRequest):
         ),
     ] = "auto"
 
-    pack: str = "auto"
+    pack: Annotated[str, PACK] = "auto"
 
     @property
     def settings(self) -> dict[str, Any]:

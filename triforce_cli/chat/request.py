@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, PACK, PROMPT, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, GPUS, PROMPT, TIERS, Request, flag, new_tokens, option
 from ..parameters import FILE, TEXT
 
 
@@ -30,7 +30,6 @@ class ChatRequest(Request):
             "Drop the oldest turns (never the text, never the system message) where a question would find no room.",
         ),
     ] = False
-    pack: Annotated[str, PACK] = "auto"
     gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256
     tiers: Annotated[int, TIERS] = 3

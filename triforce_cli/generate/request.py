@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, OUTPUT, PACK, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, GPUS, OUTPUT, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
 from ..parameters import FILE, NAME, TEXT, choice, whole
 
 _ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
@@ -52,7 +52,6 @@ class GenerateRequest(Request):
     no_context: Annotated[
         bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
     ] = False
-    pack: Annotated[str, PACK] = "auto"
     gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens to write.")] = 256
     ignore_eos: Annotated[

@@ -95,6 +95,7 @@ class Plan:
                 "tokens": placement.block_size,
                 "count": placement.num_blocks,
                 "resident": placement.num_resident,
+                "packed": placement.packed,
             },
             "verification": {
                 "streamed_bytes_per_gpu": run.streamed_per_pass,
@@ -124,7 +125,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
     model, draft = request.model, request.draft
     target, small = shapes(model, draft)
     tiers = min(request.tiers, 3 if small else 2)
-    settings = Settings(tiers=tiers, resident=request.resident, **request.lengths)
+    settings = Settings(tiers=tiers, resident=request.resident, pack=request.pack, **request.lengths)
     run = RunRequest(
         target=target,
         draft=small,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, MACHINE, PACK, SERVING, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, GPUS, MACHINE, SERVING, TIERS, Request, flag, new_tokens, option
 from ..parameters import PORT, SECONDS, TEXT, whole
 
 
@@ -65,7 +65,6 @@ class ServeRequest(Request):
         ),
     ] = False
     context: Annotated[str | None, CONTEXT] = None
-    pack: Annotated[str, PACK] = "auto"
     gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer whose request does not say.")] = 256
     tiers: Annotated[int, TIERS] = 3
