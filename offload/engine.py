@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.devices import resolve_device, resolve_dtype, to_device
+from ..tp.devices import resolve_device, resolve_dtype, set_threads, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
 from ..tp.model.decoder import Decoder
@@ -91,6 +91,7 @@ class Engine:
         refresh: str | int = "auto",
         exact: str = "auto",
         pack: str = "auto",
+        threads: int | None = None,
     ) -> Engine:
         """Loads a pair.
 
@@ -108,17 +109,17 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, pack: see `Settings`; what is left
-                open is as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, pack, threads: see `Settings`; what
+                is left open is as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
-        settings = Settings(
-            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps, pack
-        )
+        lengths = budget, chunk_size, draft_length, block_length
+        settings = Settings(tiers, *lengths, refresh, resident, exact, lookup, link_gbps, pack, threads)
+        set_threads(threads)
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
@@ -131,8 +132,9 @@ class Engine:
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         check_pack(settings.pack, kind)
-        request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
-        plan_here(request, where, ranks).check()
+        plan_here(
+            RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size), where, ranks
+        ).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None

@@ -43,6 +43,9 @@ class Settings:
     stream from there. `on`, `off`, or `auto`: in contexts where compiled kernels pack, in host memory where a GPU packs
     with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd chunk sizes have them."""
 
+    threads: int | None = None
+    """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
+
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):
             raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
@@ -51,6 +54,7 @@ class Settings:
             ("chunk_size", 1, 512),
             ("draft_length", 1, 64),
             ("block_length", 1, MOST_BLOCK_LENGTH),
+            ("threads", 1, None),
         ):
             value = getattr(self, name)
             if value is not None and (value < least or (most is not None and value > most)):

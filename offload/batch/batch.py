@@ -64,9 +64,6 @@ class Batch(Iterator[tuple[int, Round]]):
         self._short_of_memory = False  # since no sequence has left
         now = time.perf_counter()
         self.sequences = [BatchSequence(order, now) for order in orders]
-        for sequence in self.sequences:
-            if sequence.order.error is not None:
-                self._fail(sequence, sequence.order.error)
         self.broken = False
         """Whether a pass was under way when the batch was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
@@ -127,6 +124,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """What the batch had to do without so far, a line each."""
         failure = self._graphs.failure
         found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+        found += self._opening.threads.warnings
         for sequence in self.sequences:
             found += sequence.warnings
         return found
@@ -190,13 +188,16 @@ class Batch(Iterator[tuple[int, Round]]):
             while not self._ended:
                 yield from self._admit()
                 running = [i for i, one in enumerate(self.sequences) if one.state == "running"]
-                if not running and self._joining and self._target.ranks.size == 1:
-                    self._join(len(self._joining))
-                    continue
                 if not running:
-                    break
-                for i, event in zip(running, self._round([self.sequences[i] for i in running]), strict=True):
-                    yield i, event
+                    known = len(self.sequences)
+                    if not self._alone:
+                        self._agree([], [])  # some may have been added since
+                    if len(self.sequences) == known:
+                        break
+                    continue
+                with self._opening.threads.in_use():
+                    rounds = self._round([self.sequences[i] for i in running])
+                yield from zip(running, rounds, strict=True)
                 for i in running:
                     one = self.sequences[i]
                     if not one.goes_on or one.ends:
@@ -235,7 +236,8 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._leave(sequence)
 
     def _opens(self, sequence: BatchSequence, others: int) -> bool:
-        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed. All ranks decide alike.
+        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed; one that was to end has
+        ended. All ranks decide alike.
 
         Raises:
             TriforceError: it cannot be done, of a run alone.
@@ -247,10 +249,14 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._open(sequence)
             except TriforceError as error:
                 found = error
-            if ranks.least([int(found is None)])[0]:
+            fits, wanted = ranks.least([int(found is None), int(not sequence.asked_to_end)])
+            if fits and wanted:
                 return True
             sequence.caches = None
             self._opening.withdraw(sequence)
+            if not wanted:
+                sequence.state = "ended"
+                return False
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found
@@ -388,8 +394,4 @@ class Batch(Iterator[tuple[int, Round]]):
         orders, self._joining = self._joining[:count], self._joining[count:]
         orders = self._target.ranks.share(orders)
         now = time.perf_counter()
-        for order in orders:
-            sequence = BatchSequence(order, now)
-            if order.error is not None:
-                self._fail(sequence, order.error)
-            self.sequences.append(sequence)
+        self.sequences += [BatchSequence(order, now) for order in orders]

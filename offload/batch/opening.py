@@ -31,6 +31,7 @@ from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.sequence import TokenSequence
 from ..speculation.tiers import Tier
+from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .request import Order
 from .sequence import BatchSequence, SequenceCaches
@@ -88,6 +89,8 @@ class Opening:
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
+        self.threads = DecodingThreads(adapts=False)
+        """What rounds are computed with; chosen once a sequence was opened."""
 
     def traffic(self) -> Traffic:
         """What crossed the link so far."""
@@ -149,6 +152,8 @@ class Opening:
                 self._budget = plan.budget
             models.kept.context = prompt
             self.tiers = self._make_tiers(order, request, plan)
+            adapts = self.target.device.type == "cpu" and models.settings.threads is None
+            self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
             self._first = sequence
         else:
             self._check_rotation(order)

@@ -64,8 +64,8 @@ class BatchSequence:
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """Current at any time: a new object a round."""
-        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting"
-        self.error: str | None = None
+        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
+        self.error = order.error
         """What it failed with, while others went on."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""

@@ -206,6 +206,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         unpacked = math.ceil(UNPACKED_SHARE * away * part.num_layers) if placement.packed else 0
         room_for_unpacked = unpacked * block // part.num_layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
+        if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
+            workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
         verify_draft = _verify_draft(request, placement)
         retrieval = budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes

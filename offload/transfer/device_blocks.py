@@ -48,13 +48,20 @@ class Blocks(Protocol):
         """What crossed a link so far."""
         ...
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
         """Says that every layer's tokens `start` to `start + n` come next.
 
-        Args:
-            rows: that attend to them and to those before, where these are others' too; default `n`.
-            first_row: position of the first of these rows; default `start`.
+        Args: where rows of other sequences attend, too:
+            rows: how many may come in several parts; default `n`.
+            first_row: position of the first row; default `start`.
+            stop: position behind the last token that rows attend to; default `start + n`.
         """
+        ...
+
+    def release(self) -> None:
+        """Gives back what was taken for a pass over many tokens, which has ended."""
         ...
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -134,7 +141,12 @@ class DeviceBlocks:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
