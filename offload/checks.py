@@ -51,17 +51,6 @@ def check_context(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) 
         )
 
 
-def check_pack(pack: str, dtype: torch.dtype) -> None:
-    """Raises:
-    UsageError: keys and values are to be packed, and their number format cannot be.
-    """
-    if pack == "on" and dtype != torch.bfloat16:
-        raise UsageError(
-            f"pack is 'on', but keys and values would be in {str(dtype).removeprefix('torch.')}, and only bfloat16 is "
-            "packed; give --dtype bfloat16, or --pack auto"
-        )
-
-
 def tokens_are_exact(target: Decoder, chunk_size: int, padded: bool) -> bool:
     """Whether tokens cannot depend on how many are verified together, which decides about near-ties only. Sums over
     three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""

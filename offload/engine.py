@@ -23,7 +23,7 @@ from .batch.batch import Batch
 from .batch.opening import Models, Opening
 from .batch.request import BatchOrder, Order, Request
 from .caches.kept import KeptCache, reusable
-from .checks import check_pack, checked_prompt
+from .checks import checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
@@ -131,10 +131,8 @@ class Engine:
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
-        check_pack(settings.pack, kind)
-        plan_here(
-            RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size), where, ranks
-        ).check()
+        request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
+        plan_here(request, where, ranks).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
