@@ -152,7 +152,7 @@ class SegmentFile:
         self._scatter(start, [found.data])
         for run in range(first, stop):
             part = found[layout.half_start(layer, head, run, 0) - start : layout.run_stop(layer, head, run) - start]
-            self._compare(layer, kv_head, run, xxhash.xxh3_64_intdigest(part))
+            self._compare(layer, kv_head, run, xxhash.xxh3_64_intdigest(part.data))
         return found
 
     def _compare(self, layer: int, kv_head: int, run: int, checksum: int) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from functools import cached_property
 from math import gcd
 from typing import Any, Self
 
@@ -38,18 +37,16 @@ _HALF_ALIGNMENT = 64
 class SegmentLayout(ABC):
     """Where things are in a file, in bytes. Heads count from the file's first, runs from the segment's first."""
 
+    header: bytes
+    """The header of a safetensors file: its length (8 bytes), JSON, and spaces up to `data_start`."""
+
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
 
     @property
-    @abstractmethod
     def data_start(self) -> int:
-        """Where the first layer begins: behind the header."""
-
-    @property
-    @abstractmethod
-    def header(self) -> bytes:
-        """The header of a safetensors file: its length (8 bytes), JSON, and spaces up to `data_start`."""
+        """Where the first layer begins."""
+        return len(self.header)
 
     @property
     @abstractmethod
@@ -100,6 +97,14 @@ class SegmentLayout(ABC):
 class RawLayout(SegmentLayout):
     """Keys and values as they are."""
 
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents)
+        layers, heads, shape = contents.shape.num_layers, contents.heads, contents.shape
+        size = [heads, 2, self.padded, shape.head_dim]
+        kind, _ = DTYPES[shape.dtype]
+        described = self._described(kind, [size] * layers, [2 * heads * self.half_bytes] * layers, None)
+        self.header = framed(described, aligned(8 + len(described)))
+
     @property
     def padded(self) -> int:
         """Tokens that the file has room for."""
@@ -108,10 +113,6 @@ class RawLayout(SegmentLayout):
         return -(-self.contents.tokens // granule) * granule
 
     @property
-    def data_start(self) -> int:
-        return len(self.header)
-
-    @cached_property
     def half_bytes(self) -> int:
         """Of the keys, or the values, of one head in one layer."""
         return self.padded * self.contents.shape.row_bytes
@@ -123,16 +124,6 @@ class RawLayout(SegmentLayout):
     @property
     def ids_start(self) -> int:
         return self.half_start(self.contents.shape.num_layers, 0, 0)
-
-    @cached_property
-    def header(self) -> bytes:
-        contents = self.contents
-        layers, heads, shape = contents.shape.num_layers, contents.heads, contents.shape
-        size = [heads, 2, self.padded, shape.head_dim]
-        described = self._described(
-            DTYPES[shape.dtype][0], [size] * layers, [2 * heads * self.half_bytes] * layers, None
-        )
-        return framed(described, aligned(8 + len(described)))
 
 
 class PackedLayout(SegmentLayout):
@@ -149,18 +140,15 @@ class PackedLayout(SegmentLayout):
         """Where a half begins, counted from its head's beginning."""
         self._head_bytes = aligned(ends[:, :, -1])
         self._head_start = (self._head_bytes.cumsum() - self._head_bytes.ravel()).reshape(self._head_bytes.shape)
+        # A header is written last, when it is known what fits into slots: where nothing does, it is the longest.
+        all_raw = [contents.heads * aligned(2 * int(raw_sizes(contents).sum()))] * contents.shape.num_layers
+        room = aligned(8 + len(self._json(all_raw)))
+        self.header = framed(self._json([int(size) for size in self._head_bytes.sum(1)]), room)
 
     @classmethod
     def of(cls, contents: Contents, flags: bytes) -> Self:
         """Args: `flags` are `packed` as the file has them."""
         return cls(contents, np.frombuffer(flags, dtype=bool).reshape(flags_shape(contents)))
-
-    @cached_property
-    def data_start(self) -> int:
-        # A header is written last, when it is known what fits into slots: where nothing does, it is the longest.
-        contents = self.contents
-        layer_bytes = contents.heads * aligned(2 * int(raw_sizes(contents).sum()))
-        return aligned(8 + len(self._json([layer_bytes] * contents.shape.num_layers)))
 
     @property
     def ids_start(self) -> int:
@@ -180,10 +168,6 @@ class PackedLayout(SegmentLayout):
     def run_stop(self, layer: int, head: int, run: int) -> int:
         """Where in the file a run ends."""
         return self.half_start(layer, head, run, 1) + self.half_bytes(layer, head, run, 1)
-
-    @cached_property
-    def header(self) -> bytes:
-        return framed(self._json([int(size) for size in self._head_bytes.sum(1)]), self.data_start)
 
     def _json(self, layer_bytes: list[int]) -> bytes:
         return self._described("U8", [[size] for size in layer_bytes], layer_bytes, self.packed.size)

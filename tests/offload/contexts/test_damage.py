@@ -9,6 +9,7 @@ from corruptions import check_damaged, save_generations
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
 from triforce.offload.contexts.manifest import VERSION, ContextError
 from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.segments.layout import PackedLayout
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["raw", "packed"])
@@ -70,7 +71,7 @@ def test_damage_in_any_part_of_a_segment_is_mended_by_reading_again(request, tmp
     with manifest.open(root / NAME, segment, segment.parts[0]) as file:
         at = {"header": 40, "keys": file.layout.data_start}
         at |= {"token ids": file.layout.ids_start, "checksums": file.layout.sums_start}
-        if packed:
+        if isinstance(file.layout, PackedLayout):
             at["packed"] = file.layout.flags_start
     flip(root / NAME / segment.parts[0].file, at[part])
     assert [reason is not None for _, reason in store_at(root).verify(NAME)] == [False, True, False]

@@ -13,7 +13,7 @@ from triforce.kernels.slots import Layout
 from triforce.offload.contexts.disk import Disk
 from triforce.offload.contexts.segments.contents import RUN, Contents, DamagedError, Shape, chained
 from triforce.offload.contexts.segments.file import SegmentFile
-from triforce.offload.contexts.segments.layout import PackedLayout
+from triforce.offload.contexts.segments.layout import PackedLayout, RawLayout
 from triforce.offload.contexts.segments.rows import byte_views
 from triforce.offload.contexts.segments.writing import write_segment
 
@@ -124,6 +124,7 @@ def test_every_tensor_begins_at_a_multiple_of_4096_bytes(tmp_path, seed):
     assert len(raw) % 4096 == 0
     contents = case.contents
     with SegmentFile(case.path, contents) as file:
+        assert isinstance(file.layout, RawLayout)
         for layer, head in ((0, 0), (contents.shape.num_layers - 1, contents.heads - 1)):
             assert [file.layout.half_start(layer, head, half) % 4096 for half in (0, 1)] == [0, 0]
     assert metadata["fingerprint"] == "fingerprint" and metadata["chain"] == contents.chain
@@ -136,6 +137,7 @@ def test_damage_is_found_where_it_is_and_does_not_hurt_what_is_before_it(tmp_pat
     layer, head, half = rng.randrange(contents.shape.num_layers), rng.randrange(contents.heads), rng.randrange(2)
     row = rng.randrange(RUN, 2 * RUN)
     with SegmentFile(case.path, contents) as file:
+        assert isinstance(file.layout, RawLayout)
         case.flip(file.layout.half_start(layer, head, half) + row * contents.shape.row_bytes + 3)
     case.read(layer, [head], RUN)
     position = contents.first + RUN

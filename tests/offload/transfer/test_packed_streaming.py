@@ -8,7 +8,7 @@ import torch
 from oracles import kv_block
 from tiny import random_tokens, save_llama
 from triforce.kernels.packing import pack
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import Placement, block_slot
 from triforce.offload.transfer import host_blocks
 from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
@@ -221,3 +221,20 @@ def test_a_run_that_streams_packed_writes_the_tokens_of_one_that_streams_raw(mod
         found[-1].append(streamed)
     assert found[0][:-1] == found[1][:-1]
     assert found[0][-1] <= 0.775 * found[1][-1] or not found[1][-1]
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.slow(keep=1)
+def test_sequences_that_share_a_text_share_its_packed_blocks(models, tiers):
+    text, found = random_tokens(1900, seed=4), []
+    requests = [Request(text + random_tokens(n, seed=n), Sampling(0.0), 24, ignore_eos=True) for n in (9, 60, 700)]
+    for pack_it in ("on", "off"):
+        settings: Any = {"tiers": tiers, "resident": 0, "budget": 128, "block_length": 6, "draft_length": 2}
+        engine = Engine.load(*models, device="cpu", dtype="bfloat16", pack=pack_it, refresh="round", **settings)
+        batch = engine.batch(requests)
+        list(batch)
+        statistics = [sequence.statistics for sequence in batch.sequences]
+        found.append([one.token_ids for one in statistics])
+        assert batch.document(1)["settings"]["packed"] == (pack_it == "on")
+        batch.close()
+    assert found[0] == found[1] and all(len(tokens) == 24 for tokens in found[0])

@@ -59,6 +59,7 @@ def _matters(path: Path) -> bytes | None:
         tokens, packed = int(metadata["tokens"]), "packed" in header
         first, stop = map(int, metadata["kv_heads"].split(" ")[0].split(":"))
         heads, layers = stop - first, sum(one.startswith("layer.") for one in header)
+        flags = torch.empty(0)
         if packed:
             content = raw[at + header["packed"]["data_offsets"][0] :]
             flags = flags_of(torch.frombuffer(bytearray(content), dtype=torch.uint8), layers, heads, tokens)
