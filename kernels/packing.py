@@ -124,6 +124,15 @@ def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor
     Returns:
         `[heads, count, head_dim]` bfloat16. What belongs to a slot whose block is not in it is of no use.
     """
+    if slots.device.type == "cpu" and loaded() is not None:
+        from .cpu.packing import gather_compiled
+
+        return gather_compiled(slots, layout, first_head, tokens)
+    return gather_plain(slots, layout, first_head, tokens)
+
+
+def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
+    """`gather_packed` in PyTorch's operations."""
     num_blocks, (heads, dim) = len(slots), (layout.num_kv_heads, layout.head_dim)
     block, at = tokens // layout.tokens, tokens % layout.tokens
     head = torch.arange(first_head, first_head + len(tokens), device=slots.device).unsqueeze(1)
