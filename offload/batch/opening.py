@@ -10,7 +10,7 @@ import torch
 
 from ...tp.devices import device_name
 from ...tp.errors import UsageError
-from ...tp.model.decoder import Decoder, shareable
+from ...tp.model.decoder import PREFILL_ROWS, Decoder, shareable
 from ..caches.full import FullCache
 from ..caches.kept import KeptCache, common_length, reusable
 from ..caches.refreshing import RefreshingCache
@@ -96,6 +96,11 @@ class Opening:
         """What crossed the link so far."""
         return self._models.kept.traffic()
 
+    @property
+    def saved(self) -> ModelContexts | None:
+        """The contexts that are saved for the target."""
+        return self._models.contexts
+
     def withdraw(self, sequence: BatchSequence) -> None:
         """Forgets a sequence that could not be opened on every rank."""
         if self._first is sequence:
@@ -158,7 +163,7 @@ class Opening:
         else:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
-            full, plan = self._further(prompt, request, others)
+            full, plan = self._further(prompt, request, others, contexts or ContextPlan())
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -176,10 +181,14 @@ class Opening:
             )
 
     def _further(
-        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence]
+        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence], contexts: ContextPlan
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache beside those of `others`, and the plan of its sequence."""
+        """A full cache beside those of `others`, and the plan of its sequence. It shares what they hold, unless much
+        more is saved, or it is to be saved."""
         prefix, shared = self._prefix(prompt, others)
+        more = contexts.prefix.tokens - shared if contexts.prefix else 0
+        if contexts.save or more > (PREFILL_ROWS if shared else 0):
+            prefix, shared = None, 0
         planned = planned_budget(request.settings, request.context)
         settings = replace(request.settings, budget=self._budget) if 0 < self._budget < planned else request.settings
         return self._models.kept.beside(replace(request, shared=shared, settings=settings), prefix)
@@ -229,7 +238,9 @@ class Opening:
             full=full,
             retrieval=retrieval,
             streaming=streaming,
-            tokens=TokenSequence(sequence.context, sampler, passes),
+            tokens=TokenSequence(
+                sequence.context, sampler, passes, top_logprobs=order.top_logprobs, logprobs=sequence.logprobs
+            ),
             refresh=RefreshPolicy(models.settings.refresh),
             saved=models.contexts.use(contexts) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),

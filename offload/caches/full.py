@@ -15,10 +15,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
 from ..planning.placement import block_size_for
-from ..transfer.device_blocks import Blocks, DeviceBlocks
+from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from .block_attention import BlockAttention, Rows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
@@ -152,6 +153,20 @@ class FullCache:
             holder.blocks.prepare(holder.length - holder.start, 0, rows=n, first_row=first_row, stop=stop)
         self._stop = self.length + n
         self.blocks.prepare(self.length - self.start, n)
+
+    def pausable(self, n: int) -> bool:
+        """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
+        return n > FEW_ROWS or self.all_on_device
+
+    def pause(self) -> list[PausedPass | None]:
+        """Sets a pass aside: other sequences' passes, which may share tokens with this one, can come before `resume`
+        goes on with it."""
+        return [holder.blocks.pause() for holder in self.holders]
+
+    def resume(self, paused: Sequence[PausedPass | None]) -> None:
+        """Goes on with a pass."""
+        for holder, one in zip(self.holders, paused, strict=True):
+            holder.blocks.resume(one)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds tokens to a layer without attending to anything.

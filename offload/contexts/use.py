@@ -6,7 +6,7 @@ Every rank restores its own KV heads; what it saves is written by `saver`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -55,9 +55,9 @@ class ContextUse:
         """The context that the run starts from."""
         return self.prefix.name if self.prefix and self.restored else None
 
-    def begin(self, full: FullCache) -> None:
+    def begin(self, full: FullCache) -> Generator[None, None, None]:
         """Restores what is saved into `full`, in place of what that holds, as far as it is undamaged; and prepares to
-        save. Every rank calls it.
+        save. Every rank iterates over it; a single one can do other things on the way, while threads go on with it.
 
         Raises:
             ContextError: nothing can be saved, where that is required.
@@ -66,7 +66,7 @@ class ContextUse:
         # What is saved under a name goes on from what is saved, or its segments would be of two computations.
         if prefix and (prefix.tokens > full.length or (order and order.directory == prefix.directory)):
             with self._store.in_use(prefix.name):
-                self.restored = self._restore(prefix, full)
+                self.restored = yield from self._restore(prefix, full)
         if self._order:
             self._saver = self._start_saving(self._order)
 
@@ -107,13 +107,13 @@ class ContextUse:
                 raise ContextError(failure)
             self.warnings.append(failure)
 
-    def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
+    def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
         full.blocks.drain()
         full.restored(0)
         wanted, good = prefix.tokens, -1
         while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind
             try:
-                self._read(prefix, full, wanted)
+                yield from self._read(prefix, full, wanted)
                 good = wanted
             except _Damage as damage:
                 wanted = damage.position
@@ -130,7 +130,7 @@ class ContextUse:
             self._store.note_use(prefix.name)
         return wanted
 
-    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> None:
+    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
         """Raises:
         _Damage: a segment is damaged; the first one that is known to be.
         """
@@ -167,16 +167,20 @@ class ContextUse:
 
             # What goes to a GPU is staged, a layer at a time: there the heads of one are read at the same time.
             by_layer = full.blocks.device.type == "cpu"
-            with ThreadPoolExecutor(_READERS) as pool:
+            layers_at_once = _READERS if by_layer else 1
+            with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
 
                 @torch.inference_mode()
                 def restore(layer: int) -> None:
                     def read_heads(pieces: list[Tensor]) -> None:
-                        list((map if by_layer else pool.map)(partial(read, layer, pieces), held))
+                        list((map if by_layer else of_heads.map)(partial(read, layer, pieces), held))
 
                     full.blocks.restore(layer, stop, read_heads)
 
-                list((pool.map if by_layer else map)(restore, range(manifest.shape.num_layers)))
+                for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                    if self._ranks.size == 1:
+                        yield  # of several, one may have to read again what another has not
+                    done.result()
         if found:
             raise min(found, key=lambda damage: damage.position)
 

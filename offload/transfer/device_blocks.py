@@ -8,6 +8,7 @@ whose memory holds the whole cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,15 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from .link import Traffic
+
+
+@dataclass(frozen=True)
+class PausedPass:
+    """A pass over many tokens, between two of its slices."""
+
+    state: tuple[int, ...]
+    workspace: Tensor | None
+    """Where the keys and values of the layer that it is at are collected."""
 
 
 class Blocks(Protocol):
@@ -62,6 +72,15 @@ class Blocks(Protocol):
 
     def release(self) -> None:
         """Gives back what was taken for a pass over many tokens, which has ended."""
+        ...
+
+    def pause(self) -> PausedPass | None:
+        """Sets the pass under way aside, one of more than `FEW_ROWS` rows where blocks stream: other sequences' passes
+        may come before `resume` goes on with it."""
+        ...
+
+    def resume(self, paused: PausedPass | None) -> None:
+        """Goes on with a pass that was set aside; what others attended to since is as it was."""
         ...
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -147,6 +166,12 @@ class DeviceBlocks:
         pass
 
     def release(self) -> None:
+        pass
+
+    def pause(self) -> PausedPass | None:
+        return None
+
+    def resume(self, paused: PausedPass | None) -> None:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import copy_chunks
+from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ..planning.placement import OPEN_SLACK, Placement, block_slot
-from .device_blocks import Blocks, on_host, pieces_of, read_tokens, write_tokens
+from ..planning.placement import Placement, block_slot
+from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
 from .link import Link, Traffic
 from .ring import Ring
@@ -170,7 +171,7 @@ class StreamedBlocks:
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
         self._workspace = None
-        if (n if rows is None else rows) > OPEN_SLACK:
+        if (n if rows is None else rows) > FEW_ROWS:
             _, num_kv_heads, size, head_dim = self._block
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
@@ -178,6 +179,16 @@ class StreamedBlocks:
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
         self._ring.begin(block for layer, host in enumerate(self._host) for block in self._streamed(layer, host))
+
+    def pause(self) -> PausedPass:
+        state = self._start, self._stop, self._first_row, self._seen, self._worked
+        paused, self._workspace = PausedPass(state, self._workspace), None
+        return paused
+
+    def resume(self, paused: PausedPass | None) -> None:
+        assert paused
+        self._start, self._stop, self._first_row, self._seen, self._worked = paused.state
+        self._workspace = paused.workspace
 
     def _streamed(self, layer: int, host: HostBlocks) -> Iterator[Tensor]:
         first, stop = self._range(layer)

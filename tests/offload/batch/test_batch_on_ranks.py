@@ -14,12 +14,12 @@ PROMPTS = [BOOK + random_tokens(n, seed=n) for n in (5, 30)] + [random_tokens(20
 NEW_TOKENS = 12
 
 
-def run_batch(root, settings):
+def run_batch(root, settings, in_slices):
     """A batch of two sequences and one that joins later; what each rank has of it, as JSON."""
     engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64, **settings)
     ranks = engine.target.ranks
     requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
-    batch = engine.batch(requests[:2])
+    batch = engine.batch(requests[:2], in_slices=in_slices)
     calls: list[int] = []
     for count, _ in enumerate(batch):
         if count == 3 and ranks.rank == 0:
@@ -40,17 +40,20 @@ def pair_of_models(tmp_path_factory):
     return root, [greedy_oracle(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("in_slices", [False, True], ids=["at once", "in slices"])
 @pytest.mark.parametrize("settings", [{}, {"resident": 0.0}], ids=["resident", "streamed"])
 @pytest.mark.slow
-def test_two_ranks_write_what_transformers_writes_for_each_prompt(pair_of_models, settings):
+def test_two_ranks_write_what_transformers_writes_for_each_prompt(pair_of_models, settings, in_slices):
     root, want = pair_of_models
-    printed = run_forks(lambda: run_batch(root, settings), 2)
+    printed = run_forks(lambda: run_batch(root, settings, in_slices), 2)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(reports) == 2
     for report in reports:
         assert report["texts"] == want
-        # One for each sequence's first token, and one a round, in which several sequences take part.
-        assert len(PROMPTS) + max(report["rounds"]) <= report["broadcasts"] <= len(PROMPTS) + sum(report["rounds"])
+        # One for each sequence's first token, and one a round, in which several sequences take part; with slices also
+        # one for how many come before the next round.
+        least, most = len(PROMPTS) + max(report["rounds"]), len(PROMPTS) + sum(report["rounds"])
+        assert least <= report["broadcasts"] <= most * (2 if in_slices else 1)
 
 
 def run_late(root):

@@ -194,6 +194,13 @@ def test_whole_runs_give_the_tokens_of_transformers(models, seed):
         simulator.synchronize()
 
 
+@pytest.mark.slow(keep=("0",))
+@pytest.mark.parametrize("seed", range(12))
+def test_a_prefill_in_slices_and_the_rounds_between_them_wait_for_each_other(decoders, seed):
+    kinds = ("long", "beside", None, "verify", "beside", None, "rollback", "beside")
+    assert play(decoders, seed, deferred=bool(seed % 2), kinds=kinds).operations
+
+
 @pytest.mark.slow
 def test_sequences_that_join_and_leave_give_locked_memory_back(models):
     """500 in a campaign."""

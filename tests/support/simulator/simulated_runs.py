@@ -24,7 +24,8 @@ from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from triforce.kernels import packing
 from triforce.kernels.selection import use_kernels
-from triforce.offload.batch import batch as batches
+from triforce.offload.batch import reading, sequence
+from triforce.offload.caches import full as full_caches
 from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
@@ -76,7 +77,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, batches):
+            for module in (kept, reading, sequence):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 
@@ -96,8 +97,8 @@ def play(
     decoders: list[Decoder], seed: int, *, deferred: bool = False, kinds: Sequence[str | None] = (None,) * 8
 ) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
-    saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. Blocks of decoders in bfloat16 are
-    packed.
+    saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. The kind `beside`, a prefill of
+    another sequence beside it, comes only where it is asked for. Blocks of decoders in bfloat16 are packed.
 
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
@@ -113,7 +114,8 @@ def play(
         stack.enter_context(as_on_a_gpu())
         stack.enter_context(patch.object(placement, "RING_BUFFERS", chance.randint(1, 3)))
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
-        stack.enter_context(patch.object(streamed_blocks, "OPEN_SLACK", SLACK))
+        for module in (streamed_blocks, full_caches):  # a pass over more rows is a prefill
+            stack.enter_context(patch.object(module, "FEW_ROWS", SLACK))
         stack.enter_context(patch.object(host_blocks, "pack", _sometimes(random.Random(seed))))
         stack.enter_context(torch.inference_mode())
         decoder = decoders[seed % len(decoders)]
@@ -206,6 +208,8 @@ class _History:
             self.break_off()
         elif kind == "save":
             self.save_and_restore()
+        elif kind == "beside":
+            self.beside()
 
     def forward(self, n: int, draws: bool = False) -> None:
         start = self.cache.length
@@ -293,6 +297,32 @@ class _History:
         self.cache.restored(kept)
         self.plain.rollback(kept)
 
+    def beside(self) -> None:
+        """Another sequence, which begins with some of the tokens, is read in slices; this one goes on between them."""
+        start, n = self.chance.randint(0, self.cache.length // CHUNK) * CHUNK, self.chance.randint(SLACK + 1, 60)
+        rows = torch.tensor(random_tokens(n, seed=self.chance.randint(10, 19)))
+        kind = self.kind
+        place = Placement.streaming(4 * kind.size, kind.size, self.chance.choice([0, 1]), CHUNK, packed=kind.packed)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=kind.dtype, device=CPU)
+        prefix = self.cache if start else None
+        other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
+        slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                got = end.value
+                break
+            if self.capacity - self.cache.length >= 9 and self.chance.random() < 0.4:
+                self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
+        with self.outside():
+            sizes = {"capacity": kind.capacity, "block_size": kind.size}
+            plain = DeviceBlocks(self.decoder.part, dtype=kind.dtype, device=CPU, **sizes)
+            whole = FullCache(self.decoder.part, self.decoder.rope, plain, chunk_size=CHUNK)
+            want = self.decoder.forward(torch.cat([self.tokens[:start], rows]), whole, num_logits=4)
+            self.compare(got, want)
+        self.simulator.synchronize()  # as is done before a sequence's memory is freed
+
     def end(self) -> None:
         """Ends a run wherever it is: its memory is freed then."""
         self.link.traffic()
@@ -324,9 +354,11 @@ def main() -> None:
     torch.set_num_threads(1)
     began, checked = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as directory:
-        kinds = [make_decoders(Path(directory) / str(kind.size), kind.dtype) for kind in (RAW, RAW, PACKED)]
+        decoders = [make_decoders(Path(directory) / str(kind.size), kind.dtype) for kind in (RAW, RAW, PACKED)]
         for seed in range(options.first, options.first + options.histories):
-            checked += play(kinds[seed // 8 % 3], seed, deferred=bool(seed // 4 % 2)).operations
+            kinds = (None, None, "beside") * 3 if seed % 10 > 7 else (None,) * 8
+            of_seed = decoders[seed // 8 % len(decoders)]
+            checked += play(of_seed, seed, deferred=bool(seed // 4 % 2), kinds=kinds).operations
             if seed % 500 == 499:
                 print(
                     f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"
