@@ -144,7 +144,7 @@ def work(jobs: list[dict[str, Any]]) -> None:
         ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))
         before = Counter(ranks.collectives)
-        forwards = count_calls(engine.target, "forward")
+        passes = count_calls(engine.target, "slices")
         if "read" in job:
             engine.read(job["prompt"], job["read"])
         contexts = ContextRequest(name=job["context"]) if "context" in job else None
@@ -155,7 +155,7 @@ def work(jobs: list[dict[str, Any]]) -> None:
             "token_ids": result.token_ids,
             "rounds": result.stats["rounds"],
             "warnings": result.stats["warnings"],
-            "passes": len(forwards),
+            "passes": len(passes),
             "world_size": result.stats["world_size"],
             "collectives": dict(ranks.collectives - before),
         }

@@ -53,14 +53,14 @@ def test_every_tier_writes_what_transformers_writes_from_one_prefill(pair):
     model = LlamaForCausalLM.from_pretrained(pair[0])
     engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64)
     tokens, found, prefilled = random_tokens(500, 320, seed=4), [], []
-    forward = engine.target.forward
+    slices = engine.target.slices
 
     def counted(token_ids, cache, **options):
         if options.get("on_progress"):
             prefilled.append(len(token_ids))
-        return forward(token_ids, cache, **options)
+        return slices(token_ids, cache, **options)
 
-    engine.target.forward = counted
+    engine.target.slices = counted
     order = steps(CONTEXTS, (1, 2, 3), 2)
     measure(
         engine, tokens, order, Sampling(temperature=0.0), NEW_TOKENS,

@@ -124,14 +124,14 @@ def test_signals_from_first_token_to_exit_take_nothing_away(pair, tmp_path):
 
 
 def test_interrupted_prefill_has_statistics_and_json(pair, capfd, monkeypatch):
-    forward = Decoder.forward
+    slices = Decoder.slices
 
     def interrupted(self, tokens, *arguments, **options):
         if len(tokens) > 10:
             signal.raise_signal(signal.SIGINT)
-        return forward(self, tokens, *arguments, **options)
+        return slices(self, tokens, *arguments, **options)
 
-    monkeypatch.setattr(Decoder, "forward", interrupted)
+    monkeypatch.setattr(Decoder, "slices", interrupted)
     outcome = run_here(capfd, "generate", "--model", pair[0], "--prompt", TEXT, "--json", "-")
     assert outcome.code == 130, outcome
     document = json.loads(outcome.out)
@@ -144,7 +144,7 @@ def test_failed_prefill_is_an_error_without_statistics(pair, capfd, monkeypatch)
     def fail(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Decoder, "forward", fail)
+    monkeypatch.setattr(Decoder, "slices", fail)
     outcome = run_here(capfd, "generate", "--model", pair[0], "--prompt", TEXT, "--json", "-")
     assert (outcome.code, outcome.out) == (1, "")
     assert "out of memory" in outcome.err and "written" not in outcome.err

@@ -230,7 +230,8 @@ def test_of_a_long_text_that_others_share_a_little_of_only_that_crosses_the_link
     first = Request([*BOOK, *random_tokens(200, seed=7)], GREEDY, 1, ignore_eos=True)
     prompt = BOOK[: TAIL_ROWS + 20]
     batch = engine.batch([first, Request(prompt, GREEDY, 10, ignore_eos=True)])
-    next(batch), next(batch)
+    next(batch)
+    next(batch)
     full = batch.sequences[1].opened.full
     assert batch.sequences[0].state == "ended" and full.start == TAIL_ROWS
     before = full.traffic().bytes_in
@@ -297,7 +298,8 @@ def test_a_further_sequence_takes_the_memory_that_is_planned_for_it(settings):
     engine = Engine.load("embedded", device="cpu", block_length=16, draft_length=4, **settings)
     prompts = [random_tokens(4000 + i, seed=i, vocab_size=4000) for i in range(4)]
     batch = engine.batch([Request(prompts[0], GREEDY, 96, ignore_eos=True)])
-    next(batch), next(batch)
+    next(batch)
+    next(batch)
     for prompt in prompts[1:]:
         before = held()
         index = batch.add(Request(prompt, GREEDY, 96, ignore_eos=True))
