@@ -144,7 +144,7 @@ def work(jobs: list[dict[str, Any]]) -> None:
         ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))
         before = Counter(ranks.collectives)
-        forwards = count_calls(engine.target, "forward")
+        forwards = count_calls(engine.target, "slices")  # of every pass, a prefill in slices included
         if "read" in job:
             engine.read(job["prompt"], job["read"])
         contexts = ContextRequest(name=job["context"]) if "context" in job else None
