@@ -159,7 +159,7 @@ def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStor
         engines = {
             name: Engine.load(given.model, kind, device="cpu", store=store, **options) for name, kind in kinds.items()
         }
-        for kind, temperature in product(texts, given.temperatures):
+        for kind, temperature in [(kind, temperature) for kind in texts for temperature in given.temperatures]:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
             for engine in engines.values():
                 run(engine, texts[kind], 8, temperature)
