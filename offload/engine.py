@@ -226,7 +226,10 @@ class Engine:
             raise UsageError("a batch needs at least one request")
         if max_sequences < 1:
             raise UsageError(f"max-sequences is {max_sequences}; it must be 1 or more")
-        orders = [Order.or_error(request, self.target.config) for request in requests]
+        first, *others = requests
+        saved = self.contexts if self.target.ranks.rank == 0 else None
+        orders = [Order.or_error(first, self.target.config)]
+        orders += [Order.or_error(request, self.target.config, saved) for request in others]
         order = self._ordered(orders, tiers, reuse, contexts, alone=False, most=max_sequences, in_slices=in_slices)
         return self._start(order, on_prefill, on_memory)
 

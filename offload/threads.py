@@ -15,17 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
+from ..tp.parallel.launch import usable_cores
+
 WINDOW = 0.05
 """Seconds that are judged together, at least."""
 
 LOST = 0.3
-"""Cores: where all threads together were on so many fewer than they are, and were interrupted, others took them."""
+"""Cores: threads that together were on so many fewer than they are, and were interrupted, may have lost them."""
 
 INTERRUPTS = 40.0
 """A second, of all threads: fewer are the system's own."""
 
+GAIN = 0.95
+"""Another number of threads is kept if a round takes at most this share of what it took before."""
+
 FIRST_TRIAL, LAST_TRIAL = 1.0, 8.0
-"""Seconds until all threads are tried again, at first, and at most, as each trial that fails doubles them."""
+"""Seconds until another number is tried again, at first, and at most: each trial that is not kept doubles them."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +56,26 @@ class Usage:
 class DecodingThreads:
     """Chooses the number of threads from how rounds went, and sets PyTorch's within `in_use` alone."""
 
-    def __init__(self, adapts: bool, usage: Callable[[], Usage] = Usage.now) -> None:
+    def __init__(
+        self, adapts: bool, usage: Callable[[], Usage] = Usage.now, cores: Callable[[], int] = usable_cores
+    ) -> None:
         """Args:
         adapts: whether the number may change.
         usage: reads the clocks.
+        cores: how many this process may use.
         """
         self.most = torch.get_num_threads()
         """When decoding began: as many as there are."""
         self.number = self.most
         """To decode with now."""
         self._adapts = adapts and self.most > 1
+        self._cores = max(cores(), self.most)
         self._usage = usage
         self._window = Usage(0.0, 0.0, 0)  # what the rounds of this window took
-        self._trial_in = FIRST_TRIAL  # seconds from one failed trial to the next
-        self._fewer_s = 0.0  # since the last trial
+        self._rounds = 0  # of this window
+        self._before: tuple[int, float] | None = None  # number and seconds a round of what a trial is compared with
+        self._trial_in = FIRST_TRIAL
+        self._waited_s = LAST_TRIAL  # since the last trial
         self.seconds = self.seconds_with_fewer = 0.0
         """Of all rounds so far, and of those with fewer threads than all."""
 
@@ -75,8 +86,8 @@ class DecodingThreads:
             yield
             return
         before = self._usage()
-        torch.set_num_threads(self.number)
         try:
+            torch.set_num_threads(self.number)
             yield
         finally:
             torch.set_num_threads(self.most)
@@ -84,25 +95,41 @@ class DecodingThreads:
 
     def _judge(self, took: Usage) -> None:
         self.seconds += took.seconds
+        self._waited_s += took.seconds
         if self.number < self.most:
             self.seconds_with_fewer += took.seconds
-            self._fewer_s += took.seconds
         so_far = self._window
         self._window = Usage(
             so_far.seconds + took.seconds, so_far.core_s + took.core_s, so_far.interrupts + took.interrupts
         )
-        if self._window.seconds < WINDOW:
-            return
-        window, self._window = self._window, Usage(0.0, 0.0, 0)
-        cores = window.core_s / window.seconds
-        if cores < self.number - LOST and window.interrupts > INTERRUPTS * window.seconds:
-            if self.number == self.most:
+        self._rounds += 1
+        if self._window.seconds >= WINDOW:
+            self._choose(self._window, self._window.seconds / self._rounds)
+            self._window, self._rounds = Usage(0.0, 0.0, 0), 0
+
+    def _choose(self, window: Usage, round_s: float) -> None:
+        """Chooses the number of the next window, after one that was decoded with the present number."""
+        if self._before:
+            number, before_s = self._before
+            self._before = None
+            if round_s > GAIN * before_s:
+                self.number = number
                 self._trial_in = min(2 * self._trial_in, LAST_TRIAL)
-            self.number, self._fewer_s = max(1, min(self.number - 1, int(cores))), 0.0
-        elif self.number == self.most:
+                return
             self._trial_in = FIRST_TRIAL
-        elif self._fewer_s >= self._trial_in:
-            self.number = self.most
+            if self.number > number:  # all again, and it pays
+                return
+        waits = self._waited_s < self._trial_in
+        used = window.core_s / window.seconds
+        if self.number > 1 and used < self.number - LOST and window.interrupts > INTERRUPTS * window.seconds:
+            if not waits or self.number < self.most:
+                others = self.number * self._cores / max(used, 1e-9) - self.number  # if all got the same share
+                self._try(max(1, min(self.number - 1, round(self._cores - others))), round_s)
+        elif self.number < self.most and not waits:
+            self._try(self.most, round_s)
+
+    def _try(self, number: int, round_s: float) -> None:
+        self._before, self.number, self._waited_s = (self.number, round_s), number, 0.0
 
     @property
     def warnings(self) -> list[str]:

@@ -32,7 +32,7 @@ from .sequence import BatchSequence, Round, held_bytes, update_retrieval
 
 class Batch(Iterator[tuple[int, Round]]):
     """Sequences in progress. Iterate over it for rounds, each with the index of its sequence; `sequences` are current
-    at any time, `stats()` gives the JSON."""
+    at any time, `stats()` gives the JSON. Of several ranks all iterate to its end."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class Batch(Iterator[tuple[int, Round]]):
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         now = time.perf_counter()
         self.sequences = [BatchSequence(one, now) for one in order.orders]
+        self._planned = next((one for one in self.sequences if one.order.error is None), None)
+        """Whom the batch's saved contexts are for."""
         self.broken = False
         """Whether a pass was under way when the batch was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
@@ -167,8 +169,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def _open(self, sequence: BatchSequence) -> None:
         running = [one for one in self.sequences if one.state == "running"]
-        first = next(one for one in self.sequences if one.order.error is None)  # whom the plan was made for
-        contexts = self._contexts if sequence is first else sequence.order.contexts
+        contexts = self._contexts if sequence is self._planned else sequence.order.contexts
         self._opening.open(sequence, running, reuse=self._reuse, contexts=contexts, on_memory=self._on_memory)
 
     def _run(self) -> Generator[tuple[int, Round], None, None]:
@@ -251,20 +252,19 @@ class Batch(Iterator[tuple[int, Round]]):
             TriforceError: it cannot be done, of a run alone.
         """
         ranks = self._target.ranks
+        if not ranks.least([int(not sequence.asked_to_end)])[0]:
+            sequence.state = "ended"
+            return False
         while True:
             found: TriforceError | None = None
             try:
                 self._open(sequence)
             except TriforceError as error:
                 found = error
-            fits, wanted = ranks.least([int(found is None), int(not sequence.asked_to_end)])
-            if fits and wanted:
+            if ranks.least([int(found is None)])[0]:
                 return True
             sequence.caches = None
             self._opening.withdraw(sequence)
-            if not wanted:
-                sequence.state = "ended"
-                return False
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found
@@ -290,8 +290,8 @@ class Batch(Iterator[tuple[int, Round]]):
         except (CapacityError, ContextError) as error:
             if self._alone or (self._target.ranks.size > 1 and isinstance(error, CapacityError)):
                 raise
-            self._leave(reading.sequence)
             self._fail(reading.sequence, error)
+            self._leave(reading.sequence)
             self._reading = event = None
         self._read_until = time.perf_counter()
         return event
@@ -304,7 +304,7 @@ class Batch(Iterator[tuple[int, Round]]):
             except ContextError as error:
                 if self._alone:
                     raise
-                sequence.failure = error
+                self._fail(sequence, error)
         if not self._alone:
             sequence.give_back(self.lengths)
             self.tiers[0].part_with()
@@ -312,6 +312,8 @@ class Batch(Iterator[tuple[int, Round]]):
                 sequence.forget_prompt()
 
     def _fail(self, sequence: BatchSequence, error: TriforceError) -> None:
+        # Without the frames that it came through, which hold caches and activations.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         sequence.state, sequence.failure = "ended", error
 
     def _first_round(self, reading: Reading) -> Round:

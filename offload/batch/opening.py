@@ -169,8 +169,8 @@ class Opening:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
             full, plan = self._further(prompt, request, others, contexts or ContextPlan())
-        if contexts and full.prefix:  # its first tokens are another's already: nothing is restored in place of them
-            contexts = replace(contexts, prefix=None)
+            if full.prefix:
+                contexts = ContextPlan()  # what is saved would have to go where others hold it
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 

@@ -42,7 +42,7 @@ class Reading:
     @property
     def due(self) -> int:
         """The slices that are expected to fit into the time granted so far; one, before any was timed."""
-        return 1 if self._slice_s is None else int(self._granted_s / self._slice_s)
+        return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
 
     def go_on(self, count: int | None) -> bool:
         """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""
@@ -61,7 +61,9 @@ class Reading:
         self.seconds += spent
         self._granted_s -= spent
         if done:
-            self._slice_s = None if changes else spent / done
+            self._slice_s = spent / done
+        if changes:
+            self._slice_s, self._granted_s = None, max(self._granted_s, 0.0)
         return whole
 
     def first_token(self, looks_up: bool) -> int:
@@ -107,6 +109,7 @@ def _slices(
         logits = yield from _pausing(target.slices(pending, full, on_progress=progress), full, pending.shape[0])
         if saved:
             saved.save(full)
+            yield True
     return logits
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ...tp.errors import TriforceError
+from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ..caches.kept import reusable
 from ..checks import checked_prompt
@@ -56,6 +56,9 @@ class Order:
         UsageError: no token, one outside the vocabulary, an impossible length.
         CapacityError: more tokens than the model's positions.
         """
+        top = request.top_logprobs
+        if top is not None and not 0 <= top <= config.vocab_size:
+            raise UsageError(f"top_logprobs is {top}; it must be from 0 to the {config.vocab_size:,} of the vocabulary")
         prompt = checked_prompt(request.prompt_ids, config, request.max_new_tokens)
         sampling = request.sampling or Sampling()
         options = request.ignore_eos, request.number, request.top_logprobs

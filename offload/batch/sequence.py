@@ -171,6 +171,7 @@ class BatchSequence:
             with suppress(LinkError):  # of what is not wanted any more
                 self.caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
             synchronize(self.caches.full.blocks.device)
+            self.caches.full.release_prefix()
             self.caches = None
 
     def forget_prompt(self) -> None:

@@ -229,6 +229,8 @@ class FullCache:
                 collector(layer, position, block)
             self.count_read(min(block.shape[2], rows.stop - position))
             yield position, block
+        if layer == len(self._filled) - 1 and rows.stop == self._stop:
+            self.release_prefix()
 
     def _pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
@@ -238,9 +240,11 @@ class FullCache:
                     yield position, block[:, :, : self.start - position]
         for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start):
             yield self.start + position, block
-        if layer == len(self._filled) - 1 and stop == self._stop:
-            for holder in self.holders[:-1]:
-                holder.blocks.release()
+
+    def release_prefix(self) -> None:
+        """Gives back what a pass over many tokens took to attend to those that others hold."""
+        for holder in self.holders[:-1]:
+            holder.blocks.release()
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """See `Blocks`."""

@@ -105,6 +105,7 @@ class ContextUse:
             self.warnings.append(failure)
 
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
+        assert not full.prefix, "what others hold cannot be restored"
         full.blocks.drain()
         full.restored(0)
         wanted, good = prefix.tokens, -1
@@ -168,10 +169,13 @@ class ContextUse:
 
             # What goes to a GPU is staged, a layer at a time.
             with ThreadPoolExecutor(_READERS if full.blocks.device.type == "cpu" else 1) as pool:
-                for done in [pool.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
-                    if self._ranks.size == 1:
-                        yield  # of several, one may have to read again what another has not
-                    done.result()
+                try:
+                    for done in [pool.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                        if self._ranks.size == 1:
+                            yield  # of several, one may have to read again what another has not
+                        done.result()
+                finally:
+                    pool.shutdown(cancel_futures=True)  # nobody may wait for them any more
         if found:
             raise min(found, key=lambda damage: damage.position)
 

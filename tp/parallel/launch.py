@@ -96,7 +96,7 @@ def _handled_signals() -> list[str]:
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
     """Environment variables for ranks on one machine, but for those that the user has set."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),  # otherwise every rank would use all cores
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),  # otherwise every rank would use all cores
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -105,7 +105,7 @@ def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def _cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use; on systems that do not tell (macOS), all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

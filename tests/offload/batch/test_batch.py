@@ -242,6 +242,16 @@ def test_of_a_long_text_that_others_share_a_little_of_only_that_crosses_the_link
     assert batch.sequences[1].statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 10)
 
 
+def test_three_prompts_that_begin_with_one_another_are_read_one_after_the_other(models):
+    """Where the second one ends the third one goes on, over what the first one holds and streams."""
+    prompts = [BOOK, BOOK[:TAIL_ROWS] + random_tokens(TAIL_ROWS, seed=5)]
+    prompts.append(prompts[1] + random_tokens(TAIL_ROWS + 60, seed=6))
+    engine = models.engine("llama", resident=0.0)
+    batch = engine.batch([Request(prompt, GREEDY, 6, ignore_eos=True) for prompt in prompts])
+    assert finish(batch) == [greedy_oracle(models["llama"][1], prompt, 6) for prompt in prompts]
+    assert [sequence.statistics.reused_tokens for sequence in batch.sequences] == [0, TAIL_ROWS, 2 * TAIL_ROWS]
+
+
 @pytest.mark.slow
 def test_sequences_that_leave_give_back_what_they_held(models):
     """Blocks and descriptors return to where they were."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 
 from ....offload import Batch, Engine, Request, Round, Sampling
@@ -65,7 +66,11 @@ class RunningBatch:
         Raises:
             Exception: the engine failed; those who waited are told.
         """
-        started = self._begin(first)
+        try:
+            started = self._begin(first)
+        except Exception as error:
+            first.fail(error)
+            raise
         self._working = {index: work for index, (work, _) in enumerate(started)}
         batch: Batch | None = None
         try:
@@ -102,12 +107,13 @@ class RunningBatch:
         if isinstance(work, Upload):
             return [(ReadingText(work), Request(work.token_ids, Sampling(0.0), 1, contexts=contexts))]
         eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
-        options = {"top_logprobs": asked.top_logprobs, "contexts": contexts}
         sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
+        request = Request(prompt.token_ids, sampling, most, top_logprobs=asked.top_logprobs, contexts=contexts)
+        others = replace(request, contexts=replace(contexts, save=None))  # the first one saves for all
         return [
             (
                 Writing(work, number, AnswerText(self._tokenizer, prompt, eos_ids)),
-                Request(prompt.token_ids, sampling, most, number=number, **options),
+                replace(others if number else request, number=number),
             )
             for number in range(asked.answers)
         ]
@@ -136,8 +142,12 @@ class RunningBatch:
             found = self._queue.pop(lambda work, reads=reads: not (reads and isinstance(work, Upload)))
             if found is None:
                 return
-            for work, request in self._begin(found):
-                self._working[batch.add(request)] = work
+            try:
+                joined = {batch.add(request): work for work, request in self._begin(found)}
+            except Exception as error:
+                found.fail(error)
+                raise
+            self._working |= joined
 
     def _update(self, batch: Batch, index: int, event: Round) -> None:
         """Takes over what a round brought to a sequence."""
