@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_load import CHAT, Load, ask, connection, http_request, metrics, upload_request
+from serving.bodies import CHAT
+from serving.load import Load, ask, connection, http_request, metrics, upload_request
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
 

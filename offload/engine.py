@@ -18,7 +18,7 @@ from ..tp.model.decoder import Decoder
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
-from ..tp.weights.registry import find_pair, parse_draft, published_settings
+from ..tp.weights.registry import find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.opening import Models, Opening
 from .batch.request import BatchOrder, Order, Request
@@ -90,6 +90,7 @@ class Engine:
         block_length: int | None = None,
         refresh: str | int = "auto",
         exact: str = "auto",
+        early_end: str | float = "auto",
         threads: int | None = None,
     ) -> Engine:
         """Loads a pair.
@@ -108,19 +109,18 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, threads: see `Settings`; what is left
-                open is as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, threads: see `Settings`;
+                of what is left open, budget and chunk size are as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
-        settings = Settings(
-            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps, threads
-        )
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact)
+        settings = replace(settings, lookup=lookup, link_gbps=link_gbps, early_end=early_end, threads=threads)
         set_threads(threads)
-        settings = settings.with_defaults(published_settings(model, place.size if place else 1))
+        settings = settings.with_defaults(published_cache(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None

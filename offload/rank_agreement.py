@@ -32,13 +32,13 @@ class RankAgreement:
         self._ranks = ranks
 
     def agree(
-        self, drawn: Sequence[Drawn], draft_tokens: list[int], *, joining: int = 0, ends: bool = False
+        self, drawn: Sequence[Drawn], decisions: list[int], *, joining: int = 0, ends: bool = False
     ) -> tuple[list[Drawn], list[int], int, bool]:
         """What rank 0 has decided, for all ranks.
 
         Args:
             drawn: of each sequence of the round, as this rank has drawn and would decide.
-            draft_tokens: the number of them that each of this rank's tiers would ask for next.
+            decisions: of this rank's tiers, see `Tier.decisions`.
             joining: sequences that are to join.
             ends: whether the whole batch is to end.
 
@@ -48,12 +48,12 @@ class RankAgreement:
         Raises:
             TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
         """
-        numbers = [joining, int(ends), *draft_tokens]
+        numbers = [joining, int(ends), *decisions]
         for one in drawn:
             numbers += [int(one.refresh), int(one.ends), len(one.tokens), *one.tokens]
-        room = 2 + len(draft_tokens) + len(drawn) * (3 + MOST_BLOCK_LENGTH + 1)
+        room = 2 + len(decisions) + len(drawn) * (3 + MOST_BLOCK_LENGTH + 1)
         message = self._ranks.share_numbers(numbers, room)
-        at = 2 + len(draft_tokens)
+        at = 2 + len(decisions)
         decided = []
         for one in drawn:
             refresh, ending, count = message[at : at + 3]
@@ -65,4 +65,4 @@ class RankAgreement:
                 )
             decided.append(Drawn(one.tokens, bool(refresh), bool(ending)))
             at += 3 + count
-        return decided, message[2 : 2 + len(draft_tokens)], message[0], bool(message[1])
+        return decided, message[2 : 2 + len(decisions)], message[0], bool(message[1])

@@ -117,12 +117,14 @@ def _measured(s: Statistics) -> dict[str, Any]:
         },
         "tokens_per_s": s.tokens_per_s,
         "rounds": s.rounds,
+        "plain_rounds": s.plain_rounds,
         "acceptance": {
             "draft": ratio(s.draft_accepted, s.draft_proposed),
             "retrieval": ratio(s.retrieval_accepted, s.retrieval_proposed),
             "draft_per_token": s.draft_acceptance,
             "retrieval_per_token": s.retrieval_acceptance,
             "tokens_per_round": s.tokens_per_round,
+            "draft_tokens_per_round": s.retrieval_proposed / s.rounds if s.rounds else 0.0,
         },
         "time_s": {
             "draft": s.draft_s,

@@ -38,6 +38,9 @@ class Settings:
     """Whether what occurred before is proposed as a draft, beside the draft model or without one."""
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
+    early_end: str | float = "auto"
+    """Where a draft ends before it has all its tokens: where the next token, and all before it, are less likely to be
+    accepted than this; `auto` follows from measured costs, and not where lengths are set by hand; `off` is nowhere."""
 
     threads: int | None = None
     """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
@@ -66,11 +69,24 @@ class Settings:
                 raise UsageError(f"{name} is {value}; it must be 0 or more")
         if self.exact not in ("auto", "on", "off"):
             raise UsageError(f"exact is {self.exact!r}; it is auto, on or off")
+        chance = self.least_chance
+        if chance is not None and self.early_end != "off" and not 0.0 < chance < 1.0:
+            raise UsageError(f"early-end is {self.early_end!r}; it is auto, off or a probability between 0 and 1")
         RefreshPolicy(self.refresh)
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:
         """These settings, with `values` (by name) for what is left open."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
+    @property
+    def least_chance(self) -> float | None:
+        """`early_end` as a probability, 0 for nowhere; `None` where it follows from costs."""
+        if self.early_end == "auto":
+            return None
+        try:
+            return 0.0 if self.early_end == "off" else float(self.early_end)
+        except ValueError:
+            return float("nan")  # which no range has
 
     @property
     def planned_chunk_size(self) -> int:

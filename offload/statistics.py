@@ -25,6 +25,8 @@ class Statistics:
     ttft_s: float = 0.0
     decode_s: float = 0.0
     rounds: int = 0
+    plain_rounds: int = 0
+    """Those for which nothing was drafted."""
     token_s: list[float] = field(default_factory=list)
     """Per token after the first, its share of its round's time."""
     draft_s: float = 0.0
@@ -53,12 +55,13 @@ class Statistics:
         """These statistics with the prefill and its first token added."""
         return replace(self, token_ids=[*self.token_ids, token], prefill_s=seconds, ttft_s=seconds)
 
-    def after_round(self, tokens: list[int], seconds: float, refresh_s: float) -> Statistics:
+    def after_round(self, tokens: list[int], seconds: float, refresh_s: float, *, drafted: bool) -> Statistics:
         """These statistics with a round added that took `seconds`, of them `refresh_s` for the retrieval cache."""
         return replace(
             self,
             token_ids=[*self.token_ids, *tokens],
             rounds=self.rounds + 1,
+            plain_rounds=self.plain_rounds + (not drafted),
             decode_s=self.decode_s + seconds,
             refresh_s=self.refresh_s + refresh_s,
             token_s=[*self.token_s, *[seconds / len(tokens)] * len(tokens)],

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..tp.errors import ModelError
 from ..tp.units import gib
-from ..tp.weights.registry import PRESETS, Preset, published_settings
+from ..tp.weights.registry import PRESETS, Preset, published_cache
 from .call import Call
 from .options import ReportRequest
 from .terminal.output import JsonFile
@@ -104,7 +104,7 @@ def describe(preset: Preset) -> ModelRow:
         target, draft = preset.configs()
     except ModelError as error:
         return replace(row, missing=str(error))
-    settings = Settings().with_defaults(published_settings(preset.name, 1))
+    settings = Settings().with_defaults(published_cache(preset.name, 1))
     context = target.max_position_embeddings
     request = RunRequest(target, draft, target.dtype, context, settings)
     plan = plan_here(request, resolve_device("auto"))

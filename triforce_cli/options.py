@@ -21,6 +21,7 @@ from .parameters import (
     AUTO_OR_THREADS,
     AUTO_OR_TOKENS,
     DRAFT,
+    EARLY_END,
     FILE,
     JSON_FILE,
     MODEL,
@@ -34,7 +35,7 @@ from .parameters import (
 )
 
 MEASURING, PROMPT, MACHINE, SAMPLING, OUTPUT = "Measuring", "Prompt", "Model and machine", "Sampling", "Output"
-SPECULATION = "Speculation (auto: the preset's values, or chosen for this machine and adapted while running)"
+SPECULATION = "Speculation (auto: chosen for this machine and adapted while running; the cache as published)"
 HARDWARE, ASSUMED, SERVING = "Hardware", "Assumed", "Serving"
 _GROUPS = (MEASURING, SERVING, PROMPT, MACHINE, HARDWARE, SAMPLING, SPECULATION, ASSUMED, OUTPUT)
 """As `--help` shows them."""
@@ -272,6 +273,16 @@ class Request(ModelRequest):
         ),
     ] = "auto"
 
+    early_end: Annotated[
+        str,
+        option(
+            SPECULATION,
+            EARLY_END,
+            "End a draft early where the next token, with all before it, is less likely than P to be accepted; auto: "
+            "where it is not worth its time, unless lengths are set; off: nowhere.",
+        ),
+    ] = "auto"
+
     exact: Annotated[
         str,
         option(
@@ -285,7 +296,7 @@ class Request(ModelRequest):
     @property
     def settings(self) -> dict[str, Any]:
         """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
-        return self.lengths | {"refresh": self.refresh, "resident": self.resident, "exact": self.exact}
+        return self.lengths | {name: getattr(self, name) for name in ("refresh", "resident", "exact", "early_end")}
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -21,13 +21,15 @@ from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_expla
 from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
+from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..transfer.link import Traffic
 from .opening import Opening
 from .reading import Reading
 from .request import BatchOrder, Order, Request
-from .sequence import BatchSequence, Round, held_bytes, update_retrieval
+from .sequence import BatchSequence, Round, held_bytes
+from .upkeep import begin_round, end_round
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -340,41 +342,45 @@ class Batch(Iterator[tuple[int, Round]]):
         began = max(self._read_until, min(sequence.since for sequence in running))
         top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
+        upkeep = top.upkeep
+        begin_round(top, running)
         emitted = top.step(tokens_of, [sequence.missing for sequence in running])
         drawn, tested = [], []
         for sequence, (tokens, _), (proposed, accepted) in zip(running, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.opened.tokens.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = sequence.opened.refresh.due(tested[-1][1], tested[-1][0])
+            due = upkeep is Upkeep.FULL and sequence.opened.refresh.due(tested[-1][1], tested[-1][0])
             drawn.append(Drawn(tokens, due and sequence.opened.retrieval is not None, sequence.asked_to_end))
         top.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        refresh_s = update_retrieval(running, drawn, time.perf_counter() - began, top.adapts_to_time)
+        refresh_s = end_round(top, upkeep, running, drawn, began)
         now = time.perf_counter()
         self._rounds_done += 1
         self._decode_s += now - began
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since
-            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s))
+            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s, drafted=proposed > 0))
             sequence.since = now
             number = sequence.statistics.rounds
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))
         return rounds
 
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
-        """Sets every tier's draft tokens to rank 0's; what all ranks do with these sequences. See `RankAgreement`."""
-        lengths = [tier.draft_tokens for tier in self.tiers]
+        """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
+        `RankAgreement`."""
+        decisions = [number for tier in self.tiers for number in tier.decisions]
         joining, everyone = len(self._joining), list(sequences)
         if self._reading:
             everyone.append(self._reading.sequence)
             drawn = [*drawn, Drawn([], ends=everyone[-1].asked_to_end)]
-        drawn, lengths, joining, self._ended = self._agreement.agree(
-            drawn, lengths, joining=joining, ends=self._asked_to_end
+        drawn, decisions, joining, self._ended = self._agreement.agree(
+            drawn, decisions, joining=joining, ends=self._asked_to_end
         )
-        for tier, number in zip(self.tiers, lengths, strict=True):
-            tier.draft_tokens = number
+        each = len(decisions) // len(self.tiers)
+        for i, tier in enumerate(self.tiers):
+            tier.decisions = decisions[i * each : (i + 1) * each]
         for sequence, one in zip(everyone, drawn, strict=True):
             sequence.ends = one.ends
         if joining:

@@ -19,12 +19,14 @@ from ..caches.streaming import StreamingCache
 from ..checks import tokens_are_exact
 from ..contexts.model import ContextPlan, ModelContexts
 from ..graphs.passes import Graphs, Passes
-from ..planning.cost_model import Hardware, PassTimes, hardware_of
+from ..planning.cost_model import Assumptions, Hardware, PassTimes, hardware_of
 from ..planning.request import RunRequest
-from ..planning.run_plan import RunPlan, make_plan, planned_budget
+from ..planning.run_plan import RETRIEVAL_DRAFT_TOKENS, RunPlan, make_plan, planned_budget
 from ..run_document import run_identity
 from ..settings import Settings
-from ..speculation.lookup import LookupTier
+from ..speculation.confidence import Confidence
+from ..speculation.lengths import Acceptance
+from ..speculation.lookup.tier import LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
@@ -169,8 +171,8 @@ class Opening:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
             full, plan = self._further(prompt, request, others, contexts or ContextPlan())
-            if full.prefix:
-                contexts = ContextPlan()  # what is saved would have to go where others hold it
+        if contexts and full.prefix:  # its first tokens are another's already: nothing is restored in place of them
+            contexts = replace(contexts, prefix=None)
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -226,8 +228,8 @@ class Opening:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
-        rows = max(plan.mass_rows, self.tiers[0].longest + 1, (self.tiers[0].fixed or 0) + 1)
-        full.begin(mass_rows=rows if speculates else 0)
+        rows = max(plan.mass_rows, self.tiers[0].longest + 1, (self.tiers[0].fixed or 0) + 1) if speculates else 0
+        full.begin(mass_rows=rows)
         retrieval = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
@@ -248,6 +250,7 @@ class Opening:
             tokens=TokenSequence(
                 sequence.context, sampler, passes, top_logprobs=order.top_logprobs, logprobs=sequence.logprobs
             ),
+            mass_rows=rows,
             refresh=RefreshPolicy(models.settings.refresh),
             saved=models.contexts.use(contexts) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
@@ -272,12 +275,19 @@ class Opening:
             Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts)
             for name, decoder in decoders[: self._num_tiers]
         ]
+        for tier in tiers[2:]:
+            tier.replicated = models.target.ranks.size > 1
         if self.looks_up:
-            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1])]
+            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1], RETRIEVAL_DRAFT_TOKENS)]
+        tiers[0].may_rest = models.settings.refresh != "never"
+        expected = Assumptions().acceptance
+        tiers[0].acceptance = Acceptance.starting_at(expected)
+        if len(tiers) > 1:
+            tiers[1].confidence = Confidence(Acceptance.starting_at(expected))
         most = lengths.verify_draft, lengths.retrieval_draft
         for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
             upper.drafter, upper.longest, upper.fixed = lower, tokens.most, tokens.fixed
-            upper.draft_tokens = tokens.fixed or upper.draft_tokens
+            upper.draft_tokens, upper.early_end = tokens.fixed or upper.draft_tokens, models.settings.least_chance
         return tiers
 
     def _noise(self, sampling: Sampling, number: int) -> Noise:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..contexts.use import ContextUse
 from ..planning.memory import device_peak_bytes, host_peak_bytes
-from ..rank_agreement import Drawn
 from ..run_document import run_document
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
@@ -49,6 +47,8 @@ class SequenceCaches:
     retrieval: RetrievalCache | None
     streaming: StreamingCache | None
     tokens: TokenSequence
+    mass_rows: int
+    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.begin`."""
     refresh: RefreshPolicy
     saved: ContextUse | None
     identity: dict[str, Any]
@@ -184,30 +184,3 @@ def held_bytes(sequences: Iterable[BatchSequence], kept: FullCache | None = None
     caches = [one.caches.full for one in sequences if one.caches] + ([kept] if kept else [])
     holders = {holder for cache in caches for holder in cache.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)
-
-
-def update_retrieval(
-    running: Sequence[BatchSequence], drawn: Sequence[Drawn], round_seconds: float, adapts_to_time: bool
-) -> float:
-    """Brings the retrieval caches up to what a round of `round_seconds` has verified, with their chunks chosen anew or
-    not; the seconds that took.
-
-    Args: `adapts_to_time` is whether the next refresh may depend on what this one costs.
-    """
-    began = time.perf_counter()
-    refreshed = []
-    for sequence, one in zip(running, drawn, strict=True):
-        retrieval = sequence.opened.retrieval
-        if retrieval is None:
-            return 0.0
-        if one.refresh:
-            retrieval.refresh()
-            refreshed.append(sequence.opened.refresh)
-        else:
-            retrieval.update_tail()
-    if refreshed and adapts_to_time and refreshed[0].mode == "auto":
-        synchronize(running[0].opened.full.blocks.device)
-    seconds = time.perf_counter() - began
-    for policy in refreshed:
-        policy.done(seconds if adapts_to_time else 0.0, round_seconds)
-    return seconds

@@ -106,20 +106,24 @@ class RetrievalCache:
         self._exact = min(self._exact, length)
 
     @torch.inference_mode()
-    def refresh(self) -> None:
+    def refresh(self, *, at_once: bool = False) -> None:
         """Chooses the chunks anew by the attention of the last tokens in `source`, and copies the tail behind them.
 
         The first time, and whenever all of `source` is on the device, the chunks are copied at once. Where blocks
         stream, the next pass of `source` copies them (see `collector`), so nothing crosses the link for a refresh.
+
+        Args: `at_once`: copy them now in any case; it does not matter then what this holds, and for how long it was not
+            updated.
         """
         length = self.source.length
         base = length // self.chunk_size * self.chunk_size
         chosen = self._choose(length)
-        if self._buffers and not self.source.all_on_device:
+        if self._buffers and not self.source.all_on_device and not at_once:
             self.update_tail()
             self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
             self._selected = _Selection(chosen, base)
             return
+        self._selected = None
         self._kept = chosen[0].shape[1] * self.chunk_size
         self._base = self._exact = base
         self._make_room(self._kept + _FIRST_TAIL)

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from ...tp.model.config import ModelConfig
-from ..speculation.lengths import Acceptance, PassCost, expected_tokens, fastest_length
+from ..speculation.lengths import LOOKUP_SECONDS, Acceptance, PassCost, expected_tokens, fastest_length
 from .cards import Card, card_named
 from .request import RunRequest
 from .run_plan import RunPlan
@@ -203,10 +203,11 @@ class PassTimes:
         return self._target(rows, self.plan.budget, self.plan.request.sequences * self.plan.budget)
 
     def draft(self, rows: int = 1) -> float:
-        """A step of the draft model, which every rank runs whole; 0 without one. Further rows cost nothing."""
+        """A step of the draft model, which every rank runs whole, or a token that is looked up; 0 without either.
+        Further rows cost nothing."""
         request, draft = self.plan.request, self.plan.request.small
         if draft is None:
-            return 0.0
+            return LOOKUP_SECONDS if request.settings.lookup else 0.0
         read = weights_read(draft, 1) * request.dtype.itemsize
         read += request.sequences * DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
         return self.hardware.draft_step_seconds(read, draft.num_layers)

@@ -34,6 +34,12 @@ VERIFY_DRAFT_TOKENS = 24
 RETRIEVAL_DRAFT_TOKENS = 8
 """Draft tokens for a pass over the full cache and over the retrieval cache at most, where their number is left open."""
 
+LOOKUP_DRAFT_TOKENS = 31
+"""The second, of tokens that are looked up: they take no time but that of their rows."""
+
+LOOKUP_BYTES = 130
+"""Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
+
 STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
 """The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
 of these whose attention mass is small."""
@@ -82,7 +88,14 @@ class RunPlan:
     @property
     def retrieval_draft(self) -> DraftTokens:
         """For a pass over the retrieval cache (γ1)."""
-        return DraftTokens(self.request.settings.draft_length, RETRIEVAL_DRAFT_TOKENS)
+        settings = self.request.settings
+        return DraftTokens(settings.draft_length, LOOKUP_DRAFT_TOKENS if settings.lookup else RETRIEVAL_DRAFT_TOKENS)
+
+    @property
+    def index(self) -> int:
+        """Of the text, in which tokens are looked up; in host memory, on each rank."""
+        request = self.request
+        return request.sequences * request.context * LOOKUP_BYTES if request.settings.lookup else 0
 
     @property
     def mass_rows(self) -> int:
@@ -119,8 +132,8 @@ class RunPlan:
     def host_total(self) -> int:
         """What the host must have for the rank."""
         if self.request.on_gpu:
-            return self.streamed_kv + RUNTIME_BYTES
-        return self.weights + self.kv + self.working + RUNTIME_BYTES
+            return self.streamed_kv + self.index + RUNTIME_BYTES
+        return self.weights + self.kv + self.working + self.index + RUNTIME_BYTES
 
     @property
     def fits(self) -> bool:

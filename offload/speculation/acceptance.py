@@ -9,13 +9,14 @@ draws, whatever was drafted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from .noise import FreshNoise
 from .sampler import Sampler, draw
-from .sampling import checked_tokens
+from .sampling import checked_tokens, in_millionths
 
 
 def accept(
@@ -47,21 +48,56 @@ def accept(
     Raises:
         ModelError: a distribution to draw the next token from holds NaN.
     """
+    return _tested(proposed, drafts, target, samplers, positions, None)[0]
+
+
+def accept_and_rate(
+    proposed: Sequence[Sequence[int]],
+    drafts: Sequence[Tensor | None],
+    target: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    logits: Tensor,
+) -> tuple[list[tuple[int, int]], list[list[float]]]:
+    """`accept`, and what else is wanted of its tokens on the host, brought there with them.
+
+    Args: `logits` `[rows, vocab]` are what `target` was made of.
+
+    Returns:
+        What `accept` returns, and of each sequence how sure `logits` are (see `sampling.certainties`) of its accepted
+        tokens and of the next one.
+    """
+    return _tested(proposed, drafts, target, samplers, positions, logits)
+
+
+def _tested(
+    proposed: Sequence[Sequence[int]],
+    drafts: Sequence[Tensor | None],
+    target: Tensor,
+    samplers: Sequence[Sampler],
+    positions: Sequence[int],
+    logits: Tensor | None,
+) -> tuple[list[tuple[int, int]], list[list[float]]]:
+    """See `accept_and_rate`; nothing is rated without `logits`."""
     rows = [len(tokens) + 1 for tokens in proposed]
     by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
     if any(by_ratio):
-        return _accept_mixed(proposed, drafts, target, samplers, positions, by_ratio)
-    drawn: list[int] = draw(target, samplers, rows, positions).tolist()
+        return _accept_mixed(proposed, drafts, target, samplers, positions, logits, by_ratio)
+    drawn = draw(target, samplers, rows, positions)
+    numbers: list[int] = (drawn if logits is None else torch.cat((drawn, in_millionths(logits, drawn)))).tolist()
+    rated = numbers[len(numbers) // 2 :] if logits is not None else []
     outcomes: list[tuple[int, int]] = []
+    ratings: list[list[float]] = []
     first = 0
     for tokens in proposed:
         accepted = 0
-        while accepted < len(tokens) and drawn[first + accepted] == tokens[accepted]:
+        while accepted < len(tokens) and numbers[first + accepted] == tokens[accepted]:
             accepted += 1
-        outcomes.append((accepted, drawn[first + accepted]))
+        outcomes.append((accepted, numbers[first + accepted]))
+        ratings.append([one / 1e6 for one in rated[first : first + accepted + 1]])
         first += len(tokens) + 1
     checked_tokens([token for _, token in outcomes])
-    return outcomes
+    return outcomes, ratings
 
 
 def _accept_mixed(
@@ -70,23 +106,37 @@ def _accept_mixed(
     target: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
+    logits: Tensor | None,
     by_ratio: Sequence[bool],
-) -> list[tuple[int, int]]:
-    """`accept` where some sequences, those of `by_ratio`, are tested with fresh noise."""
-    outcomes: list[tuple[int, int] | None] = [None] * len(proposed)
+) -> tuple[list[tuple[int, int]], list[list[float]]]:
+    """`_tested` where some sequences, those of `by_ratio`, are tested with fresh noise."""
+    outcomes: list[tuple[int, int]] = [(0, 0)] * len(proposed)
+    ratings: list[list[float]] = [[]] * len(proposed)
     found = []
-    parts = target.split([len(tokens) + 1 for tokens in proposed])
-    for i, (tokens, draft, rows, sampler) in enumerate(zip(proposed, drafts, parts, samplers, strict=True)):
+    rows = [len(tokens) + 1 for tokens in proposed]
+    parts = target.split(rows)
+    of_logits = [None] * len(rows) if logits is None else logits.split(rows)
+    for i, (tokens, draft, part, sampler) in enumerate(zip(proposed, drafts, parts, samplers, strict=True)):
+        given = of_logits[i]
         if by_ratio[i]:
             assert draft is not None and isinstance(sampler.noise, FreshNoise)
             tested = torch.tensor(tokens, device=target.device)
-            found += list(_accept_by_ratio(tested, draft, rows, sampler.noise))
+            accepted, token = _accept_by_ratio(tested, draft, part, sampler.noise)
+            found += [accepted, token]
+            if given is not None:
+                found.append(in_millionths(given[:-1], tested))
+                found.append(in_millionths(given.index_select(0, accepted), token))
         else:
-            (outcomes[i],) = accept([tokens], [draft], rows, [sampler], [positions[i]])
+            (outcomes[i],), (ratings[i],) = _tested([tokens], [draft], part, [sampler], [positions[i]], given)
     numbers = iter(torch.cat(found).tolist())
-    whole = [outcome or (next(numbers), next(numbers)) for outcome in outcomes]
-    checked_tokens([token for _, token in whole])
-    return whole
+    for i, tokens in enumerate(proposed):
+        if by_ratio[i]:
+            outcomes[i] = next(numbers), next(numbers)
+            if logits is not None:
+                *before, last = [one / 1e6 for one in islice(numbers, len(tokens) + 1)]
+                ratings[i] = [*before[: outcomes[i][0]], last]
+    checked_tokens([token for _, token in outcomes])
+    return outcomes, ratings
 
 
 def _accept_by_ratio(proposed: Tensor, draft: Tensor, target: Tensor, noise: FreshNoise) -> tuple[Tensor, Tensor]:

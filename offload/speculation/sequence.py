@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..graphs.passes import Passes
-from .occurrences import Lookup
+from .lookup.occurrences import Lookup
 from .sampler import Sampler
 from .sampling import TokenLogprobs, logprobs_of
 
@@ -39,6 +39,9 @@ class TokenSequence:
     """By the name of the tier: passes over this sequence alone, each with the sequence's cache."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """By the name of the tier."""
+    rated: dict[str, list[float]] = field(default_factory=dict)
+    """By the name of the tier: how sure it was of each token of its last draft; see `sampling.certainties`. Empty
+    where nobody asked."""
     lookup: Lookup = field(default_factory=Lookup)
     """What `--draft lookup` drafts from."""
     top_logprobs: int | None = None

@@ -9,6 +9,7 @@ Sequences that are decoded together take every step together: one pass for all o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,15 +21,21 @@ from ...kernels.selection import FEW_ROWS
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
 from ..graphs.passes import JoinedPasses, Passes
-from .acceptance import accept
-from .lengths import Acceptance, PassCost, best_length
+from .acceptance import accept, accept_and_rate
+from .confidence import Confidence
+from .lengths import Acceptance, PassCost, StepCost
 from .sampler import distributions, draw
-from .sampling import read
+from .sampling import checked_tokens, in_millionths
 from .sequence import Counts, TokenSequence
+from .switch import PROBE_EVERY, Switch, Upkeep, next_upkeep
 from .vocabulary import cover, readable
 
-PROBE_EVERY = 24
-"""Passes after which a tier that stopped drafting, as that was slower, tries one draft token again."""
+READ_TOGETHER = 8
+"""Draft tokens between which a GPU is not waited for: with so many at a time it is seen whether the draft ends early.
+On a CPU, which computes as it is told, that is seen after each."""
+
+_FINE = 2**30
+"""Chances are multiples of one part in so many: ranks share whole numbers."""
 
 Emitted = tuple[list[int], Tensor]
 """Tokens that follow a sequence's context, and the distributions `[tokens, vocab]` they were drawn from."""
@@ -49,7 +56,22 @@ class Tier:
     """Of the target: every tier's distributions are over its tokens."""
     drafter: Tier | None = None
     draft_tokens: int = 4
-    """Draft tokens to ask of the drafter for one pass, for each sequence."""
+    """Draft tokens for one pass, for each sequence, that are expected to be fastest; 0 where none are."""
+    most_asked: int | None = None
+    """Draft tokens to ask of the drafter at most, where drafts end early; `None` is `draft_tokens`."""
+    asked_next: int | None = None
+    """The same for the next pass alone, where that tries another number."""
+    least_chance: float = 0.0
+    """A draft ends where it is less likely than this that the next token, and all before it, are accepted; with 0 it
+    never does."""
+    early_end: float | None = None
+    """`least_chance` as set by hand; `None` is by costs."""
+    upkeep: Upkeep = Upkeep.FULL
+    """What the next round does for the retrieval caches. Of the tier that decides about the text."""
+    may_rest: bool | None = None
+    """Whether retrieval caches may be left alone while nothing is drafted; `None` of a tier that does not decide."""
+    after_round: float = 0.0
+    """Seconds that a round took for the retrieval caches after the last pass."""
     fixed: int | None = None
     """`draft_tokens` as set by hand."""
     adapts_to_time: bool = True
@@ -59,81 +81,133 @@ class Tier:
     acceptance: Acceptance = field(default_factory=Acceptance)
     counts: Counts = field(default_factory=Counts)
     """Of all sequences together; their own are kept with each."""
+    replicated: bool = False
+    """Whether each of several ranks runs the whole tier."""
+    confidence: Confidence = field(default_factory=Confidence)
+    """How likely the tokens that this tier drafts are accepted."""
+    switch: Switch = field(default_factory=Switch, init=False)
     _last_drafted: int = field(default=0, init=False)
+    _round: Upkeep = field(default=Upkeep.FULL, init=False)  # the upkeep of the last round
+    _step: StepCost | None = field(default=None, init=False)  # what a step is expected to take
     _kept: dict[tuple[Passes, ...], JoinedPasses] = field(default_factory=dict, init=False)
 
-    def step(self, sequences: Sequence[TokenSequence], limits: Sequence[int]) -> list[Emitted]:
+    def step(self, sequences: Sequence[TokenSequence], limits: Sequence[int], *, rated: bool = False) -> list[Emitted]:
         """Emits 1 to `limits[i]` tokens that follow the context of each sequence, and this tier's own distributions.
 
         Nothing comes after an end-of-sequence token. Contexts are not changed.
+
+        Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
         """
         if self.drafter is None:
-            return self._draw_alone(sequences, 1)
-        wanted = [min(self.draft_tokens, limit - 1) for limit in limits]
+            return self._draw_alone(sequences, 1, rated=rated)
+        began = time.perf_counter()
+        self._round = self.upkeep
+        asked = self.draft_tokens if self.most_asked is None else self.most_asked
+        if self.asked_next is not None:
+            asked, self.asked_next = self.asked_next, None
+        wanted = [min(asked, limit - 1) for limit in limits]
         drafts: list[Emitted | None] = [None] * len(sequences)
         drafting = [i for i, count in enumerate(wanted) if count]
         if drafting:
-            found = self.drafter.extend([sequences[i] for i in drafting], [wanted[i] for i in drafting])
+            found = self.drafter.extend(
+                [sequences[i] for i in drafting], [wanted[i] for i in drafting], self.least_chance
+            )
             for i, draft in zip(drafting, found, strict=True):
                 drafts[i] = draft
         proposed = [draft[0] if draft else [] for draft in drafts]
 
-        began = time.perf_counter()
+        drafted = time.perf_counter()
         rows = [len(tokens) + 1 for tokens in proposed]
         self._catch_up(sequences, sum(rows))
         pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
-        target = self._distributions(sequences, self._joined(pending), [len(tokens) for tokens in pending], rows)
+        logits = self._logits(sequences, self._joined(pending), [len(tokens) for tokens in pending], rows)
         samplers = [sequence.sampler for sequence in sequences]
+        target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
-        outcomes = accept(proposed, [draft and draft[1] for draft in drafts], target, samplers, starts)
+        given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
+        outcomes, ratings = accept_and_rate(*given, logits) if rated else (accept(*given), [])
         emitted: list[Emitted] = []
         parts = target.split(rows) if len(rows) > 1 else (target,)
-        for sequence, tokens, part, (accepted, token) in zip(sequences, proposed, parts, outcomes, strict=True):
+        for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):
+            accepted, token = outcomes[i]
             kept = sequence.sampler.until_end([*tokens[:accepted], token])
             self.rollback(sequence, len(sequence.context) + len(kept) - 1)
             emitted.append((kept, part[: len(kept)]))
+            sequence.rated[self.name] = ratings[i][: len(kept)] if rated else []
             sequence.keep_logprobs(kept)
-        seconds = time.perf_counter() - began
-        self._measure(sequences, 1, sum(len(tokens) for tokens in pending), seconds)
+        now = time.perf_counter()
+        steady = self._measure(sequences, 1, sum(len(tokens) for tokens in pending), now - drafted)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
             self._count_draft(sequence, len(tokens), accepted)
+        if self._step and steady and self.adapts_to_time:
+            longest, brought = max(map(len, proposed)), sum(len(tokens) for tokens, _ in emitted) / len(emitted)
+            seconds = now - began + (self.after_round if longest else 0.0)
+            self.switch.note(self._step, max(wanted), longest, brought, seconds)
         return emitted
 
-    def extend(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Emitted]:
-        """Repeats `step` until `counts[i]` tokens follow each sequence's context or it ends; returns the same as
-        `step`."""
-        if self.drafter is None:
+    def extend(
+        self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
+    ) -> list[Emitted]:
+        """Repeats `step` until `counts[i]` tokens follow each sequence's context, or it ends, or a further token is not
+        worth its time; returns the same as `step`.
+
+        Args: `least_chance`: ends where it is less likely than this that the next token, and all of these before it,
+            are accepted, on average over the sequences; after one step at the earliest. `TokenSequence.rated` then has
+            how sure this tier was of them.
+        """
+        if self.drafter is None and not least_chance:
             return self._draw_alone(sequences, max(counts), counts)
         starts = [len(sequence.context) for sequence in sequences]
         rows: list[list[Tensor]] = [[] for _ in sequences]
-        missing = list(counts)
+        rated: list[list[float]] = [[] for _ in sequences]
+        missing, chances = list(counts), [1.0] * len(sequences)
         while going := [i for i, count in enumerate(missing) if count > 0]:
-            found = self.step([sequences[i] for i in going], [missing[i] for i in going])
+            likely = sum(chances[i] for i in going) * self.confidence.rate
+            if likely < least_chance * len(sequences) and rows[0]:
+                break
+            some, limits = [sequences[i] for i in going], [missing[i] for i in going]
+            if self.drafter:
+                found = self.step(some, limits, rated=least_chance > 0)
+            else:
+                found = self._draw_alone(some, min(self._read_together, max(limits)), limits, rated=True)
             for i, (tokens, target) in zip(going, found, strict=True):
                 sequences[i].context.extend(tokens)
                 rows[i].append(target)
                 missing[i] = 0 if sequences[i].sampler.ends(tokens[-1]) else missing[i] - len(tokens)
+                if least_chance:
+                    new = sequences[i].rated[self.name]
+                    rated[i] += new
+                    chances[i] *= math.prod(map(self.confidence.chance, new))
         emitted: list[Emitted] = []
-        for sequence, start, parts in zip(sequences, starts, rows, strict=True):
+        for i, (sequence, start, parts) in enumerate(zip(sequences, starts, rows, strict=True)):
             emitted.append((sequence.context[start:], parts[0] if len(parts) == 1 else torch.cat(parts)))
             del sequence.context[start:]
+            sequence.rated[self.name] = rated[i]
         return emitted
 
     def _draw_alone(
-        self, sequences: Sequence[TokenSequence], steps: int, counts: Sequence[int] | None = None
+        self,
+        sequences: Sequence[TokenSequence],
+        steps: int,
+        counts: Sequence[int] | None = None,
+        *,
+        rated: bool = False,
     ) -> list[Emitted]:
         """`extend` without a drafter. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
         are dropped."""
         began = time.perf_counter()
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
-        drawn, targets = self.draw_ahead(sequences, steps)
+        drawn, targets, sure = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
-        tokens = read(drawn.flatten())
+        numbers = (drawn if sure is None else torch.cat((drawn, sure))).flatten().tolist()
+        tokens = checked_tokens(numbers[: drawn.numel()])
         for i, sequence in enumerate(sequences):
             wanted = steps if counts is None else counts[i]
-            kept = sequence.sampler.until_end(tokens[i * steps : i * steps + wanted])
+            kept = sequence.sampler.until_end(tokens[i * steps : (i + 1) * steps][:wanted])
             self.rollback(sequence, len(sequence.context) + len(kept) - 1)
             emitted.append((kept, targets[i, : len(kept)]))
+            first = drawn.numel() + i * steps  # nothing is there unless they were rated
+            sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
             sequence.keep_logprobs(kept)
         self._measure(sequences, steps, rows, time.perf_counter() - began)
         return emitted
@@ -145,18 +219,30 @@ class Tier:
         The tokens stay on the device, and the host never waits for it; `sampling.read` brings them to the host and
         reports those that were drawn from NaN.
         """
+        drawn, rows, _ = self._drawn(sequences, count, rated=False)
+        return drawn, rows
+
+    def _drawn(
+        self, sequences: Sequence[TokenSequence], count: int, rated: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`draw_ahead`, and if `rated` the `sampling.in_millionths` of the tokens, `[sequences, count]`."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._joined(waiting), [len(tokens) for tokens in waiting]
         samplers, one_each = [sequence.sampler for sequence in sequences], [1] * len(sequences)
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
+        sure: list[Tensor] = []
         while len(tokens) < count:
-            rows.append(self._distributions(sequences, pending, counts, one_each))
+            logits = self._logits(sequences, pending, counts, one_each)
+            rows.append(distributions(logits, samplers, one_each))
             positions = [len(sequence.context) + len(tokens) for sequence in sequences]
             pending, counts = draw(rows[-1], samplers, one_each, positions), one_each
             tokens.append(pending)
-        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
+            if rated:
+                sure.append(in_millionths(logits, pending))
+        drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
+        return drawn, targets, torch.stack(sure, dim=1) if rated else None
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
@@ -176,21 +262,21 @@ class Tier:
     def _joined(self, tokens: Sequence[list[int]]) -> Tensor:
         return to_device([token for part in tokens for token in part], self.decoder.device)
 
-    def _distributions(
+    def _logits(
         self, sequences: Sequence[TokenSequence], pending: Tensor, counts: Sequence[int], rows: Sequence[int]
     ) -> Tensor:
-        """Runs a pass over the next `counts[i]` tokens of each sequence; the distributions that follow the last
-        `rows[i]` of them."""
+        """Runs a pass over the next `counts[i]` tokens of each sequence; the logits over the target's vocabulary of
+        what follows the last `rows[i]` of them."""
         token_ids = readable(pending, self.decoder.config.vocab_size)
         if len(sequences) == 1:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
         else:
             logits = self._together(sequences).forward(token_ids, counts, rows)
-        samplers, logits = [sequence.sampler for sequence in sequences], cover(logits, self.vocab_size)
+        logits = cover(logits, self.vocab_size)
         if self.name == "verify":
             for sequence, part in zip(sequences, logits.split(list(rows)), strict=True):
                 sequence.note_logits(part)
-        return distributions(logits, samplers, rows)
+        return logits
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
         """The passes over all of these sequences, which are kept until one of those that are decoded ends."""
@@ -205,15 +291,17 @@ class Tier:
         if self.drafter:
             self.drafter.part_with()
 
-    def _measure(self, sequences: Sequence[TokenSequence], passes: int, rows: int, seconds: float) -> None:
+    def _measure(self, sequences: Sequence[TokenSequence], passes: int, rows: int, seconds: float) -> bool:
         """Counts `passes` over so many rows in all, and learns from how long they took, unless something was compiled
-        or captured meanwhile, which will not happen again."""
+        or captured meanwhile, which will not happen again; whether it was not."""
         for counts in (self.counts, *(sequence.counts[self.name] for sequence in sequences)):
             counts.seconds += seconds
             counts.passes += passes
         used = sequences[0].passes[self.name] if len(sequences) == 1 else self._together(sequences)
-        if self.adapts_to_time and used.was_steady():
+        steady = used.was_steady()
+        if self.adapts_to_time and steady:
             self.cost.observe(rows / passes, seconds / passes)
+        return steady
 
     def _count_draft(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
         """Counts the draft tokens that a pass tested, and those it accepted."""
@@ -228,7 +316,8 @@ class Tier:
         self.acceptance.observe(accepted, proposed)
 
     def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        """Is told how many of the tokens that it proposed last were accepted."""
+        """Is told how many of the tokens that it proposed last for a sequence were accepted."""
+        self.confidence.observe(sequence.rated.get(self.name, ())[:proposed], accepted)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold
@@ -238,20 +327,74 @@ class Tier:
             self.drafter.rollback(sequence, length)
 
     def choose_lengths(self, batch: int = 1) -> float:
-        """Sets `draft_tokens` of this tier and those below to what is expected to be fastest for `batch` sequences,
-        unless they are fixed; returns the seconds per token of each sequence that are expected of this tier."""
-        if self.drafter is None:
+        """Decides how many tokens this tier and those below draft for `batch` sequences, and where drafts end, by what
+        is expected to be fastest, unless that is fixed; returns the seconds per token of each sequence that are
+        expected of this tier."""
+        if self.drafter is None or self._rests(batch):
             return self.cost.seconds(batch)
         draft_seconds = self.drafter.choose_lengths(batch)
         # More rows than those of a step would be computed with another arithmetic.
         most = max(0, FEW_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
-        best, seconds = best_length(self.cost, draft_seconds, self.acceptance.rate, min(self.longest, most), batch)
+        most = most if self.fixed is not None else min(self.longest, most)
+        self.asked_next = self.most_asked = None
+        self.least_chance = 0.0
+        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch)
         if self.fixed is not None:
             self.draft_tokens = min(self.fixed, most)
-            return seconds
-        if best:
-            self._last_drafted = self.counts.passes
-        elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
-            best, self._last_drafted = min(1, most), self.counts.passes
-        self.draft_tokens = best
+            seconds = step.best(0, min(self.longest, most))[1]
+        elif self.adapts_to_time:
+            self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
+        else:
+            self.draft_tokens, seconds = step.best(0, most)
+            if self.draft_tokens:
+                self._last_drafted = self.counts.passes
+            elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
+                self.draft_tokens, self._last_drafted = min(1, most), self.counts.passes
+                return seconds
+        if self.draft_tokens and self.drafter.ends_early(self.draft_tokens):
+            by_costs = 0.0 if self.fixed is not None else step.least_chance(self.draft_tokens, seconds)
+            self.least_chance = by_costs if self.early_end is None else self.early_end
+        if self.least_chance and self.fixed is None:
+            self.most_asked = most
         return seconds
+
+    @property
+    def _read_together(self) -> int:
+        """Draft tokens between which it is seen whether the draft ends."""
+        return 1 if self.decoder.device.type == "cpu" else READ_TOGETHER
+
+    def ends_early(self, tokens: int) -> bool:
+        """Whether this tier's drafts of about so many tokens can end earlier. Not where every rank runs it whole: their
+        last bits may differ, and with them where a draft ends."""
+        return not self.replicated and (self.drafter is not None or tokens >= self._read_together)
+
+    def _rests(self, batch: int) -> bool:
+        """Whether nothing is drafted, and it is too early to decide anew."""
+        step = self._step
+        at_rest = self._round is self.upkeep is Upkeep.NONE and self.fixed is None and not self.draft_tokens
+        return at_rest and step is not None and step.batch == batch and not self.switch.may_probe
+
+    def _by_time(self, step: StepCost, most: int) -> tuple[int, float, int | None]:
+        """What `Switch.decide` says, once the retrieval caches are ready for it."""
+        switch = self.switch
+        self._step = switch.known(step)
+        tokens, seconds, probe = switch.decide(self._step, most)
+        if self.may_rest is not None:
+            drafts = bool(tokens if probe is None else probe)
+            self.upkeep = next_upkeep(self._round, drafts, self.may_rest and not tokens)
+            if self.upkeep is Upkeep.REBUILD:
+                probe = 0
+                switch.postpone()
+        return tokens, seconds, probe
+
+    @property
+    def decisions(self) -> list[int]:
+        """What `choose_lengths` has decided, in numbers, for other ranks."""
+        asked = [-1 if number is None else number for number in (self.most_asked, self.asked_next)]
+        return [self.draft_tokens, *asked, round(self.least_chance * _FINE), int(self.upkeep)]
+
+    @decisions.setter
+    def decisions(self, numbers: Sequence[int]) -> None:
+        self.draft_tokens, *asked, chance, upkeep = numbers
+        self.most_asked, self.asked_next = (None if number < 0 else number for number in asked)
+        self.least_chance, self.upkeep = chance / _FINE, Upkeep(upkeep)

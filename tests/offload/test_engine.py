@@ -55,9 +55,10 @@ def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
     assert (verify.draft_tokens <= 1) == (accepted == 0)
 
 
-def test_a_tier_that_stopped_drafting_tries_again_at_times(pair):
+def test_a_tier_that_stopped_drafting_tries_again_at_times_without_a_clock(pair):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(seed=1), 60)
     _, retrieval, draft = run.batch.tiers
+    retrieval.adapts_to_time = False
     retrieval.acceptance = Acceptance(accepted=0, tested=1000)
     draft.cost = PassCost(retrieval.cost.base, 0.0)
     tries = []

@@ -1,8 +1,7 @@
 """Greedy output equals transformers' token for token, whatever the tiers, budgets and lengths."""
 
 import pytest
-import torch
-from tiny import SHAPES, greedy_oracle, random_tokens, save_llama
+from tiny import SHAPES, agreeing_pair, greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.recent_mass import RECENT_ROWS
 
@@ -20,7 +19,7 @@ class Pairs(dict):
 
     def __missing__(self, name):
         if name == "agreeing":
-            self[name] = agreeing_pair(self.root)
+            self[name] = agreeing_pair(self.root, PROMPT, 128)
         else:
             model = save_llama(self.root / name, seed=1, **SHAPES[name])
             self[name] = self.root / name, self.root / "draft", greedy_oracle(model, PROMPT, 128)
@@ -30,26 +29,6 @@ class Pairs(dict):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     return Pairs(tmp_path_factory.mktemp("pairs"))
-
-
-@torch.no_grad()
-def agreeing_pair(root):
-    """A target and a draft that agree often, but not always: attention matters less, and the draft is the target with
-    some noise. So the full cache accepts about nine draft tokens of ten and the retrieval cache six, while the tiers of
-    the other pairs agree once in twenty times."""
-    target, draft = root / "agreeing", root / "agreeing-draft"
-    model = save_llama(target, seed=1, num_key_value_heads=2)
-    for name, parameter in model.named_parameters():
-        if "o_proj" in name:
-            parameter *= 0.01
-    model.save_pretrained(target)
-    want = greedy_oracle(model, PROMPT, 128)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(draft)
-    return target, draft, want
 
 
 def generate(pair, new_tokens=128, **settings):

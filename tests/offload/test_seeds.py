@@ -50,6 +50,7 @@ def random_settings(rng: random.Random) -> dict:
         "block_length": rng.choice([1, 3, 8, 24, 31, 32, 40, 70, 128, None]),
         "refresh": rng.choice(["round", "never", "auto", 3]),
         "resident": rng.choice([None, None, 0.0, 1e-4]),
+        "early_end": rng.choice(["auto", "auto", "off", 0.05, 0.5]),
     }
 
 

@@ -132,3 +132,23 @@ def greedy_oracle(model: PreTrainedModel, prompt: list[int], n: int) -> list[int
     generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009 (its stubs do not bind)
     out = generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def agreeing_pair(root: Path, prompt: list[int], n: int) -> tuple[Path, Path, list[int]]:
+    """A target and a draft that agree often, but not always: attention matters less, and the draft is the target with
+    some noise. So the full cache accepts about nine draft tokens of ten and the retrieval cache six, while the tiers of
+    unrelated models agree once in twenty times. And the next `n` tokens after `prompt`, by transformers."""
+    target, draft = root / "agreeing", root / "agreeing-draft"
+    model = save_llama(target, seed=1, num_key_value_heads=2)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            parameter *= 0.01
+    model.save_pretrained(target)
+    want = greedy_oracle(model, prompt, n)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(draft)
+    return target, draft, want

@@ -126,6 +126,12 @@ def published_settings(model: str | Path, gpus: int) -> dict[str, int]:
     return {name: value for name, value in best.items() if name != "gpus"}
 
 
+def published_cache(model: str | Path, gpus: int) -> dict[str, int]:
+    """Those of the `published_settings` that are used unless others are asked for: the retrieval cache's. Lengths are
+    chosen by what passes take."""
+    return {name: value for name, value in published_settings(model, gpus).items() if not name.endswith("_length")}
+
+
 def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> Path:
     """The directory of a model: `model` itself, or that of a hub model, which is downloaded if necessary.
 

@@ -35,7 +35,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 _OF_RUNS = (
     *("prompt", "prompt_file", "model", "max_new_tokens", "repeat", "batch"),
-    *("temperature", "top_p", "top_k", "seed", "refresh", "exact"),
+    *("temperature", "top_p", "top_k", "seed", "refresh", "exact", "early_end"),
 )
 """Options that have no meaning for a shape."""
 

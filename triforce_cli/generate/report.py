@@ -41,8 +41,10 @@ def report_choices(
     tiers = [f"target on all {capacity:,} tokens"]
     if plan.budget:
         tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
-        if draft:
-            tiers.insert(0, f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters")
+        drafts = [f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters"] if draft else []
+        drafts += ["what came before"] if engine.settings.lookup else []
+        if drafts:
+            tiers.insert(0, " or ".join(drafts))
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
     available = available_bytes(target.device)
     dtype = str(target.dtype).removeprefix("torch.")
@@ -137,6 +139,8 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
             shares = {name: accepted[f"{name}_per_token"] for name in ("draft", "retrieval")}
             tested = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
             per_round = f"{accepted['tokens_per_round']:.1f} tokens a round over {stats['rounds']:,} rounds"
+            if stats["plain_rounds"] > stats["rounds"] / 2:
+                per_round += f", {stats['plain_rounds']:,} of them without a draft, as that was faster"
             rows["accepted"] = f"{tested} of tested tokens, {per_round}" if tested else per_round
         total = max(sum(seconds.values()), 1e-9)
         rows["a round"] = ", ".join(f"{name} {part / total:.0%}" for name, part in seconds.items() if part)

@@ -19,7 +19,7 @@ from ...tp.devices import resolve_dtype
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import find_cached, is_hub_name
-from ...tp.weights.registry import find_model, find_preset, parse_draft, published_settings
+from ...tp.weights.registry import find_model, find_preset, parse_draft, published_cache
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
@@ -89,6 +89,7 @@ class Plan:
             "host_bytes": {
                 "streamed_kv": run.streamed_kv * request.gpus,
                 "runtime": RUNTIME_BYTES * request.gpus,
+                "index": run.index * request.gpus,
                 "total": run.host_total * request.gpus,
             },
             "blocks": {
@@ -123,14 +124,15 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
     """
     model, draft = request.model, request.draft
     target, small = shapes(model, draft)
-    tiers = min(request.tiers, 3 if small else 2)
-    settings = Settings(tiers=tiers, resident=request.resident, **request.lengths)
+    lookup = request.tiers == 3 and parse_draft(draft)[1]
+    tiers = min(request.tiers, 3 if small or lookup else 2)
+    settings = Settings(tiers=tiers, resident=request.resident, lookup=lookup, **request.lengths)
     run = RunRequest(
         target=target,
         draft=small,
         dtype=resolve_dtype(request.dtype, target),
         context=request.context or target.max_position_embeddings,
-        settings=settings.with_defaults(published_settings(model, request.gpus)),
+        settings=settings.with_defaults(published_cache(model, request.gpus)),
         gpus=request.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
         host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),

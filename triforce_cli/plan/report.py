@@ -57,7 +57,7 @@ def _memory_table(plan: Plan) -> Table:
     placement = run.placement
     plural = "s" if placement.num_blocks > 1 else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
-    draft = ", draft included" if plan.draft else ""
+    draft = ", draft included" if request.small else ""
     larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
     others = {f"retrieval cache, {run.budget:,} tokens": run.retrieval, "prefill": run.prefill}
     streaming = {"ring": run.ring, "open stretches": run.open_stretches}
@@ -72,6 +72,7 @@ def _memory_table(plan: Plan) -> Table:
             if 0 < size < larger
         ),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
+        *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
         ("left free", _size(run.reserve), "-"),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
@@ -104,7 +105,8 @@ def _assumptions(plan: Plan) -> str:
     words = f"{large:.3g}{source(large, measured[0])} of what the retrieval cache drafts is accepted when tested"
     if plan.draft is None:
         return words
-    return f"{words}, {small:.2g}{source(small, measured[1])} of what the small model drafts"
+    drafts = "the small model drafts" if plan.run.request.small else "is looked up"
+    return f"{words}, {small:.2g}{source(small, measured[1])} of what {drafts}"
 
 
 def _measured(calibration: Calibration) -> list[str]:

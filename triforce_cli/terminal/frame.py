@@ -144,6 +144,8 @@ def _accepted(s: Snapshot) -> Line:
 
 def _lengths(s: Snapshot) -> Line:
     seen = f"  ·  budget {s.budget:,} of {s.context_tokens:,}" if s.budget else f"  ·  context {s.context_tokens:,}"
+    if s.budget and not s.block_length:
+        return labelled("lengths", spans("", "no draft", ": plain decoding is faster now"))
     return labelled("lengths", spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}", seen))
 
 

@@ -73,6 +73,14 @@ def test_everything_is_shown_in_usual_sizes(text, width, height):
     assert any("word399" in line for line in lines)
 
 
+def test_it_says_where_nothing_is_drafted(text):
+    for width in (80, 200):
+        shown = "\n".join(picture(replace(SNAPSHOT, block_length=0), text, width, 40))
+        assert "no draft: plain decoding is faster now" in shown
+        plain = "\n".join(picture(replace(SNAPSHOT, block_length=0, draft_length=0, budget=0), text, width, 40))
+        assert "draft 0" in plain and "faster" not in plain, "nothing was to be drafted"
+
+
 def test_every_size_gives_a_picture_of_that_size(text):
     for width in (1, 2, 10, 19, 20, 21, 40, 79, 81, 119, 150, 300):
         for height in (1, 2, 3, 4, 5, 8, 13, 24, 60):

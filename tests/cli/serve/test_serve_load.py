@@ -2,14 +2,10 @@
 
 import os
 import random
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-from serve_load import Load
+from serving.load import Load
 
 COMPLETION = "/v1/completions"
 

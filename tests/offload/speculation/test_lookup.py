@@ -8,7 +8,7 @@ from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabi
 from profiles import examples
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.speculation.occurrences import SHORTEST, Occurrences
+from triforce.offload.speculation.lookup.occurrences import SHORTEST, Occurrences
 from triforce.tp.weights.registry import parse_draft
 
 GREEDY = Sampling(temperature=0.0)

@@ -22,7 +22,7 @@ import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from triforce.kernels.selection import use_kernels
-from triforce.offload.batch import reading, sequence
+from triforce.offload.batch import reading, sequence, upkeep
 from triforce.offload.caches import full as full_caches
 from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
@@ -59,7 +59,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, reading, sequence):
+            for module in (kept, reading, sequence, upkeep):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 

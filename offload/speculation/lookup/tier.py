@@ -6,32 +6,39 @@ Where a model drafts too, each proposal is by whoever has been right more often 
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .noise import FreshNoise
-from .sequence import TokenSequence
-from .tiers import Emitted, Tier
+from ..lengths import LOOKUP_SECONDS
+from ..noise import FreshNoise
+from ..sequence import TokenSequence
+from ..tiers import Emitted, Tier
 
 LONG = 8
 """Matches of so many tokens and more are judged apart from shorter ones."""
-
-SECONDS = 20e-6
-"""Of a proposed token: a dictionary's look-up and a few comparisons in Python."""
 
 
 class LookupTier(Tier):
     """Drafts from earlier occurrences and, where it is given a tier with a model, by that."""
 
-    def __init__(self, model: Tier | None, upper: Tier) -> None:
-        """Args: `upper` is the tier it drafts for."""
+    def __init__(self, model: Tier | None, upper: Tier, most_by_model: int) -> None:
+        """Args:
+        upper: the tier it drafts for.
+        most_by_model: tokens that the model drafts at a time at most.
+        """
         super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size)
-        self._model = model
+        self._model, self._upper, self._most_by_model = model, upper, most_by_model
 
-    def extend(self, sequences: Sequence[TokenSequence], counts: Sequence[int]) -> list[Emitted]:
-        """Proposes up to `counts[i]` tokens for each sequence; none where nothing occurred and no model drafts."""
+    def extend(
+        self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
+    ) -> list[Emitted]:
+        """Proposes up to `counts[i]` tokens for each sequence; none where nothing occurred and no model drafts. What is
+        looked up ends where, as often as such tokens were accepted lately, the next one is less likely than
+        `least_chance` to be accepted with all before it."""
         found: dict[int, Emitted] = {}
         asked: list[int] = []
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
@@ -41,6 +48,7 @@ class LookupTier(Tier):
             source = lookup.long if matching >= LONG else lookup.short
             if matching and (self._model is None or source.rate >= lookup.model.rate):
                 lookup.last = source
+                count = min(count, _worth(source.rate, least_chance))
                 tokens = sequence.sampler.until_end(lookup.occurrences.after(place, count))
                 found[i] = tokens, self._certain(tokens, sequence)
             elif self._model is None:
@@ -50,7 +58,12 @@ class LookupTier(Tier):
                 lookup.last = lookup.model
                 asked.append(i)
         if self._model is not None and asked:
-            drafted = self._model.extend([sequences[i] for i in asked], [counts[i] for i in asked])
+            most = self._most_by_model
+            if not self._model.ends_early(self._upper.draft_tokens):
+                most, least_chance = max(1, self._upper.draft_tokens), 0.0
+            drafted = self._model.extend(
+                [sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance
+            )
             found.update(zip(asked, drafted, strict=True))
         return [found[i] for i in range(len(sequences))]
 
@@ -64,8 +77,11 @@ class LookupTier(Tier):
         return certain
 
     def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        if sequence.lookup.last:
-            sequence.lookup.last.observe(accepted, proposed)
+        lookup = sequence.lookup
+        if lookup.last:
+            lookup.last.observe(accepted, proposed)
+        if self._model and lookup.last is lookup.model:
+            self._model.judge(sequence, proposed, accepted)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         sequence.lookup.occurrences.cut(length)
@@ -73,8 +89,18 @@ class LookupTier(Tier):
             self._model.rollback(sequence, length)
 
     def choose_lengths(self, batch: int = 1) -> float:
-        return max(SECONDS, self._model.choose_lengths(batch) if self._model else 0.0)
+        return max(LOOKUP_SECONDS, self._model.choose_lengths(batch) if self._model else 0.0)
+
+    def ends_early(self, tokens: int) -> bool:
+        return True
 
     def part_with(self) -> None:
         if self._model:
             self._model.part_with()
+
+
+def _worth(rate: float, least_chance: float) -> int:
+    """Tokens, at least one, that are all accepted with a probability of `least_chance`, if each is with `rate`."""
+    if not least_chance:
+        return sys.maxsize
+    return int(math.log(least_chance) / math.log(rate)) if rate > least_chance else 1

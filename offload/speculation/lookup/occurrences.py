@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .lengths import Acceptance
+from ..lengths import Acceptance
 
 SHORTEST = 3
 """Tokens that must have come in the same order before, at least, for what followed them to be proposed."""
@@ -21,7 +21,8 @@ _CANDIDATES = 16
 class Occurrences:
     """Where each run of `SHORTEST` tokens occurred in a text that grows and is cut at its end.
 
-    A dictionary has the last place of each run, and each place the one before it: some 100 bytes a token at most.
+    A dictionary has the last place of each run, and each place the one before it: some 130 bytes a token at
+    most. To make it takes a microsecond a token, so none is kept with a saved context.
     """
 
     def __init__(self) -> None:

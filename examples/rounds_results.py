@@ -1,0 +1,306 @@
+"""Measures what rounds of speculation bring: lengths, early ends, drafts that are looked up, and drafting that stops.
+
+    python examples/rounds_results.py lengths drafts grid --prompt-file book.txt --store contexts --json rounds.json
+
+* `lengths`: over a slow link, at most 24 and at most 128 draft tokens, with and without early ends.
+* `drafts`: no draft, a trained one, one that is looked up, and both, for a novel, source code and a table.
+* `grid`: three tiers against plain decoding after the first 32 tokens, in pairs of runs in turn, over contexts,
+  batches, links, and a trained and a random draft: the mean ratio of the time between tokens and the upper end of its
+  95 % confidence interval.
+
+The text is read once and kept in `--store`, so that a second start reads nothing. Results are written as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.store import ContextStore
+from triforce.offload.planning import run_plan
+from triforce.tp.weights.registry import find_pair
+from triforce.tp.weights.tokenizer import Tokenizer
+
+FIRST = 32
+"""Tokens of an answer in which lengths may still be found."""
+
+LIMITS = {24: (24,), 128: run_plan.STREAMED_DRAFT_TOKENS}
+"""Draft tokens at most, and what `STREAMED_DRAFT_TOKENS` is for that."""
+
+LEAST_PAIRS = 5
+CLEAR = 0.9
+"""A cell of the grid ends after `LEAST_PAIRS` pairs where the upper end is below this ratio."""
+
+SAVED = "rounds"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="+", choices=("lengths", "drafts", "grid"))
+    parser.add_argument("--prompt-file", type=Path, required=True)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--store", type=Path, help="where the text is kept that was read; default: for this start only")
+    parser.add_argument("--json", type=Path, help="file of results, written anew after each")
+    parser.add_argument("--repeat", type=int, default=3, help="of lengths and drafts; medians are printed")
+    parser.add_argument("--new-tokens", type=int, default=192, help="of an answer in lengths and drafts")
+    parser.add_argument("--temperatures", type=_numbers(float), default=[0.0, 0.6])
+    parser.add_argument("--link-gbps", type=float, default=1.0)
+    parser.add_argument("--lengths-contexts", type=_numbers(int), default=[32_768, 131_072])
+    parser.add_argument("--drafts-context", type=int, default=8192)
+    parser.add_argument("--grid-contexts", type=_numbers(int), default=[1024, 4096, 16_384, 65_536])
+    parser.add_argument("--batches", type=_numbers(int), default=[1, 4])
+    parser.add_argument("--links", default="none,link", help="of drafts and grid: which of none and link (--link-gbps)")
+    parser.add_argument("--drafts", default="trained,random", help="which of trained and random")
+    parser.add_argument("--pairs", type=int, default=30)
+    given = parser.parse_args()
+    tokenizer = Tokenizer.load(find_pair(given.model)[0])
+    text = tokenizer.encode(given.prompt_file.read_text(encoding="utf-8"), True)
+    found: dict[str, Any] = {}
+
+    def keep(part: str, row: dict[str, Any]) -> None:
+        found.setdefault(part, []).append(row)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    with nullcontext(given.store) if given.store else tempfile.TemporaryDirectory() as folder:
+        store = ContextStore(Path(folder))
+        wanted = {"lengths": given.lengths_contexts, "grid": given.grid_contexts, "drafts": []}
+        longest = max((n for part in given.parts for n in wanted[part]), default=0)
+        if longest:
+            read_once(given.model, text[: longest - given.new_tokens], store)
+        for part in given.parts:
+            {"lengths": lengths, "drafts": drafts, "grid": grid}[part](given, text, tokenizer, store, keep)
+
+
+def _numbers(kind: type) -> Callable[[str], list[Any]]:
+    return lambda value: [kind(part) for part in value.split(",")]
+
+
+def read_once(model: str, text: list[int], store: ContextStore) -> None:
+    engine = Engine.load(model, device="cpu", draft="none", tiers=1, store=store)
+    print(f"reading {len(text):,} tokens, unless they are saved", file=sys.stderr, flush=True)
+    engine.read(text, SAVED)
+
+
+def run(engine: Engine, prompt: list[int], new_tokens: int, temperature: float, tiers: int = 3) -> dict[str, Any]:
+    """An answer; what is kept of its statistics."""
+    generation = engine.stream(
+        prompt, Sampling(temperature, 0.9), new_tokens, ignore_eos=True, tiers=tiers, contexts=ContextRequest(SAVED)
+    )
+    for _ in generation:
+        pass
+    stats = generation.stats()
+    names = ("acceptance", "rounds", "plain_rounds", "settings", "time_s", "reused_tokens")
+    return {"tbt_ms": stats["tbt_ms"]["mean"], **{name: stats[name] for name in names}}
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median time between tokens."""
+    return sorted(runs, key=lambda one: one["tbt_ms"])[len(runs) // 2]
+
+
+def lengths(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
+    print("\nlengths: context, T, at most, early ends: TBT ms (all), length chosen, drafted, tokens a round, accepted")
+    engine = Engine.load(given.model, device="cpu", resident=0.0, link_gbps=given.link_gbps, store=store)
+    for context, temperature in product(given.lengths_contexts, given.temperatures):
+        prompt = text[: context - given.new_tokens]
+        run(engine, prompt, 8, temperature)
+        kinds = list(product(LIMITS, ("off", "auto")))
+        runs: dict[tuple[int, str], list[dict[str, Any]]] = {kind: [] for kind in kinds}
+        for repeat in range(given.repeat):
+            for most, early in kinds if repeat % 2 else kinds[::-1]:
+                engine.settings = replace(engine.settings, early_end=early)
+                with patch.object(run_plan, "STREAMED_DRAFT_TOKENS", LIMITS[most]):
+                    runs[most, early].append(run(engine, prompt, given.new_tokens, temperature))
+        for (most, early), several in runs.items():
+            one = middle(several)
+            accepted = one["acceptance"]
+            all_of = " ".join(f"{other['tbt_ms']:.1f}" for other in several)
+            print(
+                f"{context:>7,} {temperature} {most:>3} {early:>4}: {one['tbt_ms']:.1f} ({all_of}), "
+                f"{one['settings']['block_length']}, {accepted['draft_tokens_per_round']:.1f}, "
+                f"{accepted['tokens_per_round']:.1f}, {_shares(accepted)}",
+                flush=True,
+            )
+            keep(
+                "lengths",
+                {"context": context, "temperature": temperature, "most": most, "early_end": early, "runs": several},
+            )
+
+
+def _shares(accepted: dict[str, Any]) -> str:
+    shares = accepted["draft_per_token"], accepted["retrieval_per_token"]
+    return " / ".join("-" if share is None else f"{share:.3f}" for share in shares)
+
+
+def drafts(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
+    print("\ndrafts: link, text, T, draft: TBT ms (all), tokens a round, accepted (draft / retrieval), lengths")
+    size = given.drafts_context - given.new_tokens
+    texts = {"novel": text[:size], "code": code(tokenizer, size), "table": table(tokenizer, size)}
+    kinds = {"none": "none", "trained": None, "lookup": "lookup", "both": f"{given.model},lookup"}
+    for link in given.links.split(","):
+        options = _options(given, link)
+        engines = {
+            name: Engine.load(given.model, kind, device="cpu", store=store, **options) for name, kind in kinds.items()
+        }
+        for kind, temperature in product(texts, given.temperatures):
+            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+            for engine in engines.values():
+                run(engine, texts[kind], 8, temperature)
+            for repeat in range(given.repeat):
+                for name in list(engines) if repeat % 2 else reversed(engines):
+                    runs[name].append(run(engines[name], texts[kind], given.new_tokens, temperature))
+            for name, several in runs.items():
+                one = middle(several)
+                all_of = " ".join(f"{other['tbt_ms']:.2f}" for other in several)
+                chosen = f"{one['settings']['draft_length']}, {one['settings']['block_length']}"
+                print(
+                    f"{link:<4} {kind:<6} {temperature} {name:<8}: {one['tbt_ms']:.2f} ({all_of}), "
+                    f"{one['acceptance']['tokens_per_round']:.1f}, {_shares(one['acceptance'])}, {chosen}",
+                    flush=True,
+                )
+                row = {"link": link, "text": kind, "temperature": temperature, "draft": name}
+                keep("drafts", {**row, "runs": several})
+
+
+def _options(given: Any, link: str) -> dict[str, Any]:
+    """What an engine is loaded with for one of `--links`."""
+    return {"resident": 0.0, "link_gbps": given.link_gbps} if link == "link" else {}
+
+
+def code(tokenizer: Tokenizer, size: int) -> list[int]:
+    """Source code of this project, and a question that quotes one of its functions, with the quotation begun again."""
+    folder = Path(__file__).resolve().parents[1] / "offload" / "speculation"
+    source = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+    start = source.index("def expected_tokens(")
+    function = source[start : source.index("\n\n\n", start)]
+    question = f"\n\nWhat does this function do?\n\n{function}\n\nThe function is:\n\ndef expected_tokens("
+    asked = tokenizer.encode(question, False)
+    return [*tokenizer.encode(source, True)[: size - len(asked)], *asked]
+
+
+def table(tokenizer: Tokenizer, size: int) -> list[int]:
+    """A table with a row a line, and its first rows in another form."""
+    names = ["Ada", "Bernard", "Clara", "Daniel", "Emma", "Frank", "Grace", "Henry"]
+    rows = [
+        (f"{names[i % 8]} {names[i // 8 % 8]}", str(1800 + i * 37 % 200), f"{i * 7919 % 1000} pounds")
+        for i in range(600)
+    ]
+    begun = "\n".join("; ".join(row) for row in rows[:4])
+    asked = tokenizer.encode(f"\n\nThe same table with semicolons:\n\n{begun}\n", False)
+    lines = tokenizer.encode("\n".join(" | ".join(row) for row in rows), True)
+    return [*lines[: size - len(asked)], *asked]
+
+
+def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore, keep: Callable) -> None:
+    print("\ngrid: context, batch, link, draft: three tiers ÷ plain decoding, mean (upper end), pairs, TBT ms, lengths")
+    questions = [
+        tokenizer.encode(f"\n\nQuestion {i}: what did they say in chapter {i}?", False)
+        for i in range(max(given.batches))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        random = random_draft(Path(folder))
+        for link, draft in product(given.links.split(","), given.drafts.split(",")):
+            slow = link == "link"
+            small = None if draft == "trained" else random
+            engine = Engine.load(given.model, small, device="cpu", store=store, **_options(given, link))
+            for context, batch in product(given.grid_contexts, given.batches):
+                room = given.new_tokens + max(map(len, questions))
+                prompts = [[*text[: context - room], *question] for question in questions[:batch]]
+                row = cell(engine, prompts, given.pairs, 32 if slow else 96, slow)
+                row |= {"context": context, "batch": batch, "link": link, "draft": draft}
+                print(
+                    f"{context:>6,} {batch} {link:<4} {draft:<7}: {row['ratio']:.3f} ({row['upper']:.3f}), "
+                    f"{len(row['ratios'])}, {row['three_ms']:.2f} / {row['plain_ms']:.2f}, {row['lengths']}",
+                    flush=True,
+                )
+                keep("grid", row)
+
+
+def cell(engine: Engine, prompts: list[list[int]], pairs: int, tokens: int, slow: bool) -> dict[str, Any]:
+    """Three tiers against plain decoding, in turn.
+
+    Args: `slow`: whether plain decoding, whose tokens all take as long, is measured on fewer of them.
+    """
+    answer(engine, prompts, 3, 0, 8)
+    ratios: list[float] = []
+    times: dict[int, list[float]] = {1: [], 3: []}
+    upper, chosen = math.inf, {}
+    while len(ratios) < pairs and not (len(ratios) >= LEAST_PAIRS and upper < CLEAR):
+        for tiers in (1, 3) if len(ratios) % 2 else (3, 1):
+            first, wanted = (2, 16) if slow and tiers == 1 else (FIRST, tokens)
+            seconds, lengths = answer(engine, prompts, tiers, first, wanted)
+            times[tiers].append(seconds)
+            chosen = lengths if tiers == 3 else chosen
+        ratios.append(times[3][-1] / times[1][-1])
+        upper = upper_end(ratios)
+    return {
+        "ratio": math.exp(statistics.mean(map(math.log, ratios))),
+        "upper": upper,
+        "ratios": ratios,
+        "three_ms": 1e3 * statistics.median(times[3]),
+        "plain_ms": 1e3 * statistics.median(times[1]),
+        "lengths": chosen,
+    }
+
+
+def answer(
+    engine: Engine, prompts: list[list[int]], tiers: int, first: int, tokens: int
+) -> tuple[float, dict[str, int]]:
+    """Seconds between tokens of a sequence, behind the first ones of its answer, on average over the sequences; and the
+    lengths at the end."""
+    requests = [Request(prompt, Sampling(0.6, 0.9), first + tokens, ignore_eos=True) for prompt in prompts]
+    batch = engine.batch(requests, tiers=tiers, contexts=ContextRequest(SAVED))
+    written, seconds, counted = [0] * len(prompts), [0.0] * len(prompts), [0] * len(prompts)
+    for index, event in batch:
+        if written[index] >= first and all(count >= min(first, 1) for count in written):
+            seconds[index] += event.seconds
+            counted[index] += len(event.tokens)
+        written[index] += len(event.tokens)
+    lengths = batch.lengths
+    batch.close()
+    return statistics.mean(s / max(1, n) for s, n in zip(seconds, counted, strict=True)), lengths
+
+
+def upper_end(ratios: Sequence[float]) -> float:
+    """Of the 95 % confidence interval of the mean logarithm, by Student's t."""
+    if len(ratios) < 2:
+        return math.inf
+    logs, free = [math.log(ratio) for ratio in ratios], len(ratios) - 1
+    quantile = 1.96 + 2.4 / free + 3.2 / free**2
+    return math.exp(statistics.mean(logs) + quantile * statistics.stdev(logs) / math.sqrt(len(logs)))
+
+
+def random_draft(folder: Path) -> Path:
+    """A draft like the embedded one, with random weights of the same size."""
+    _, draft = find_pair("embedded")
+    assert draft is not None
+    shutil.copytree(draft, folder / "draft")
+    weights = load_file(draft / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in weights.items():
+        if tensor.dim() > 1:
+            spread = tensor.float().std()
+            weights[name] = (torch.randn(tensor.shape, generator=generator) * spread).to(tensor.dtype)
+    save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "draft"
+
+
+if __name__ == "__main__":
+    main()
