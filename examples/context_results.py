@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--repeat", type=int, default=3, help="of restoring; medians are printed")
     parser.add_argument("--readings", type=int, default=3, help="pairs of readings with and without writing")
+    parser.add_argument("--pack", choices=("auto", "on", "off"), default="auto", help="of what is written")
     parser.add_argument("--store", type=Path, help="where to write; default: a temporary directory")
     given = parser.parse_args()
     tokenizer = Tokenizer.load(find_pair(given.model)[0])
@@ -40,7 +41,7 @@ def main() -> None:
     question = tokenizer.encode(QUESTION, False)
     with tempfile.TemporaryDirectory(dir=given.store) as folder:
         root = Path(folder)
-        reading = compare_reading(given.model, text, root, given.readings)
+        reading = compare_reading(given.model, text, root, given.readings, given.pack)
         kept = root / f"{given.readings - 1}"
         files = sorted((kept / "book").glob("*.safetensors"))
         size, kv = sum(path.stat().st_size for path in files), ContextStore(kept).load("book").kv_bytes
@@ -56,12 +57,12 @@ def main() -> None:
                 print(f"direct reads {direct / 1e9:.2f} GB/s; bytes / (0.8 x that) + 0.5 s is {bound:.2f} s")
 
 
-def compare_reading(model: str, text: list[int], root: Path, repeats: int) -> tuple[float, float, float]:
+def compare_reading(model: str, text: list[int], root: Path, repeats: int, pack: str) -> tuple[float, float, float]:
     """Median seconds of reading without and with writing, and the median of the pairs' ratios."""
     plain, writing = [], []
     for repeat in range(repeats):
         for saves in (False, True) if repeat % 2 else (True, False):
-            engine = Engine.load(model, store=ContextStore(root / str(repeat)))
+            engine = Engine.load(model, store=ContextStore(root / str(repeat)), pack=pack)
             contexts = ContextRequest(save="book", required=True) if saves else None
             run = engine.stream(text, Sampling(0.0), 1, tiers=1, contexts=contexts)
             began = time.perf_counter()

@@ -1,28 +1,38 @@
-"""Measures how far real keys and values can be packed without loss, and how fast `unpack` is.
+"""Measures how far real keys and values can be packed without loss, how fast `unpack` is, and what a run that streams
+them takes.
 
     python examples/packing_results.py --prompt-file BOOKS/emma.txt --tokens 8192 32768 --json packing.json
+    python examples/packing_results.py --prompt-file BOOKS/emma.txt --tokens 32768 --streamed-only --link-gbps 1
 
 The pair's target reads a book in bfloat16. Its keys and values are counted with 3 and with 4 bits of exponent below the
 largest of a group, for groups of 64 tokens of a channel and of 64 channels of a token; then they are packed as
 `kernels.packing` does it, into slots of one size. Numbers of three known distributions are counted too, because other
 models have other keys and values. Speeds are those of all layers together, in bytes of unpacked values, beside a copy
 of the same bytes; they mean something on an idle machine only.
+
+With `--link-gbps` the pair answers after each length with all blocks streamed over a link of so many gigabytes a second
+(a thread), raw and packed, each in a process of its own: bytes over the link, seconds of a verification, memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
-from triforce.kernels.packing import FARTHEST, GROUP, VALUES_PER_EXCEPTION, pack, unpack
-from triforce.offload import Engine
+from triforce.kernels.packing import pack, unpack
+from triforce.kernels.slots import FARTHEST, GROUP, VALUES_PER_EXCEPTION
+from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.tp.devices import device_name
 from triforce.tp.weights.registry import find_pair
@@ -40,15 +50,22 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=2048, help="tokens of a block")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=7, help="of the speeds, of which medians are printed; 0: none")
+    parser.add_argument("--link-gbps", type=float, help="also measure runs that stream")
+    parser.add_argument("--streamed-only", action="store_true", help="measure nothing else")
     parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     text = given.prompt_file.read_text(encoding="utf-8-sig")
-    found, spreads = {}, known_distributions()
+    found, spreads = {}, {} if given.streamed_only else known_distributions()
     for tokens in given.tokens:
+        found[tokens] = {}
+        if given.link_gbps:
+            found[tokens]["streamed"] = streamed(given.model, text, tokens, given.link_gbps, given.threads)
+        if given.streamed_only:
+            continue
         kv = keys_and_values(given.model, text, tokens)
         print(f"{tokens:,} tokens: {kv.numel():,} values", flush=True)
-        found[tokens] = {
+        found[tokens] |= {
             "variants": list(variants(kv, given.block)),
             "packed": packed(kv, given.block),
             "speed": speeds(kv, given.block, given.repeat) if given.repeat else None,
@@ -166,6 +183,47 @@ def speeds(kv: Tensor, block: int, repeat: int) -> dict:
     found = {name: kv.numel() * 2 / statistics.median(times) / 1e9 for name, times in seconds.items()}
     print("GB/s of unpacked values:", ", ".join(f"{name} {speed:.1f}" for name, speed in found.items()), flush=True)
     return found
+
+
+def streamed(model: str, text: str, tokens: int, link_gbps: float, threads: int) -> dict[str, dict]:
+    """What a run takes that streams all blocks over a link, by whether they are packed."""
+    found = {}
+    for pack_it in ("off", "on"):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found[pack_it] = pool.submit(streamed_run, model, text, tokens, link_gbps, threads, pack_it).result()
+        row = found[pack_it]
+        print(
+            f"{tokens:,} tokens, link {link_gbps:g} GB/s, pack {pack_it}: {row['verify_ms']:.1f} ms a verification, "
+            f"{row['bytes_a_pass'] / 1e6:.1f} MB over the link each; process {row['process_bytes'] / 1e6:.1f} MB, "
+            f"at most {row['peak_bytes'] / 1e6:.1f} MB",
+            flush=True,
+        )
+    off, on = found["off"], found["on"]
+    assert on["token_ids"] == off["token_ids"], "packing changed the text"
+    print(f"packed against raw: verification {on['verify_ms'] / off['verify_ms']:.3f} x", flush=True)
+    return found
+
+
+def streamed_run(model: str, text: str, tokens: int, link_gbps: float, threads: int, pack_it: str) -> dict:
+    """One such run of two tiers, in a fresh process."""
+    torch.set_num_threads(threads)
+    ids = Tokenizer.load(find_pair(model)[0]).encode(text, True)[:tokens]
+    given: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "resident": 0, "link_gbps": link_gbps}
+    engine = Engine.load(model, "none", **given, pack=pack_it, tiers=2, block_length=8, threads=threads)
+    run = engine.stream(ids, Sampling(0.0), 128, ignore_eos=True)
+    next(run)  # the first one comes from the prefill
+    first = run.stats()
+    for _ in run:
+        pass
+    last = run.stats()
+    rounds = last["rounds"] - first["rounds"]
+    return {
+        "token_ids": last["token_ids"],
+        "verify_ms": 1e3 * (last["time_s"]["verify"] - first["time_s"]["verify"]) / rounds,
+        "bytes_a_pass": (last["link"]["bytes_streamed"] - first["link"]["bytes_streamed"]) / rounds,
+        "process_bytes": psutil.Process().memory_info().rss,
+        "peak_bytes": last["memory"]["host_peak_bytes"],
+    }
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -32,7 +32,6 @@ exponent, of which hardly one could be saved.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,81 +39,17 @@ from torch import Tensor
 
 from .cpu.library import loaded
 from .packages import usable_packages
-
-GROUP = 64
-"""Tokens whose values of one channel share their largest exponent."""
-
-FARTHEST = 15
-"""How far below the largest exponent of its group the exponent of a value may be without being an exception."""
-
-VALUES_PER_EXCEPTION = 512
-"""Values of a block for which its slot has room for one exception."""
-
-_ALIGNMENT = 64
-"""Bytes that slots are a multiple of: a line of the processor's caches."""
+from .slots import FARTHEST, GROUP, Layout
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where things are in the slot of a block of this shape: offsets in bytes.
-
-    Raises:
-        ValueError: `tokens` is not a multiple of 64, or the block has 2³¹ values or more.
-    """
-
-    num_kv_heads: int
-    tokens: int
-    head_dim: int
-
-    def __post_init__(self) -> None:
-        if self.tokens % GROUP:
-            raise ValueError(f"a block of {self.tokens} tokens cannot be packed: not a multiple of {GROUP}")
-        if self.values >= 2**31:
-            raise ValueError(f"a block of {self.values} values cannot be packed: 2^31 or more")
-
-    @property
-    def values(self) -> int:
-        """Values of the block."""
-        return self.num_kv_heads * self.tokens * self.head_dim
-
-    @property
-    def tiles(self) -> int:
-        return self.num_kv_heads * self.tokens // GROUP
-
-    @property
-    def capacity(self) -> int:
-        """Exceptions that there is room for."""
-        return self.values // VALUES_PER_EXCEPTION
-
-    @property
-    def below(self) -> int:
-        return self.values
-
-    @property
-    def starts(self) -> int:
-        return self.below + self.values // 2
-
-    @property
-    def exceptions(self) -> int:
-        return self.starts + 4 * (self.tiles + 1)
-
-    @property
-    def largest(self) -> int:
-        return self.exceptions + 4 * self.capacity
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return -(-(self.largest + self.values // GROUP) // _ALIGNMENT) * _ALIGNMENT
-
-
-def pack(blocks: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pack(blocks: Tensor, slots: Tensor | None = None, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Packs blocks of keys or values, each into a slot of its own.
 
     Args:
         blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, `tokens` a multiple of 64. Keys and values of a block,
             or several layers, can be packed as one by joining them to more heads.
         slots: `[..., slot_bytes]` uint8, written; beginning at a multiple of 4 bytes. New ones if not given.
+        threads: of the compiled kernels at most; `None` is as many as PyTorch uses.
 
     Returns:
         `slots`, and which blocks are in theirs: `[...]` bool, on the same device. The others have to be kept raw. What
@@ -138,19 +73,20 @@ def pack(blocks: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor]:
     elif blocks.device.type == "cpu" and loaded() is not None:
         from .cpu.packing import pack_compiled
 
-        pack_compiled(flat, rows, layout)
+        pack_compiled(flat, rows, layout, threads=threads)
     else:
         pack_plain(flat, rows, layout)
     return slots, is_packed(slots, layout)
 
 
-def unpack(slots: Tensor, blocks: Tensor) -> None:
+def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None:
     """Writes the values of packed blocks; what belongs to a slot whose block is not in it stays as it is.
 
     Args:
         slots: `[..., slot_bytes]` uint8, as `pack` wrote them, beginning at a multiple of 4 bytes.
         blocks: `[..., num_kv_heads, tokens, head_dim]` bfloat16, written. Channels are contiguous, and all dimensions
             before the last three can be viewed as one.
+        threads: see `pack`.
 
     Slots with other contents give wrong values, but nothing outside the slots is read, and nothing outside the blocks
     is written.
@@ -172,9 +108,63 @@ def unpack(slots: Tensor, blocks: Tensor) -> None:
     elif blocks.device.type == "cpu" and loaded() is not None:
         from .cpu.packing import unpack_compiled
 
-        unpack_compiled(rows, flat, layout)
+        unpack_compiled(rows, flat, layout, threads=threads)
     else:
         unpack_plain(rows, flat, layout)
+
+
+def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
+    """Some tokens of packed blocks, without unpacking the others.
+
+    Args:
+        slots: `[num_blocks, slot_bytes]` uint8, of consecutive blocks.
+        first_head: of the block's heads; those of `tokens` and that follow.
+        tokens: `[heads, count]` int64, of each head its own, counted over all blocks.
+
+    Returns:
+        `[heads, count, head_dim]` bfloat16. What belongs to a slot whose block is not in it is of no use.
+    """
+    if slots.device.type == "cpu" and loaded() is not None:
+        from .cpu.packing import gather_compiled
+
+        return gather_compiled(slots, layout, first_head, tokens)
+    return gather_plain(slots, layout, first_head, tokens)
+
+
+def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor) -> Tensor:
+    """`gather_packed` in PyTorch's operations."""
+    num_blocks, (heads, dim) = len(slots), (layout.num_kv_heads, layout.head_dim)
+    block, at = tokens // layout.tokens, tokens % layout.tokens
+    head = torch.arange(first_head, first_head + len(tokens), device=slots.device).unsqueeze(1)
+
+    def rows(start: int, tokens_of_row: int) -> Tensor:  # [heads, count, head_dim]
+        count = layout.tokens // tokens_of_row
+        part = slots[:, start : start + heads * count * dim].view(num_blocks, heads, count, dim)
+        return part[block, head, at // tokens_of_row].to(torch.int32)
+
+    below = rows(layout.below, 2) >> (at % 2 * 4).unsqueeze(2) & FARTHEST
+    rest = rows(0, 1)
+    values = (rest & 0x80) << 8 | rest & 0x7F | (rows(layout.largest, GROUP) - below & 0xFF) << 7
+    words = slots.view(torch.int32)
+    starts = words[:, layout.starts // 4 : layout.exceptions // 4]
+    tile = head * (layout.tokens // GROUP) + at // GROUP
+    first = starts[block, tile].clamp(0, layout.capacity)
+    counts = (starts[block, tile + 1].clamp(0, layout.capacity) - first).clamp_min(0)
+    row, column = counts.nonzero(as_tuple=True)  # tokens of tiles that have exceptions, of whatever token
+    counts, first = counts[row, column], first[row, column].to(torch.int64)
+    row, column = row.repeat_interleave(counts), column.repeat_interleave(counts)
+    within = torch.arange(len(row), device=slots.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    entries = words[block[row, column], layout.exceptions // 4 + first.repeat_interleave(counts) + within]
+    position = entries >> 8
+    own = position // dim == at[row, column] % GROUP
+    row, column, channel = row[own], column[own], (position % dim)[own]
+    values[row, column, channel] = values[row, column, channel] & 0x807F | (entries[own] & 0xFF) << 7
+    return values.to(torch.int16).view(torch.bfloat16)
+
+
+def packs_fast(device: torch.device) -> bool:
+    """Whether a kernel packs and unpacks on this device, and not the reference."""
+    return "triton" in usable_packages(device) or (device.type == "cpu" and loaded() is not None)
 
 
 def is_packed(slots: Tensor, layout: Layout) -> Tensor:
@@ -210,10 +200,9 @@ def pack_plain(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
 
 def unpack_plain(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
     """`unpack` in PyTorch's operations; shapes as in `pack_plain`."""
-    for slot, block, there in zip(slots, blocks, is_packed(slots, layout).tolist(), strict=True):
-        if there:
-            values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
-            block.copy_(values.to(torch.int16).view(torch.bfloat16))
+    for slot, block, there in zip(slots, blocks, is_packed(slots, layout), strict=True):
+        values = _unpacked(slot, layout).view(layout.num_kv_heads, layout.tokens, layout.head_dim)
+        block.copy_(torch.where(there, values.to(torch.int16).view(torch.bfloat16), block))
 
 
 def _unpacked(slot: Tensor, layout: Layout) -> Tensor:
@@ -225,7 +214,7 @@ def _unpacked(slot: Tensor, layout: Layout) -> Tensor:
     rest = ((rows & 0x80) << 8 | rows & 0x7F).flatten()
     values = rest | ((largest - below & 0xFF) << 7).flatten()
     words = slot.view(torch.int32)
-    starts = words[layout.starts // 4 : layout.exceptions // 4].long().clamp(0, layout.capacity)
+    starts = words[layout.starts // 4 : layout.exceptions // 4].to(torch.int64).clamp(0, layout.capacity)
     counts = (starts[1:] - starts[:-1]).clamp_min(0)
     tile = torch.arange(layout.tiles, device=slot.device).repeat_interleave(counts)
     within = torch.arange(len(tile), device=slot.device) - (counts.cumsum(0) - counts)[tile]

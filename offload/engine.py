@@ -91,6 +91,7 @@ class Engine:
         refresh: str | int = "auto",
         exact: str = "auto",
         early_end: str | float = "auto",
+        pack: str = "auto",
         threads: int | None = None,
     ) -> Engine:
         """Loads a pair.
@@ -109,16 +110,16 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, threads: see `Settings`;
-                of what is left open, budget and chunk size are as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, pack, threads: see
+                `Settings`; of what is left open, budget and chunk size are as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
-        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact)
-        settings = replace(settings, lookup=lookup, link_gbps=link_gbps, early_end=early_end, threads=threads)
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup)
+        settings = replace(settings, link_gbps=link_gbps, early_end=early_end, pack=pack, threads=threads)
         set_threads(threads)
         settings = settings.with_defaults(published_cache(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
@@ -137,7 +138,7 @@ class Engine:
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         engine = cls(target, small, settings, (str(model), str(draft or model) if small or lookup else None))
-        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target)
+        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target, settings.pack)
         engine._context, engine._kept.room = ContextRequest(name=context), room
         return engine
 

@@ -27,6 +27,7 @@ def run_identity(
     budget: int,
     exact: bool,
     resident_bytes: int,
+    packed: bool,
 ) -> dict[str, Any]:
     """The part of a run's document that is known before it.
 
@@ -36,6 +37,7 @@ def run_identity(
         seed: that the run draws with, given or not.
         exact: whether its tokens cannot depend on lengths and tiers.
         resident_bytes: of the KV cache, on the device.
+        packed: whether what of it streams from host memory is packed.
     """
     device = target.device
     return {
@@ -56,6 +58,7 @@ def run_identity(
             "refresh": settings.refresh,
             "exact": exact,
             "resident_bytes": resident_bytes,
+            "packed": packed,
         },
     }
 

@@ -41,6 +41,10 @@ class Settings:
     early_end: str | float = "auto"
     """Where a draft ends before it has all its tokens: where the next token, and all before it, are less likely to be
     accepted than this; `auto` follows from measured costs, and not where lengths are set by hand; `off` is nowhere."""
+    pack: str = "auto"
+    """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and in host memory where they
+    stream from there. `on`, `off`, or `auto`: in contexts where compiled kernels pack, in host memory where a GPU packs
+    with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd chunk sizes have them."""
 
     threads: int | None = None
     """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
@@ -72,6 +76,8 @@ class Settings:
         chance = self.least_chance
         if chance is not None and self.early_end != "off" and not 0.0 < chance < 1.0:
             raise UsageError(f"early-end is {self.early_end!r}; it is auto, off or a probability between 0 and 1")
+        if self.pack not in ("auto", "on", "off"):
+            raise UsageError(f"pack is {self.pack!r}; it is auto, on or off")
         RefreshPolicy(self.refresh)
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 4
+_ABI = 5
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -61,7 +61,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class PackingCall(ctypes.Structure):
-    """The arguments of `triforce_pack` and `triforce_unpack`: `Packing` of cpu.h, field by field."""
+    """The arguments of `triforce_pack`, `triforce_unpack` and `triforce_gather`: `Packing` of cpu.h, field by field."""
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
@@ -120,6 +120,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
     kernels.triforce_rotate.restype = None
     for kernel in (kernels.triforce_pack, kernels.triforce_unpack):
         kernel.argtypes = [ctypes.POINTER(PackingCall)]
+    kernels.triforce_gather.argtypes = [ctypes.POINTER(PackingCall), pointer, count, count, count]
 
 
 @functools.cache

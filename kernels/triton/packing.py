@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..packing import FARTHEST, GROUP, Layout
+from ..slots import FARTHEST, GROUP, Layout
 from .attention import power_of_two
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)

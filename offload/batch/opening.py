@@ -310,4 +310,5 @@ class Opening:
             budget=budget,
             exact=models.exact,
             resident_bytes=sum(holder.blocks.resident_bytes for holder in full.holders),
+            packed=any(holder.blocks.packed for holder in full.holders),
         )

@@ -16,10 +16,12 @@ import xxhash
 
 from ...tp.errors import TriforceError
 from .disk import Disk
-from .segment import DTYPES, SEGMENT, Contents, SegmentFile, Shape
+from .segments.contents import DTYPES, PACKABLE, SEGMENT, Contents, Shape
+from .segments.file import SegmentFile
 
 FILE_NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
+"""The newest format. A manifest without packed segments says 1, which older versions read too."""
 
 
 class ContextError(TriforceError):
@@ -46,6 +48,8 @@ class Segment:
     chain: str
     """Of all token ids up to the last of these; see `segment.chained`."""
     parts: tuple[Part, ...]
+    packed: bool = False
+    """Whether keys and values are packed in its files."""
 
     @property
     def stop(self) -> int:
@@ -95,10 +99,14 @@ class Manifest:
     def kv_bytes(self) -> int:
         return self.saved * self.shape.token_bytes
 
-    def bytes_to_write(self, tokens: int, saved: int) -> int:
+    @property
+    def packed_segments(self) -> int:
+        return sum(segment.packed for segment in self.segments)
+
+    def bytes_to_write(self, tokens: int, saved: int, packed: bool) -> int:
         """What of so many tokens is still to be written, where `saved` of them are there: a last segment that is not
         full is written again with what follows it."""
-        return (tokens - saved // self.segment_tokens * self.segment_tokens) * self.shape.token_bytes
+        return self.shape.saved_bytes(tokens - saved // self.segment_tokens * self.segment_tokens, packed)
 
     def chain_before(self, index: int) -> str:
         """The chain that segment `index` goes on from."""
@@ -106,7 +114,8 @@ class Manifest:
 
     def contents(self, segment: Segment, part: Part) -> Contents:
         """What a file must hold."""
-        return Contents(self.shape, self.fingerprint, segment.first, segment.tokens, segment.chain, part.kv_heads)
+        of = segment.first, segment.tokens, segment.chain, part.kv_heads, segment.packed
+        return Contents(self.shape, self.fingerprint, *of)
 
     def open(self, directory: Path, segment: Segment, part: Part) -> SegmentFile:
         """Raises:
@@ -116,7 +125,7 @@ class Manifest:
 
     def write(self, disk: Disk, directory: Path) -> None:
         """Puts it in place of the one in `directory`, durably."""
-        described = {"format": VERSION, **asdict(self)}
+        described = {"format": VERSION if self.packed_segments else 1, **asdict(self)}
         content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
         disk.write_whole(directory / FILE_NAME, content.encode())
 
@@ -142,7 +151,7 @@ class Manifest:
                 f"the context {directory.name!r} was saved by a newer triforce (format {version}; this one knows "
                 f"{VERSION}); update triforce, or save it anew under another name"
             )
-        if checksum != _checksum(raw) or version != VERSION:
+        if checksum != _checksum(raw) or version not in range(1, VERSION + 1):
             raise _damaged(directory, "its checksum is not that of its contents")
         try:
             return cls._from_raw(raw)
@@ -152,7 +161,9 @@ class Manifest:
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Manifest:
         segments = tuple(
-            Segment(one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"])))
+            Segment(
+                one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"])), one.get("packed", False)
+            )
             for one in raw["segments"]
         )
         known = {name: raw[name] for name in ("model", "fingerprint", "tokens", "created", "segment_tokens")}
@@ -168,6 +179,8 @@ class Manifest:
                 raise ValueError(f"its segment at {one.first} does not go on from {at}")
             if _heads(one.parts) != list(range(found.shape.num_kv_heads)):
                 raise ValueError(f"its segment at {one.first} lacks KV heads")
+            if one.packed not in (False, found.shape.dtype == PACKABLE):
+                raise ValueError(f"its segment at {one.first} cannot be packed")
             at = one.stop
         return found
 

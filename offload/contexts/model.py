@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
+from ...kernels.packing import packs_fast
 from ...tp.model.decoder import Decoder
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
 from .fingerprint import fingerprint
 from .manifest import NO_FRAME, ContextError, Frame, Manifest
 from .saver import HeldHeads, SaveOrder
-from .segment import Shape
+from .segments.contents import PACKABLE, Shape
 from .store import ContextStore, SavedPrefix
 from .use import ContextUse
 
@@ -53,16 +56,19 @@ class ContextPlan:
 class ModelContexts:
     """The contexts in a store, as one model in one number format may use them."""
 
-    def __init__(self, store: ContextStore, directory: Path, name: str, target: Decoder) -> None:
+    def __init__(self, store: ContextStore, directory: Path, name: str, target: Decoder, pack: str = "auto") -> None:
         """Args:
         directory: of the model.
         name: what manifests call it.
+        pack: see `Settings`.
         """
         self.store, self._directory, self._name = store, directory, name
         config = target.config
         dtype = str(target.dtype).removeprefix("torch.")
         self.shape = Shape(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
         self._config, self._dtype, self._ranks = config, target.dtype, target.ranks
+        self.packs = pack == "on" or (pack == "auto" and dtype == PACKABLE and packs_fast(torch.device("cpu")))
+        """Whether what is saved is packed. What is saved already stays as it is."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,7 +99,7 @@ class ModelContexts:
     def bytes_to_write(self, token_ids: Sequence[int], missing: int) -> int:
         """What saving a text writes, of which so many last tokens are missing."""
         manifest = Manifest("", "", self.shape, len(token_ids), 0.0, NO_FRAME, self.store.segment_tokens)
-        return manifest.bytes_to_write(len(token_ids), len(token_ids) - missing)
+        return manifest.bytes_to_write(len(token_ids), len(token_ids) - missing, self.packs)
 
     def plan(self, prompt: list[int], request: ContextRequest, reusable: int) -> ContextPlan:
         """What a run does, on rank 0.
@@ -147,7 +153,7 @@ class ModelContexts:
         manifest = Manifest(*named, self.store.segment_tokens)
         parts = dict.fromkeys((held.start, held.stop) for held in map(self._heads_of, range(self._ranks.size)))
         where = self.store.directory(request.save)
-        return SaveOrder(where, manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required)
+        return SaveOrder(where, manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required, self.packs)
 
     def _heads_of(self, rank: int) -> slice:
         return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size)).kv_heads

@@ -7,7 +7,7 @@ segment while the next one is computed; rank 0 enters it into the manifest once 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +18,9 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
 from .manifest import Manifest, Part, Segment
-from .segment import DamagedError, SegmentFile, chained, write_segment
+from .segments.contents import DamagedError, chained
+from .segments.file import SegmentFile
+from .segments.writing import write_segment
 from .store import ContextStore
 
 _PATIENCE_S = 5.0
@@ -41,6 +43,8 @@ class SaveOrder:
     """The KV heads of each file of a segment."""
     required: bool = False
     """Whether the run is for nothing if it cannot be saved."""
+    packed: bool = False
+    """Whether keys and values are packed."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +127,18 @@ class Saver:
         finally:
             self._writing = None
 
-    def _write(self, first: int, stop: int, layers: list[list[Tensor]]) -> None:
+    def _write(self, first: int, stop: int, layers: list[Callable[[], list[Tensor]]]) -> None:
         order, heads = self._order, self._heads
         token_ids = order.token_ids[first:stop]
         chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
-        segment = Segment(first, stop - first, chain, tuple(self._part(first, stop, held) for held in order.parts))
+        parts = tuple(self._part(first, stop, held) for held in order.parts)
+        segment = Segment(first, stop - first, chain, parts, order.packed)
         if heads.writes:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)
-            write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layers)
-        layers.clear()  # they may be copies
+            layer_by_layer = (pieces() for pieces in layers)
+            write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
+        layers.clear()  # they may hold copies
         if self._ranks.rank == 0:
             segment = replace(segment, parts=tuple(self._await(segment, part) for part in segment.parts))
         self._manifest = replace(self._manifest, segments=(*self._manifest.segments, segment))

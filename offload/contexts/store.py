@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from ...tp.errors import UsageError
 from .disk import Disk
 from .manifest import FILE_NAME, ContextError, Manifest, Segment
-from .segment import SEGMENT, DamagedError, chained
+from .segments.contents import SEGMENT, DamagedError, chained
 
 _LOCKS = ".locks"
 """The directory of the locks: not in the contexts' own, which may be removed."""
@@ -332,11 +332,9 @@ class ContextStore:
                 try:
                     with manifest.open(self.directory(name), segment, part) as file:
                         file.token_ids(manifest.chain_before(index))
-                        size = segment.tokens * manifest.shape.row_bytes
-                        halves = [memoryview(bytearray(size))], [memoryview(bytearray(size))]
                         for layer in range(manifest.shape.num_layers):
                             for head in range(*part.kv_heads):
-                                file.read(layer, head, *halves)
+                                file.check(layer, head)
                 except DamagedError as error:
                     wrong = f"{part.file}: {error}"
             yield segment, wrong

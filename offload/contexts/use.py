@@ -5,10 +5,12 @@ Every rank restores its own KV heads; what it saves is written by `saver`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,11 +20,12 @@ from ...tp.units import gib
 from ..caches.full import FullCache
 from .manifest import FILE_NAME, ContextError, Segment
 from .saver import HeldHeads, SaveOrder, Saver
-from .segment import DamagedError, Rows
+from .segments.contents import DamagedError
+from .segments.rows import Rows
 from .store import ContextStore, SavedPrefix, damaged
 
-_READERS = 4
-"""Threads that read segments; two cores suffice to check what they read."""
+_READERS = max(4, min(8, os.cpu_count() or 1))
+"""Threads that read segments, check them and unpack what is packed."""
 
 
 class ContextUse:
@@ -150,32 +153,38 @@ class ContextUse:
                             raise _Damage(segment.first, damaged(prefix.name, segment, part.file, error)) from error
                         files.append((segment, part, file, heads))
 
-            def read(layer: int, pieces: list[Tensor]) -> None:
-                for head in held:
-                    halves = [Rows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
-                    for segment, part, file, heads in files:
-                        if head not in heads:
-                            continue
-                        last = min(segment.stop, stop)
-                        try:
-                            file.read(layer, head, *(list(rows.cut(segment.first, last)) for rows in halves))
-                        except DamagedError as error:
-                            found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
-                            break
+            @torch.inference_mode()  # which is a thread's own
+            def read(layer: int, pieces: list[Tensor], head: int) -> None:
+                halves = [Rows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
+                for segment, part, file, heads in files:
+                    if head not in heads:
+                        continue
+                    last = min(segment.stop, stop)
+                    try:
+                        file.read(layer, head, *(list(rows.cut(segment.first, last)) for rows in halves))
+                    except DamagedError as error:
+                        found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
+                        break
 
-            def restore(layer: int) -> None:
-                with torch.inference_mode():
-                    full.blocks.restore(layer, stop, lambda pieces: read(layer, pieces))
+            # What goes to a GPU is staged, a layer at a time: there the heads of one are read at the same time.
+            by_layer = full.blocks.device.type == "cpu"
+            layers_at_once = _READERS if by_layer else 1
+            with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
 
-            # What goes to a GPU is staged, a layer at a time.
-            with ThreadPoolExecutor(_READERS if full.blocks.device.type == "cpu" else 1) as pool:
+                @torch.inference_mode()
+                def restore(layer: int) -> None:
+                    def read_heads(pieces: list[Tensor]) -> None:
+                        list((map if by_layer else of_heads.map)(partial(read, layer, pieces), held))
+
+                    full.blocks.restore(layer, stop, read_heads)
+
                 try:
-                    for done in [pool.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                    for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
                         if self._ranks.size == 1:
                             yield  # of several, one may have to read again what another has not
                         done.result()
                 finally:
-                    pool.shutdown(cancel_futures=True)  # nobody may wait for them any more
+                    of_layers.shutdown(cancel_futures=True)  # nobody may wait for them any more
         if found:
             raise min(found, key=lambda damage: damage.position)
 
@@ -234,7 +243,7 @@ class ContextUse:
             ContextError: there is no room for what is to be saved.
         """
         store, manifest = self._store, order.manifest
-        new = manifest.bytes_to_write(len(order.token_ids), self.restored)
+        new = manifest.bytes_to_write(len(order.token_ids), self.restored, order.packed)
         keep = [order.directory.name]
         if self.prefix and self.prefix.name not in keep:
             keep.append(self.prefix.name)

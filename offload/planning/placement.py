@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.slots import GROUP, Layout
 from ...tp.model.config import ModelConfig
 
 SPLITS = (256, 512)
@@ -44,13 +45,17 @@ class Placement:
     num_resident: int
     open_tokens: int = 0
     """Room of each layer's open stretch, which holds the newest tokens on the device; 0 where nothing streams."""
+    packed: bool = False
+    """Whether blocks in host memory are packed (`transfer.host_blocks`)."""
 
     @classmethod
-    def streaming(cls, capacity: int, block_size: int, num_resident: int, chunk_size: int) -> Placement:
+    def streaming(
+        cls, capacity: int, block_size: int, num_resident: int, chunk_size: int, *, packed: bool = False
+    ) -> Placement:
         """Blocks for `capacity` tokens of which `num_resident` stay on the device, and the last one never."""
         num_blocks = -(-capacity // block_size)
         open_tokens = _whole_chunks(block_size + OPEN_SLACK, chunk_size)
-        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens)
+        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens, packed)
 
     @property
     def streams(self) -> bool:
@@ -63,13 +68,29 @@ class Placement:
 
     @property
     def ring_buffers(self) -> int:
-        """Blocks that the ring holds; 0 where nothing streams."""
+        """Blocks that can be on their way through the ring; 0 where nothing streams."""
         return min(RING_BUFFERS, self.num_blocks) if self.streams else 0
+
+    @property
+    def ring_blocks(self) -> int:
+        """Blocks that the ring has memory for: one more where they come packed."""
+        return self.ring_buffers + (self.packed and self.streams)
+
+    def host_block_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes of a block of one layer in host memory, and over the link."""
+        if self.packed:
+            return block_slot(part.num_kv_heads, self.block_size, part.head_dim).slot_bytes
+        return self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
 
     def streamed_blocks(self, context: int) -> int:
         """Blocks of a layer that cross the link in one pass over `context` tokens: the last one, which is not full yet,
         is in the open stretch."""
         return max(0, context // self.block_size - self.num_resident) if self.streams else 0
+
+
+def block_slot(num_kv_heads: int, block_size: int, head_dim: int) -> Layout:
+    """The slot of a packed block: keys and values of all heads in one."""
+    return Layout(2 * num_kv_heads, block_size, head_dim)
 
 
 def block_size_for(capacity: int, chunk_size: int, split: int | None = None) -> int:
@@ -102,15 +123,24 @@ def place_resident(
 
 
 def place_streamed(
-    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, resident_bytes: float, *, on_gpu: bool
+    part: ModelConfig,
+    dtype: torch.dtype,
+    capacity: int,
+    chunk_size: int,
+    resident_bytes: float,
+    *,
+    on_gpu: bool,
+    packed: bool = False,
 ) -> Placement:
-    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream. On a GPU they are whole
-    splits of its kernels, however short the context."""
+    """As many blocks on the device as `resident_bytes` hold, but not all; the others stream, packed if asked for. On a
+    GPU they are whole splits of its kernels, however short the context."""
     token_bytes = part.kv_bytes_per_token(dtype)
     split = SPLITS[1] if on_gpu else _split(capacity)
     smallest = max(1, SMALLEST_COPY * part.num_layers // token_bytes // split) * split
     size = min(block_size_for(capacity, chunk_size, split), _whole_chunks(smallest, chunk_size))
-    return Placement.streaming(capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size)
+    return Placement.streaming(
+        capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size, packed=packed and size % GROUP == 0
+    )
 
 
 def _split(capacity: int) -> int:

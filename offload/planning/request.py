@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...tp.errors import UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
@@ -18,6 +19,9 @@ class RunRequest:
 
     Memory that the run holds already (loaded weights, a cache that will be replaced) counts as available: a plan says
     what the whole run takes, not what is still to come.
+
+    Raises:
+        UsageError: keys and values are to be packed, and their number format cannot be.
     """
 
     target: ModelConfig
@@ -42,6 +46,13 @@ class RunRequest:
     """Tokens of the context that the cache of another sequence holds."""
     sequences: int = 1
     """That are decoded together, each with an answer of its own to the same text."""
+
+    def __post_init__(self) -> None:
+        if self.settings.pack == "on" and self.dtype != torch.bfloat16:
+            raise UsageError(
+                f"pack is 'on', but keys and values would be in {str(self.dtype).removeprefix('torch.')}, and only "
+                "bfloat16 is packed; give --dtype bfloat16, or --pack auto"
+            )
 
     @property
     def own(self) -> int:
@@ -69,6 +80,13 @@ class RunRequest:
     def small(self) -> ModelConfig | None:
         """The draft model, where three tiers run."""
         return self.draft if self.settings.tiers == 3 else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks that stream are packed: by themselves where a GPU does it with a kernel."""
+        if self.dtype != torch.bfloat16 or self.settings.pack == "off":
+            return False
+        return self.settings.pack == "on" or (self.on_gpu and self.triton)
 
     @property
     def token_bytes(self) -> int:

@@ -7,6 +7,7 @@ follows from it in `cost_model`. Pure arithmetic: nothing is allocated or looked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,9 @@ RETRIEVAL_SHARE = 1 / 8
 TAIL_TOKENS = 2048
 """Tokens that are planned for each further sequence's own question and answer."""
 
+UNPACKED_SHARE = 1 / 64
+"""Of packed blocks: those that memory is planned for as if they did not fit into their slots."""
+
 SMALL_MASS = 2**28, 1 / 32
 """Bytes, or the share of the full cache, that attention mass may take for longer verifications' sake."""
 
@@ -71,7 +75,10 @@ class RunPlan:
     resident_kv: int
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
-    """Blocks of the full cache in host memory, from which they stream."""
+    """Blocks of the full cache in host memory, from which they stream, and `room_for_unpacked`."""
+    room_for_unpacked: int
+    """Memory for packed blocks that turn out not to fit into their slots. If there are more of them than
+    `UNPACKED_SHARE`, memory is taken for each as it comes."""
     retrieval: int
     """The retrieval cache and the attention mass that chunks are chosen by."""
     ring: int
@@ -207,6 +214,10 @@ def make_plan(request: RunRequest) -> RunPlan:
 
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
+        host_block = placement.host_block_bytes(part, request.dtype) * part.num_layers
+        away = placement.num_blocks - placement.num_resident
+        unpacked = math.ceil(UNPACKED_SHARE * away * part.num_layers) if placement.packed else 0
+        room_for_unpacked = unpacked * block // part.num_layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
         if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
             workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
@@ -220,18 +231,19 @@ def make_plan(request: RunRequest) -> RunPlan:
             chunk_size=chunk_size,
             weights=weights,
             resident_kv=placement.num_resident * block,
-            streamed_kv=(placement.num_blocks - placement.num_resident) * block,
+            streamed_kv=away * host_block + room_for_unpacked,
+            room_for_unpacked=room_for_unpacked,
             retrieval=request.sequences * retrieval if budget else 0,
-            ring=placement.ring_buffers * block // part.num_layers,
+            ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
-            streamed_per_pass=placement.streamed_blocks(request.own) * block,
+            streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             verify_draft=verify_draft,
         )
 
     def streamed(resident_bytes: float) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
-        return plan(place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu))
+        return plan(place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=request.packs))
 
     one_block = request.on_gpu and request.triton
     whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block))

@@ -36,6 +36,8 @@ class Blocks(Protocol):
     device: torch.device
     all_on_device: bool
     """Whether chunks can be gathered at any time for nothing, or should be copied while their blocks pass."""
+    packed: bool
+    """Whether blocks that stream are packed."""
 
     @property
     def capacity(self) -> int:
@@ -110,9 +112,10 @@ class Blocks(Protocol):
         """Waits until no copy is under way, so that tokens can be exported or restored."""
         ...
 
-    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
-        """Keys and values of tokens `start` to `stop` in host memory, in pieces `[2, num_kv_heads, any, head_dim]` in
-        the order of positions. They stay as they are while tokens are added behind them."""
+    def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
+        """What gives keys and values of tokens `start` to `stop` in host memory, in pieces `[2, num_kv_heads, any,
+        head_dim]` in the order of positions. They stay as they are while tokens are added behind them. Packed ones are
+        unpacked, which takes memory, when it is called."""
         ...
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
@@ -131,6 +134,7 @@ class DeviceBlocks:
     """Blocks on the compute device. See `Blocks`."""
 
     all_on_device = True
+    packed = False
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
@@ -193,8 +197,9 @@ class DeviceBlocks:
     def drain(self) -> None:
         pass
 
-    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
-        return [piece.cpu() for piece in pieces_of(self._layers[layer], start, stop)]
+    def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
+        pieces = [piece.cpu() for piece in pieces_of(self._layers[layer], start, stop)]
+        return lambda: pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         blocks = self._layers[layer]

@@ -1,8 +1,8 @@
 """The ring: a few device buffers through which blocks of host memory flow, each used once and overwritten.
 
 It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
-layers too. Between passes, blocks that become whole on the device leave through the same buffers. It knows neither CUDA
-nor what a block means.
+layers too. What comes packed is unpacked into one more buffer. Between passes, blocks that become whole on the device
+leave through the same buffers. It knows neither CUDA nor what a block means.
 """
 
 from __future__ import annotations
@@ -13,29 +13,48 @@ from itertools import islice
 
 from torch import Tensor
 
+from ...kernels.packing import unpack
+from .host_blocks import HostBlocks, slot_in
 from .link import Arrival, Link
 
 
 class Ring:
     """Buffers that blocks pass through in an order known beforehand."""
 
-    def __init__(self, link: Link, buffers: Sequence[Tensor]) -> None:
-        """Args: `buffers` have a block's shape; with two or more, one is filled while another is in use."""
-        self._link, self.buffers = link, list(buffers)
+    def __init__(self, link: Link, buffers: Sequence[Tensor], unpacked: Tensor | None = None) -> None:
+        """Args:
+        buffers: they have a block's shape; with two or more, one is filled while another is in use.
+        unpacked: another one, for blocks that come packed.
+        """
+        self._link, self.buffers, self.unpacked = link, list(buffers), unpacked
         self._coming: Iterator[Tensor] = iter(())
-        self._under_way: deque[tuple[Tensor, Arrival]] = deque()
+        self._under_way: deque[tuple[Tensor, Tensor, Arrival]] = deque()
         self._leaving: deque[tuple[Tensor, Arrival]] = deque()
 
-    def send(self, block: Tensor, target: Tensor) -> None:
-        """Copies `block`, on the device, to `target`, in host memory. It may be overwritten at once. All blocks that
+    def send(self, block: Tensor, host: HostBlocks, index: int) -> None:
+        """Copies `block`, on the device, to its place in host memory. It may be overwritten at once. All blocks that
         were begun have come."""
         if len(self._leaving) < len(self.buffers):
             buffer = self.buffers[len(self._leaving)]
         else:
             buffer, departure = self._leaving.popleft()
             departure.wait()
-        buffer.copy_(block)
-        self._leaving.append((buffer, self._link.store(buffer, target)))
+        self._leaving.append((buffer, self._link.store(*host.leave(index, block, buffer))))
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that it takes on the device."""
+        return self.buffers if self.unpacked is None else [*self.buffers, self.unpacked]
+
+    def bring(self, block: Tensor) -> Tensor:
+        """A block in host memory, or its slot, on the device: there until the next one is asked for. What is left of
+        those that were begun is dropped.
+
+        Raises:
+            LinkError: the copy failed.
+        """
+        self.begin(iter((block,)))
+        return next(self.next_blocks(1))
 
     def stop(self) -> None:
         """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies.
@@ -45,11 +64,11 @@ class Ring:
         """
         under_way, self._under_way = self._under_way, deque()
         self._coming = iter(())
-        for _, arrival in under_way:
+        for _, _, arrival in under_way:
             arrival.wait()
 
     def begin(self, blocks: Iterator[Tensor]) -> None:
-        """Starts on `blocks`, in host memory; what is left of earlier ones is dropped.
+        """Starts on `blocks`, in host memory, or their slots; what is left of earlier ones is dropped.
 
         A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
         again.
@@ -57,7 +76,11 @@ class Ring:
         self._coming = blocks
         self._under_way.clear()
         for buffer, block in zip(self.buffers, islice(blocks, len(self.buffers)), strict=False):
-            self._under_way.append((buffer, self._link.fetch(block, buffer)))
+            self._fetch(block, buffer)
+
+    def _fetch(self, source: Tensor, buffer: Tensor) -> None:
+        place = buffer if source.dtype == buffer.dtype else slot_in(buffer, len(source))
+        self._under_way.append((buffer, place, self._link.fetch(source, place)))
 
     def next_blocks(self, count: int) -> Iterator[Tensor]:
         """The next `count` blocks, each on the device and there until the next one is asked for.
@@ -66,9 +89,19 @@ class Ring:
             LinkError: a copy failed.
         """
         for _ in range(count):
-            buffer, arrival = self._under_way.popleft()
+            buffer, place, arrival = self._under_way.popleft()
             arrival.wait()
-            yield buffer
-            following = next(self._coming, None)
-            if following is not None:
-                self._under_way.append((buffer, self._link.fetch(following, buffer)))
+            if place is buffer:
+                yield buffer
+                self._go_on(buffer)
+            else:
+                assert self.unpacked is not None
+                unpack(place, self.unpacked.flatten(0, 1))
+                self._go_on(buffer)
+                yield self.unpacked
+
+    def _go_on(self, buffer: Tensor) -> None:
+        """Fetches the next block into a buffer that is done with."""
+        following = next(self._coming, None)
+        if following is not None:
+            self._fetch(following, buffer)

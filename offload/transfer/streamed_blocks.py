@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...kernels.chunks import copy_chunks, gather_chunks
+from ...kernels.chunks import copy_chunks
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ..planning.placement import Placement
+from ..planning.placement import Placement, block_slot
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
+from .host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
 from .link import Link, Traffic
 from .ring import Ring
 
@@ -47,7 +48,7 @@ class StreamedBlocks:
         """
         block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
-        self.num_resident = num_resident
+        self.num_resident, self.packed = num_resident, placement.packed
         self._link = link
         self._num_blocks = placement.num_blocks
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
@@ -56,21 +57,30 @@ class StreamedBlocks:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         layers = range(config.num_layers)
-        self._host: list[Tensor] = []
+        self._overflow = Overflow(link, self._block, dtype)
+        self._host: list[HostBlocks] = []
         for layer in layers:
-            self._host.append(link.host_memory((self._num_blocks - num_resident, *self._block), dtype))
+            self._host.append(self._host_blocks(self._num_blocks - num_resident, placement.packed))
             if on_memory:
                 on_memory((layer + 1) / config.num_layers)
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
-        self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)])
+        unpacked = on_device(*self._block) if placement.packed else None
+        self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)], unpacked)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
         self._first_row = 0  # position of the first row that attends in it
         self._seen = 0  # position behind the last token that rows attend to in it
+
+    def _host_blocks(self, count: int, packed: bool) -> HostBlocks:
+        """Host memory for the blocks of a layer."""
+        if not packed:
+            return RawBlocks(self._link.host_memory((count, *self._block), self.dtype))
+        slots = self._link.host_memory((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
+        return PackedBlocks(slots, self._overflow, self._block)
 
     @property
     def capacity(self) -> int:
@@ -78,11 +88,11 @@ class StreamedBlocks:
 
     @property
     def device_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self._resident, *self._open, *self._ring.buffers))
+        return sum(t.nbytes for t in (*self._resident, *self._open, *self._ring.memory))
 
     @property
     def resident_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self._resident)
+        return sum(t.nbytes for t in self._resident)
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
@@ -96,9 +106,9 @@ class StreamedBlocks:
             blocks = k.new_zeros(whole + 1, *self._block)
             write_tokens(blocks, 0, k, v, clean=whole + 1)
             self._resident[layer][:resident] = blocks[:resident]
-            self._host[layer][: whole - resident] = blocks[resident:whole]
+            self._host[layer].write(blocks[resident:whole])
             stretch[:, :, : self.block_size] = blocks[whole]
-            other._resident[layer] = other._host[layer] = blocks.new_empty(0)
+            other._resident[layer], other._host[layer] = blocks.new_empty(0), RawBlocks(blocks.new_empty(0))
         self._base = whole * self.block_size
         return True
 
@@ -106,7 +116,7 @@ class StreamedBlocks:
         """Keys and values of a layer's first `length` tokens, which reach into its open stretch, in host memory."""
         whole = self._base // self.block_size
         resident = min(whole, self.num_resident)
-        blocks = torch.cat((self._resident[layer][:resident].cpu(), self._host[layer][: whole - resident]))
+        blocks = torch.cat((self._resident[layer][:resident].cpu(), self._host[layer].read(0, whole - resident)))
         rest = self._open[layer][:, :, : length - self._base].cpu()
         if not whole:
             return rest[0], rest[1]
@@ -117,25 +127,34 @@ class StreamedBlocks:
         self._ring.stop()  # a pass that was broken off has left copies under way
         self._link.wait_for_stores()
 
-    def export(self, layer: int, start: int, stop: int) -> list[Tensor]:
-        edge = self.num_resident * self.block_size
-        places = pieces_of(self._resident[layer], min(start, edge), min(stop, edge, self._base)) if start < edge else []
-        if max(start, edge) < min(stop, self._base):
-            places += pieces_of(self._host[layer], max(start, edge) - edge, min(stop, self._base) - edge)
-        if stop > self._base:
-            # A copy: the open stretch moves on with the tokens to come.
-            places.append(self._open[layer][:, :, max(start - self._base, 0) : stop - self._base].clone())
-        return [place.cpu() for place in places]
+    def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
+        edge, size, base = self.num_resident * self.block_size, self.block_size, self._base
+        before = pieces_of(self._resident[layer], min(start, edge), min(stop, edge, base)) if start < edge else []
+        before = [place.cpu() for place in before]
+        # A copy: the open stretch moves on with the tokens to come.
+        after = [self._open[layer][:, :, max(start - base, 0) : stop - base].clone().cpu()] if stop > base else []
+        first, last, host = max(start, edge) - edge, min(stop, base) - edge, self._host[layer]
+
+        def pieces() -> list[Tensor]:
+            if first >= last:
+                return before + after
+            whole = first // size
+            blocks = host.read(whole, -(-last // size))
+            return [*before, *pieces_of(blocks, first - whole * size, last - whole * size), *after]
+
+        return pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
         whole = stop // self.block_size
         resident = min(whole, self.num_resident)
-        places = [*self._resident[layer][:resident], *self._host[layer][: whole - resident]]
-        if rest := stop % self.block_size:
-            places.append(self._open[layer][:, :, :rest])
+        before, host = self._resident[layer][:resident], self._host[layer]
+        after = [self._open[layer][:, :, :rest]] if (rest := stop % self.block_size) else []
         self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
+        away = host.room(whole - resident)
+        places = [*before, *after]
         pieces = [on_host(place) for place in places]
-        read(pieces)
+        read([*pieces[:resident], *away, *pieces[resident:]])
+        host.write(away)
         for place, piece in zip(places, pieces, strict=True):
             if piece is not place:
                 place.copy_(piece)
@@ -171,9 +190,9 @@ class StreamedBlocks:
         self._start, self._stop, self._first_row, self._seen, self._worked = paused.state
         self._workspace = paused.workspace
 
-    def _streamed(self, layer: int, host: Tensor) -> Iterator[Tensor]:
+    def _streamed(self, layer: int, host: HostBlocks) -> Iterator[Tensor]:
         first, stop = self._range(layer)
-        return iter(host[first - self.num_resident : stop - self.num_resident])
+        return map(host.at, range(first - self.num_resident, stop - self.num_resident))
 
     def _range(self, layer: int) -> tuple[int, int]:
         """The blocks that a pass over few tokens streams: those that some row attends to."""
@@ -191,7 +210,7 @@ class StreamedBlocks:
             if index < self.num_resident:
                 self._resident[layer][index] = block
             else:
-                self._ring.send(block, self._host[layer][index - self.num_resident])
+                self._ring.send(block, self._host[layer], index - self.num_resident)
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
         self._base += self.block_size
 
@@ -223,7 +242,7 @@ class StreamedBlocks:
         for index, block in enumerate(self._resident[layer][:resident]):
             self._worked_block(index).copy_(block)
         away = whole - resident
-        self._ring.begin(iter(self._host[layer][:away]))
+        self._ring.begin(map(self._host[layer].at, range(away)))
         for index, block in enumerate(self._ring.next_blocks(away), resident):
             self._worked_block(index).copy_(block)
         if length > self._base:
@@ -242,7 +261,7 @@ class StreamedBlocks:
             if index < self.num_resident:
                 self._resident[layer][index] = self._worked_block(index)
             else:
-                self._ring.send(self._worked_block(index), self._host[layer][index - self.num_resident])
+                self._ring.send(self._worked_block(index), self._host[layer], index - self.num_resident)
         rest = self._workspace[:, :, whole * self.block_size : self._stop]
         self._open[layer][:, :, : rest.shape[2]] = rest
         if layer == len(self._open) - 1:
@@ -285,13 +304,10 @@ class StreamedBlocks:
         self._link.wait_for_stores()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
         away = self._host[layer]
+        there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, len(away) * per_block - 1)
         picks = []
         for part in (0, 1):
-            if away.shape[0]:
-                there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, away.shape[0] * per_block - 1)
-                picked = gather_chunks(away[:, part], there, chunk_size)
-            else:
-                picked = away.new_zeros(away.shape[2], chunks.shape[1] * chunk_size, away.shape[4])
+            picked = away.gather(part, there, chunk_size)
             pick = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
             self._link.fetch(picked, pick).wait()
             picks.append(pick)
@@ -309,7 +325,5 @@ class StreamedBlocks:
             if index < self.num_resident:
                 stretch[:, :, : self.block_size] = self._resident[layer][index]
             else:
-                buffer = stretch.new_empty(self._block)
-                self._link.fetch(self._host[layer][index - self.num_resident], buffer).wait()
-                stretch[:, :, : self.block_size] = buffer
+                stretch[:, :, : self.block_size] = self._ring.bring(self._host[layer].at(index - self.num_resident))
         self._base = index * self.block_size

@@ -4,6 +4,7 @@ import functools
 import os
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
 from triforce.kernels.cpu.library import PackingCall, cpu_level, loaded
 from triforce.kernels.cpu.packing import pack_compiled, unpack_compiled
-from triforce.kernels.packing import GROUP, Layout, is_packed, pack, pack_plain, unpack, unpack_plain
+from triforce.kernels.packing import gather_packed, gather_plain, is_packed, pack, pack_plain, unpack, unpack_plain
+from triforce.kernels.slots import GROUP, Layout
 
 ROOT = Path(__file__).parents[2]
 LEVELS = ["plain C", "AVX2", "AVX-512"]
@@ -228,6 +230,13 @@ int main(int argc, char **argv)
             call.blocks = (intptr_t)block;
             if (triforce_unpack(&call))
                 return 4;
+            int64_t *tokens = malloc(call.tokens * sizeof *tokens);
+            for (int64_t i = 0; i < call.tokens; i++)
+                tokens[i] = call.tokens - 1 - i;
+            for (int64_t head = 0; head < call.num_kv_heads; head++)
+                if (triforce_gather(&call, tokens, head, 1, call.tokens))
+                    return 5;
+            free(tokens);
             free(block);
         }
         free(slot);
@@ -262,3 +271,33 @@ def test_damaged_slots_read_and_write_nothing_beside_them(shape, tmp_path):
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # it cannot look for them in every container
     done = subprocess.run([program, tmp_path / "slots"], env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "900 slots"), done.stderr
+
+
+@given(
+    kind=strategies.sampled_from(KV_KINDS),
+    blocks=strategies.integers(1, 3),
+    heads=strategies.integers(1, 3),
+    groups=strategies.integers(1, 3),
+    head_dim=strategies.sampled_from([1, 3, 16, 64]),
+    seed=strategies.integers(0, 2**32 - 1),
+)
+@examples(100)
+def test_some_tokens_are_gathered_without_unpacking_the_others(kind, blocks, heads, groups, head_dim, seed):
+    values = kv_block(kind, (blocks, 2 * heads, groups * GROUP, head_dim), seed)
+    layout = Layout(2 * heads, groups * GROUP, head_dim)
+    slots, fits = pack(values)
+    tokens = torch.randint(blocks * layout.tokens, (heads, 40), generator=torch.Generator().manual_seed(seed))
+    for first, gather in product((0, heads), (gather_packed, gather_plain)):
+        got = gather(slots, layout, first, tokens)
+        rows = values[:, first : first + heads].transpose(0, 1).flatten(1, 2)  # [heads, tokens, head_dim]
+        want = rows.gather(1, tokens.unsqueeze(2).expand(-1, -1, head_dim))
+        there = fits[tokens // layout.tokens]
+        assert torch.equal(bits(got)[there], bits(want)[there])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gathering_from_damaged_slots_reads_nothing_else(seed):
+    blocks = kv_block("far below", (8, 2, 2 * GROUP, 16), seed)
+    slots, layout = damaged_slots(blocks, 24, seed)
+    for gather in (gather_packed, gather_plain):
+        gather(slots, layout, 0, torch.randint(24 * layout.tokens, (2, 60)))  # an index error otherwise

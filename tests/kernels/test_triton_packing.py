@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, strategies
 from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
-from triforce.kernels.packing import GROUP, Layout, is_packed, pack_plain, unpack_plain
+from triforce.kernels.packing import is_packed, pack_plain, unpack_plain
+from triforce.kernels.slots import GROUP, Layout
 from triton_runs import both, compiled_table
 
 from triforce.kernels.triton.packing import pack_triton, unpack_triton  # isort: skip (Triton may be missing until here)

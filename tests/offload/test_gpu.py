@@ -109,6 +109,22 @@ def test_streamed_logits_equal_those_at_hand(models, link):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("tiers", [1, 3])
+def test_blocks_that_stream_packed_change_no_token(models, tiers):
+    root, prompt, _ = models
+    prompt, found, streamed = prompt * 3, [], []
+    for pack in ("auto", "off"):
+        engine = Engine.load(
+            root / "target", root / "draft", device="cuda", dtype="bfloat16", resident=0, tiers=tiers, pack=pack,
+            refresh="round", **LENGTHS,
+        )  # fmt: skip
+        runs = [engine.generate(prompt + more, Sampling(0.0), 60, ignore_eos=True) for more in ([], prompt[:90])]
+        found.append([run.token_ids for run in runs])
+        streamed.append(runs[-1].stats["link"]["bytes_streamed"])
+        assert runs[-1].stats["settings"]["packed"] == (pack == "auto")
+    assert found[0] == found[1] and 0 < streamed[0] < 0.8 * streamed[1]
+
+
 @pytest.fixture
 def captures(monkeypatch):
     """A list that grows with every pass that is captured."""

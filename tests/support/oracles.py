@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triforce.kernels.packing import Layout, pack
+from triforce.kernels.packing import pack
+from triforce.kernels.slots import Layout
 
 
 def random_qkv(

@@ -113,7 +113,7 @@ def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
     held = engine.contexts._heads_of(ranks.rank)
     blocks.drain()
     layers = [
-        torch.cat(blocks.export(layer, 0, tokens), dim=2).view(torch.uint8)
+        torch.cat(blocks.export(layer, 0, tokens)(), dim=2).view(torch.uint8)
         for layer in range(engine.target.config.num_layers)
     ]
     return {

@@ -40,6 +40,7 @@ def describe(store: ContextStore, name: str) -> dict[str, Any]:
         "kv_bytes": manifest.kv_bytes,
         "disk_bytes": store.disk_bytes([name]),
         "segments": len(manifest.segments),
+        "packed_segments": manifest.packed_segments,
         "complete": manifest.complete,
         "chat": manifest.frame.chat,
         "conversation": manifest.frame.answered,
@@ -79,12 +80,13 @@ def show_one(one: dict[str, Any], store: ContextStore) -> None:
     unfinished = "" if one["complete"] else f" of {one['planned_tokens']:,}; triforce read goes on from there"
     place = "a user's message, which a question ends" if one["chat"] else "as it is"
     place = "a conversation, which a question continues" if one["conversation"] else place
+    packed = f"{one['packed_segments']} of them packed" if one["packed_segments"] else "none packed"
     lines = [
         f"context   {one['name']} in {store.directory(one['name'])}",
         f"model     {one['model']}, {one['dtype']}",
         f"tokens    {one['tokens']:,}{unfinished}",
         f"text      {place}",
-        f"on disk   {gib(one['disk_bytes'])} in {one['segments']} segments; KV cache {gib(one['kv_bytes'])}",
+        f"on disk   {gib(one['disk_bytes'])} in {one['segments']} segments, {packed}; KV cache {gib(one['kv_bytes'])}",
         f"saved     {_when(one['created'])}, used {_when(one['used'])}",
     ]
     print_lines(Console(file=sys.stdout, highlight=False), lines)

@@ -12,6 +12,7 @@ from ..options import (
     DTYPE,
     GPUS,
     OUTPUT,
+    PACK,
     PROMPT,
     RESIDENT,
     TARGET,
@@ -49,6 +50,7 @@ class ReadRequest(ReportRequest):
     threads: Annotated[int | None, THREADS] = None
     gpus: Annotated[int, GPUS] = 1
     resident: Annotated[float | None, RESIDENT] = None
+    pack: Annotated[str, PACK] = "auto"
 
     @property
     def draft(self) -> str | None:
@@ -65,7 +67,7 @@ class ReadRequest(ReportRequest):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"resident": self.resident}
+        return {"resident": self.resident, "pack": self.pack}
 
 
 _CONTEXT = argument("NAME", "The name of a saved context.")

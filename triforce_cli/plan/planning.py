@@ -96,6 +96,7 @@ class Plan:
                 "tokens": placement.block_size,
                 "count": placement.num_blocks,
                 "resident": placement.num_resident,
+                "packed": placement.packed,
             },
             "verification": {
                 "streamed_bytes_per_gpu": run.streamed_per_pass,
@@ -126,7 +127,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
     target, small = shapes(model, draft)
     lookup = request.tiers == 3 and parse_draft(draft)[1]
     tiers = min(request.tiers, 3 if small or lookup else 2)
-    settings = Settings(tiers=tiers, resident=request.resident, lookup=lookup, **request.lengths)
+    settings = Settings(tiers=tiers, resident=request.resident, lookup=lookup, pack=request.pack, **request.lengths)
     run = RunRequest(
         target=target,
         draft=small,

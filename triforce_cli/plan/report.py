@@ -56,7 +56,8 @@ def _memory_table(plan: Plan) -> Table:
     request, run = plan.run.request, plan.run
     placement = run.placement
     plural = "s" if placement.num_blocks > 1 else ""
-    blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens"
+    packed = ", packed on the host" if placement.packed else ""
+    blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens{packed}"
     draft = ", draft included" if request.small else ""
     larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
     others = {f"retrieval cache, {run.budget:,} tokens": run.retrieval, "prefill": run.prefill}

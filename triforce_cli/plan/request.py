@@ -10,7 +10,7 @@ import typer
 
 from ...offload.planning.cards import CARDS, DEFAULT_CARD
 from ...tp.weights.registry import EMBEDDED
-from ..options import ASSUMED, HARDWARE, MACHINE, TIERS, ModelRequest, option
+from ..options import ASSUMED, HARDWARE, MACHINE, PACK, TIERS, ModelRequest, option
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
 
 
@@ -79,6 +79,7 @@ class PlanRequest(ModelRequest):
             "passes and acceptance are then as measured.",
         ),
     ] = None
+    pack: Annotated[str, PACK] = "auto"
     tiers: Annotated[int, TIERS] = 3
     assume_acceptance: Annotated[
         Numbers | None,

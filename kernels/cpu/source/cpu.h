@@ -13,7 +13,7 @@
 #endif
 
 /* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 4
+#define TRIFORCE_ABI 5
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -65,5 +65,11 @@ typedef struct {
  * they are compiled for every processor. */
 EXPORT int triforce_pack(const Packing *call);
 EXPORT int triforce_unpack(const Packing *call);
+
+/* Writes single tokens of packed blocks: `heads` heads of the slots' `num_kv_heads` from `first_head` on, of each its
+ * own `count` tokens, `tokens` [heads][count], counted over all blocks, which are consecutive. Here `blocks` is
+ * [heads][count][head_dim], without strides. Tokens that are not there are zeros. */
+EXPORT int triforce_gather(const Packing *call, const int64_t *tokens, int64_t first_head, int64_t heads,
+                           int64_t count);
 
 #endif

@@ -259,3 +259,40 @@ int triforce_unpack(const Packing *call)
     }
     return 0;
 }
+
+/* A token of a head in its slot: reads no more than the slot, whatever is in it. */
+static void gather_token(const Packing *call, const uint8_t *slot, int64_t head, int64_t at,
+                         uint16_t *__restrict values)
+{
+    const int64_t dim = call->head_dim, row = head * call->tokens + at, tile = row / GROUP, within = row % GROUP;
+    const uint8_t *bytes = slot + row * dim, *below = slot + call->below + row / 2 * dim;
+    const uint8_t *largest = slot + call->largest + tile * dim, *starts = slot + call->starts + 4 * tile;
+    const int shift = row % 2 * 4;
+    for (int64_t i = 0; i < dim; i++)
+        values[i] = value_of(bytes[i], (uint16_t)((largest[i] << 7) - ((below[i] >> shift & 0xf) << 7)));
+    int64_t stop = word_at(starts + 4);
+    stop = stop < call->capacity ? stop : call->capacity;
+    for (int64_t i = word_at(starts); i < stop; i++) {
+        const uint32_t entry = word_at(slot + call->exceptions + 4 * i);
+        const int64_t position = entry >> 8;
+        if (position / dim == within)
+            values[position % dim] = value_of(bytes[position % dim], (uint16_t)((entry & 0xff) << 7));
+    }
+}
+
+int triforce_gather(const Packing *call, const int64_t *tokens, int64_t first_head, int64_t heads, int64_t count)
+{
+    const int threads = heads * count * call->head_dim < SMALL_WORK ? 1 : (int)call->threads;
+    (void)threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < heads * count; i++) {
+        const int64_t block = tokens[i] / call->tokens;
+        uint16_t *values = (uint16_t *)call->blocks + i * call->head_dim;
+        if (tokens[i] < 0 || block >= call->num_blocks)
+            memset(values, 0, 2 * call->head_dim);
+        else
+            gather_token(call, (const uint8_t *)call->slots + block * call->slot_stride, first_head + i / count,
+                         tokens[i] % call->tokens, values);
+    }
+    return 0;
+}

@@ -93,6 +93,32 @@ def test_contexts_are_listed_shown_verified_and_removed(triforce, tmp_path):
     assert not (tmp_path / "home" / "contexts" / "one").exists()
 
 
+def test_a_context_in_bfloat16_is_packed_unless_told_not_to(triforce, tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text(TEXT * 4)
+    for name, more in (("packed", ()), ("raw", ("--pack", "off"))):
+        triforce("read", text, "--as", name, "--dtype", "bfloat16", *more)
+    packed, raw = (json.loads(triforce("contexts", "show", one, "--json", "-").out) for one in ("packed", "raw"))
+    assert (packed["packed_segments"], raw["packed_segments"]) == (1, 0)
+    assert packed["kv_bytes"] == raw["kv_bytes"] and packed["disk_bytes"] < 0.9 * raw["disk_bytes"]
+    assert "1 segments, 1 of them packed" in triforce("contexts", "show", "packed").out
+    asked = [
+        answered(triforce, "--context", one, "--ask", QUESTION, "--dtype", "bfloat16") for one in ("packed", "raw")
+    ]
+    assert asked[0]["token_ids"] == asked[1]["token_ids"] and asked[0]["reused_tokens"] == packed["tokens"]
+    refused = triforce("read", text, "--as", "other", "--dtype", "float32", "--pack", "on", expect=2)
+    assert "only bfloat16 is packed" in refused.err
+
+
+def test_what_streams_is_packed_where_that_is_asked_for(triforce, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 4)
+    common = ("--prompt-file", tmp_path / "long.txt", "--dtype", "bfloat16", "--resident", "0", "--no-context")
+    packed, raw = (answered(triforce, *common, "--pack", pack) for pack in ("on", "auto"))
+    assert packed["settings"]["packed"] and not raw["settings"]["packed"]
+    assert packed["token_ids"] == raw["token_ids"]
+    assert 0 < packed["link"]["bytes_streamed"] < 0.8 * raw["link"]["bytes_streamed"]
+
+
 def test_a_damaged_context_costs_a_reading_and_no_token(triforce, tmp_path):
     triforce("read", tmp_path / "book.txt")
     want = answered(triforce, "--context", "book", "--ask", QUESTION)

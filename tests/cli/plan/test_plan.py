@@ -46,12 +46,13 @@ def tensor_bytes(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.004, None])
+@pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.slow
-def test_a_run_takes_the_bytes_that_were_planned(resident):
+def test_a_run_takes_the_bytes_that_were_planned(resident, pack):
     """The embedded pair, on this CPU: blocks, their bytes on either side, and what a verification moves."""
-    request = request_of("embedded", context=PROMPT + NEW_TOKENS, resident=resident, budget=256)
+    request = request_of("embedded", context=PROMPT + NEW_TOKENS, resident=resident, budget=256, pack=pack)
     planned = make_plan(request)
-    engine = Engine.load("embedded", device="cpu", dtype="bfloat16", resident=resident, budget=256)
+    engine = Engine.load("embedded", device="cpu", dtype="bfloat16", resident=resident, budget=256, pack=pack)
     run = engine.stream(random_tokens(PROMPT, 256), Sampling(temperature=0.0), NEW_TOKENS, ignore_eos=True)
     next(run)
     cache = engine._kept.cache
@@ -66,7 +67,12 @@ def test_a_run_takes_the_bytes_that_were_planned(resident):
     assert blocks.resident_bytes == planned.resident_kv
     assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
     streams = isinstance(blocks, StreamedBlocks)
-    on_host = sum(t.numel() * t.element_size() for t in blocks._host) if isinstance(blocks, StreamedBlocks) else 0
+    on_host = sum(host.num_bytes for host in blocks._host) if isinstance(blocks, StreamedBlocks) else 0
+    if pack == "on" and resident is not None:  # and memory for blocks that do not pack, of which there are none here
+        assert isinstance(blocks, StreamedBlocks) and blocks._overflow.blocks == 0
+        on_host += planned.room_for_unpacked
+        whole = (planned.placement.num_blocks - planned.placement.num_resident) * planned.placement.block_size
+        assert on_host < 0.79 * whole * request.token_bytes
     assert on_host == planned.streamed_kv and streams == (resident is not None)
     moved = (run.stats()["link"]["bytes_streamed"] - before) / rounds
     assert moved == planned.streamed_per_pass
@@ -80,8 +86,13 @@ def test_a_run_takes_the_bytes_that_were_planned(resident):
 def test_what_is_planned_to_fit_is_within_the_memory(preset, gpus, memory):
     request = request_of(preset, gpus, memory, context=PRESETS[preset].configs()[0].max_position_embeddings)
     planned = make_plan(request)
-    whole = request.token_bytes * request.context
-    assert planned.resident_kv + planned.streamed_kv >= whole
+    placement = planned.placement
+    away = (placement.num_blocks - placement.num_resident) * placement.block_size * request.token_bytes
+    assert planned.resident_kv + away >= request.token_bytes * request.context
+    assert placement.packed == (placement.streams and request.dtype == torch.bfloat16)
+    assert (
+        (0.76 if placement.packed else 1.0) * away <= planned.streamed_kv <= (0.8 if placement.packed else 1.0) * away
+    )
     if planned.resident_kv:
         assert request.gpu_bytes is not None and planned.device_total <= request.gpu_bytes and not shortfalls(request)
         if planned.placement.streams:
@@ -132,24 +143,27 @@ def test_nothing_is_proposed_for_what_fits():
     assert remedies(request_of(THIRTEEN, 2)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_of_two_ranks_takes_what_was_planned(tmp_path, rank):
-    """Blocks as the engine makes them for one rank's part."""
+def test_each_of_two_ranks_takes_what_was_planned(tmp_path, rank, dtype):
+    """Blocks as the engine makes them for one rank's part; in bfloat16 they are packed."""
     save_llama(tmp_path, num_key_value_heads=2)
     target = ModelConfig.load(tmp_path)
     settings = Settings(tiers=2, resident=0.0002, budget=64)
-    request = RunRequest(target, None, torch.float32, 920, settings, 2, gpu_bytes=GIB)
+    request = RunRequest(target, None, dtype, 1200, settings, 2, gpu_bytes=GIB)
     planned = make_plan(request)
     blocks = make_blocks(
         Split.of(target, Ranks(rank, 2)).config(target),
         planned.placement,
         ThreadLink(),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     assert isinstance(blocks, StreamedBlocks)
     assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
-    assert sum(t.numel() * t.element_size() for t in blocks._host) == planned.streamed_kv > 0 < planned.resident_kv
+    assert planned.placement.packed == (dtype == torch.bfloat16)
+    on_host = sum(host.num_bytes for host in blocks._host) + planned.room_for_unpacked
+    assert on_host == planned.streamed_kv > 0 < planned.resident_kv
 
 
 def plan(capfd, *arguments):

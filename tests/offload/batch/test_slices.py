@@ -67,7 +67,7 @@ def test_keys_values_and_tokens_are_those_of_a_reading_without_slices(models, fa
         batch, events = join(load(models, family, resident=resident), prompt, in_slices=in_slices)
         full = batch.sequences[1].opened.full
         full.blocks.drain()
-        own = [full.blocks.export(layer, 0, full.length - full.start) for layer in range(full.config.num_layers)]
+        own = [full.blocks.export(layer, 0, full.length - full.start)() for layer in range(full.config.num_layers)]
         while batch.sequences[1].goes_on:
             next(batch)
         tokens = [sequence.statistics.token_ids for sequence in batch.sequences]

@@ -139,9 +139,10 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
     engine.generate(
         [*PROMPT, *random_tokens(110, seed=4)], Sampling(temperature=0.0), 40
     )  # a block is closed meanwhile
-    memory = blocks_of(engine)._host if resident == 0 else blocks_of(engine)._layers
+    blocks = blocks_of(engine)
+    memory = [host.blocks for host in blocks._host] if resident == 0 else blocks._layers
     dropped = [weakref.ref(engine._kept.cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
-    del memory
+    del memory, blocks
     assert all(part() is not None for part in dropped)
     make, found = kept_cache.make_blocks, []
 
@@ -271,7 +272,7 @@ def test_failing_copy_is_the_error_of_the_run(models):
     next(run)
     blocks = blocks_of(engine)
     blocks._link.wait_for_stores()
-    blocks._host[1] = blocks._host[1][..., :-1]  # what cannot be copied to a block
+    blocks._host[1].blocks = blocks._host[1].blocks[..., :-1]  # what cannot be copied to a block
     with pytest.raises(LinkError, match="KV cache"):
         list(run)
 

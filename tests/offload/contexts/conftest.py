@@ -12,6 +12,12 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
+def tiny_packed(tiny):
+    """The same in bfloat16, with contexts that are packed."""
+    return TinyContexts(tiny.model, packed=True)
+
+
+@pytest.fixture(scope="package")
 def saved(tiny, tmp_path_factory):
     """A store with the context `book`."""
     root = tmp_path_factory.mktemp("saved") / "contexts"

@@ -7,21 +7,25 @@ import shutil
 import pytest
 from corruptions import check_damaged, save_generations
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
-from triforce.offload.contexts.manifest import ContextError
+from triforce.offload.contexts.manifest import VERSION, ContextError
 from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.segments.layout import PackedLayout
 
 
-@pytest.fixture(scope="module")
-def generations(tiny, tmp_path_factory):
-    return save_generations(tiny, tmp_path_factory.mktemp("generations"))
+@pytest.fixture(scope="module", params=[False, True], ids=["raw", "packed"])
+def generations(request, tiny, tiny_packed, tmp_path_factory):
+    """What is damaged, and the engine that asks it."""
+    one = tiny_packed if request.param else tiny
+    return one, save_generations(one, tmp_path_factory.mktemp("generations"))
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("seed", range(40))
-def test_no_damage_gives_another_token(tiny, generations, tmp_path, seed):
+def test_no_damage_gives_another_token(generations, tmp_path, seed):
+    one, undamaged = generations
     rng = random.Random(seed)
     for case in range(8):
-        check_damaged(tiny, generations, tmp_path / str(case), rng, mend=case % 3 == 0)
+        check_damaged(one, undamaged, tmp_path / str(case), rng, mend=case % 3 == 0)
         shutil.rmtree(tmp_path / str(case))
 
 
@@ -52,12 +56,23 @@ def test_a_damaged_segment_is_named_and_only_from_it_on_is_read_again(tiny, root
     assert_whole(root)
 
 
-@pytest.mark.parametrize("part", ["header", "keys", "token ids", "checksums"])
-def test_damage_in_any_part_of_a_segment_is_mended_by_reading_again(tiny, root, part):
+PARTS = ["header", "keys", "token ids", "checksums"]
+
+
+@pytest.mark.parametrize(
+    ("part", "packed"), [*((part, False) for part in PARTS), *((part, True) for part in [*PARTS, "packed"])]
+)
+def test_damage_in_any_part_of_a_segment_is_mended_by_reading_again(request, tmp_path, part, packed):
+    tiny = request.getfixturevalue("tiny_packed" if packed else "tiny")
+    root = tmp_path / "contexts"
+    tiny.read(root)
     manifest = store_at(root).load(NAME)
     segment = manifest.segments[1]
-    contents = manifest.contents(segment, segment.parts[0])
-    at = {"header": 40, "keys": contents.data_start, "token ids": contents.ids_start, "checksums": contents.sums_start}
+    with manifest.open(root / NAME, segment, segment.parts[0]) as file:
+        at = {"header": 40, "keys": file.layout.data_start}
+        at |= {"token ids": file.layout.ids_start, "checksums": file.layout.sums_start}
+        if isinstance(file.layout, PackedLayout):
+            at["packed"] = file.layout.flags_start
     flip(root / NAME / segment.parts[0].file, at[part])
     assert [reason is not None for _, reason in store_at(root).verify(NAME)] == [False, True, False]
     first = (root / NAME / manifest.segments[0].parts[0].file).stat().st_ino
@@ -105,7 +120,7 @@ def test_a_manifest_of_nonsense_is_refused_by_name(tiny, root, content):
 
 def test_a_newer_format_is_refused_by_name(tiny, root):
     path = root / NAME / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": 2}))
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format": VERSION + 1}))
     with pytest.raises(ContextError, match=f"(?s){NAME}.*newer.*update triforce"):
         tiny.read(root)
     assert tiny.ask(root) == "refused"

@@ -18,7 +18,7 @@ from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.contexts.manifest import Manifest
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.saver import HeldHeads, SaveOrder
-from triforce.offload.contexts.segment import Shape
+from triforce.offload.contexts.segments.contents import Shape
 from triforce.offload.contexts.store import ContextStore
 from triforce.offload.contexts.use import ContextUse
 from triforce.tp.parallel.ranks import Ranks
@@ -122,7 +122,7 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path, failing, writes):
 
         class blocks:
             drain = staticmethod(lambda: None)
-            export = staticmethod(lambda layer, start, stop: [torch.zeros(2, 1, stop - start, 8)])
+            export = staticmethod(lambda layer, start, stop: lambda: [torch.zeros(2, 1, stop - start, 8)])
 
     def run(rank):
         left = [writes if rank == failing else 99]

@@ -102,7 +102,7 @@ def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
     cache = engine._kept.cache
     assert cache
     cache.blocks.drain()
-    pieces = cache.blocks.export(layer, 0, tokens)
+    pieces = cache.blocks.export(layer, 0, tokens)()
     return torch.cat(pieces, dim=2).view(torch.uint8) if pieces else torch.empty(0)
 
 

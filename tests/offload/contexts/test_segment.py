@@ -5,19 +5,17 @@ import random
 
 import pytest
 import torch
+from decoded import decoded, flags_of, halves
+from oracles import kv_block
 from safetensors.torch import load_file
 from tiny import random_tokens
+from triforce.kernels.slots import Layout
 from triforce.offload.contexts.disk import Disk
-from triforce.offload.contexts.segment import (
-    RUN,
-    Contents,
-    DamagedError,
-    SegmentFile,
-    Shape,
-    byte_views,
-    chained,
-    write_segment,
-)
+from triforce.offload.contexts.segments.contents import RUN, Contents, DamagedError, Shape, chained
+from triforce.offload.contexts.segments.file import SegmentFile
+from triforce.offload.contexts.segments.layout import PackedLayout, RawLayout
+from triforce.offload.contexts.segments.rows import byte_views
+from triforce.offload.contexts.segments.writing import write_segment
 
 CHAIN = "0" * 32
 
@@ -25,11 +23,12 @@ CHAIN = "0" * 32
 class Case:
     """A random shape, keys and values of a segment, and a file with all or some of its heads."""
 
-    def __init__(self, path, seed, tokens=None):
+    def __init__(self, path, seed, tokens=None, packed=False, kind=None):
+        """Args: `kind` is of the numbers, see `oracles.kv_block`; `None` is any bits."""
         self.rng = rng = random.Random(seed)
         self.path = path
         tokens = tokens or rng.choice([1, 2, 63, 64, 65, 1023, 1024, 1025, rng.randint(1, 3000)])
-        dtype = rng.choice(["float32", "bfloat16", "float16"])
+        dtype = "bfloat16" if packed else rng.choice(["float32", "bfloat16", "float16"])
         shape = Shape(rng.randint(1, 3), rng.choice([1, 2, 3, 8]), rng.choice([24, 32, 64]), dtype)
         first_head = rng.randrange(shape.num_kv_heads)
         heads = (first_head, rng.randint(first_head + 1, shape.num_kv_heads))
@@ -37,11 +36,22 @@ class Case:
         first = rng.choice([0, 16_384, 12_345])
         self.before = CHAIN if first else "fingerprint"
         chain = chained(self.before, self.token_ids)
-        self.contents = Contents(shape, "fingerprint", first, tokens, chain, heads)
+        self.contents = Contents(shape, "fingerprint", first, tokens, chain, heads, packed)
         size = (shape.num_layers, 2, self.contents.heads, tokens, shape.head_dim)
-        bits = torch.randint(256, (*size[:-1], shape.row_bytes), dtype=torch.uint8)  # NaNs and infinities among them
-        self.kv = bits.view(getattr(torch, dtype))
+        if kind:
+            self.kv = torch.stack([kv_block(kind, size[1:], seed + layer) for layer in range(shape.num_layers)])
+        else:
+            bits = torch.randint(
+                256, (*size[:-1], shape.row_bytes), dtype=torch.uint8
+            )  # NaNs and infinities among them
+            self.kv = bits.view(getattr(torch, dtype))
         self.checksum = write_segment(Disk(), path, self.contents, self.token_ids, map(self.pieces, self.kv))
+
+    def flip(self, at):
+        """Flips a bit of the file's byte `at`."""
+        raw = bytearray(self.path.read_bytes())
+        raw[at] ^= 1 << self.rng.randrange(8)
+        self.path.write_bytes(bytes(raw))
 
     def cuts(self, tokens):
         """Random lengths that add up to `tokens`, 0 among them at times."""
@@ -111,10 +121,12 @@ def test_every_tensor_begins_at_a_multiple_of_4096_bytes(tmp_path, seed):
     metadata = described.pop("__metadata__")
     starts = [8 + length + tensor["data_offsets"][0] for tensor in described.values()]
     assert {start % 4096 for start in starts} == {0} and starts == sorted(starts)
-    assert len(raw) % 4096 == 0 and len(raw) == case.contents.file_bytes
+    assert len(raw) % 4096 == 0
     contents = case.contents
-    for layer, head in ((0, 0), (contents.shape.num_layers - 1, contents.heads - 1)):
-        assert [contents.half_start(layer, head, half) % 4096 for half in (0, 1)] == [0, 0]
+    with SegmentFile(case.path, contents) as file:
+        assert isinstance(file.layout, RawLayout)
+        for layer, head in ((0, 0), (contents.shape.num_layers - 1, contents.heads - 1)):
+            assert [file.layout.half_start(layer, head, half) % 4096 for half in (0, 1)] == [0, 0]
     assert metadata["fingerprint"] == "fingerprint" and metadata["chain"] == contents.chain
 
 
@@ -124,9 +136,9 @@ def test_damage_is_found_where_it_is_and_does_not_hurt_what_is_before_it(tmp_pat
     contents, rng = case.contents, case.rng
     layer, head, half = rng.randrange(contents.shape.num_layers), rng.randrange(contents.heads), rng.randrange(2)
     row = rng.randrange(RUN, 2 * RUN)
-    raw = bytearray(case.path.read_bytes())
-    raw[contents.half_start(layer, head, half) + row * contents.shape.row_bytes + 3] ^= 1 << rng.randrange(8)
-    case.path.write_bytes(bytes(raw))
+    with SegmentFile(case.path, contents) as file:
+        assert isinstance(file.layout, RawLayout)
+        case.flip(file.layout.half_start(layer, head, half) + row * contents.shape.row_bytes + 3)
     case.read(layer, [head], RUN)
     position = contents.first + RUN
     with pytest.raises(DamagedError, match=rf"layer {layer}, KV head {contents.kv_heads[0] + head} .*{position:,} on"):
@@ -134,6 +146,127 @@ def test_damage_is_found_where_it_is_and_does_not_hurt_what_is_before_it(tmp_pat
     for other in range(contents.heads):
         if other != head:
             case.read(layer, [other], contents.tokens)
+
+
+PACKED_KINDS = ["normal", "any bits", "some zeros", "few any bits"]
+"""Numbers of which all, no, or some runs fit into slots."""
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_read_from_a_packed_segment_is_what_was_written(tmp_path, seed, kind):
+    case = Case(tmp_path / "segment.safetensors", seed, packed=True, kind=kind)
+    contents, rng = case.contents, case.rng
+    for layer in range(contents.shape.num_layers):
+        heads = sorted(rng.sample(range(contents.heads), rng.randint(1, contents.heads)))
+        for stop in (contents.tokens, rng.randint(1, contents.tokens)):
+            want = case.kv[layer][:, heads, :stop]
+            assert torch.equal(bits(case.read(layer, heads, stop)), bits(want))
+    with SegmentFile(case.path, contents, case.checksum) as file:
+        assert file.token_ids(case.before) == case.token_ids
+        for layer in range(contents.shape.num_layers):
+            for head in range(*contents.kv_heads):
+                file.check(layer, head)
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_packed_segment_is_read_by_its_description_alone(tmp_path, seed, kind):
+    case = Case(tmp_path / "segment.safetensors", seed, packed=True, kind=kind)
+    for found, want in zip(decoded(case.path, case.contents.shape.head_dim), case.kv, strict=True):
+        assert torch.equal(bits(found.transpose(0, 1)), bits(want))
+    tensors = load_file(case.path)
+    assert tensors["token_ids"][: case.contents.tokens].tolist() == case.token_ids
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+def test_a_packed_segment_never_takes_more_than_a_raw_one_and_usually_three_quarters(tmp_path, kind):
+    case = Case(tmp_path / "packed.safetensors", 3, tokens=8192, packed=True, kind=kind)
+    contents = case.contents
+    raw = Contents(contents.shape, "fingerprint", 0, 8192, CHAIN, contents.kv_heads)
+    write_segment(Disk(), tmp_path / "raw.safetensors", raw, case.token_ids, map(case.pieces, case.kv))
+    packed_bytes, raw_bytes = ((tmp_path / f"{name}.safetensors").stat().st_size for name in ("packed", "raw"))
+    assert packed_bytes <= raw_bytes + 8192  # what of it is packed, and twice the checksums
+    if kind == "normal":
+        padding = 4096 * (4 + contents.shape.num_layers * contents.heads)
+        assert packed_bytes < 0.77 * raw_bytes + padding
+        share = contents.shape.saved_bytes(8192, True) / (8192 * contents.shape.token_bytes)
+        assert share == pytest.approx(packed_bytes / raw_bytes, rel=0.02), "what is said before it is written"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_tensor_and_every_head_of_a_packed_segment_begins_at_a_multiple_of_4096_bytes(tmp_path, seed):
+    case = Case(tmp_path / "segment.safetensors", seed, packed=True, kind="normal")
+    contents, raw = case.contents, case.path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    described = json.loads(raw[8 : 8 + length])
+    metadata = described.pop("__metadata__")
+    starts = [8 + length + tensor["data_offsets"][0] for tensor in described.values()]
+    assert {start % 4096 for start in starts} == {0} and starts == sorted(starts)
+    assert len(raw) % 4096 == 0 and metadata["format"] == "triforce-kv-2"
+    with SegmentFile(case.path, contents) as file:
+        assert isinstance(file.layout, PackedLayout)
+        for layer in range(contents.shape.num_layers):
+            for head in range(contents.heads):
+                assert file.layout.half_start(layer, head, 0, 0) % 4096 == 0
+
+
+@pytest.mark.parametrize("kind", ["normal", "some zeros"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_flipped_bit_of_a_packed_run_is_found_where_it_is(tmp_path, seed, kind):
+    case = Case(tmp_path / "segment.safetensors", seed, tokens=1200, packed=True, kind=kind)
+    contents, rng = case.contents, case.rng
+    tensors = load_file(case.path)
+    layer = rng.randrange(contents.shape.num_layers)
+    flags = flags_of(tensors["packed"], contents.shape.num_layers, contents.heads, 1200)[layer]
+    one = rng.choice(list(halves(flags, 1200, contents.shape.head_dim)))
+    raw = case.path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    begin = 8 + length + json.loads(raw[8 : 8 + length])[f"layer.{layer}"]["data_offsets"][0]
+    case.flip(begin + one.start + rng.randrange(one.size))
+    position = contents.first + 512 * one.run
+    if one.run:
+        case.read(layer, [one.head], 512 * one.run)
+    with pytest.raises(DamagedError, match=rf"KV head {contents.kv_heads[0] + one.head} .*{position:,} on"):
+        case.read(layer, [one.head], 512 * one.run + 1)
+    with SegmentFile(case.path, contents, case.checksum) as file:
+        for other in range(contents.heads):
+            if other != one.head:
+                file.check(layer, contents.kv_heads[0] + other)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_file_says_is_packed_is_checked(tmp_path, seed):
+    case = Case(tmp_path / "segment.safetensors", seed, tokens=1200, packed=True, kind="some zeros")
+    with SegmentFile(case.path, case.contents, case.checksum) as file:
+        assert isinstance(file.layout, PackedLayout)
+        start, count = file.layout.flags_start, file.layout.packed.size
+    case.flip(start + case.rng.randrange(count))
+    with pytest.raises(DamagedError, match=r"bytes instead of|what of it is packed|its header|its checksums"):
+        SegmentFile(case.path, case.contents, case.checksum)
+
+
+def test_a_packed_file_is_not_read_as_a_raw_one_nor_the_other_way_round(tmp_path):
+    shape, ids = Shape(1, 1, 64, "bfloat16"), random_tokens(700)
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.safetensors"
+        known = {"shape": shape, "fingerprint": "f", "first": 0, "tokens": 700, "chain": CHAIN, "kv_heads": (0, 1)}
+        layers = [[torch.randn(2, 1, 700, 64).bfloat16()]]
+        write_segment(Disk(), path, Contents(**known, packed=packed), ids, layers)
+        with pytest.raises(DamagedError, match=r"bytes|packed"):
+            SegmentFile(path, Contents(**known, packed=not packed))
+
+
+def test_half_a_run_takes_a_slot_only_where_that_is_smaller(tmp_path):
+    """A few tokens take less raw than padded up to 64."""
+    for tokens in (1, 40, 49, 60, 64, 512, 513, 560, 575, 576):
+        case = Case(tmp_path / f"{tokens}.safetensors", 5, tokens=tokens, packed=True, kind="normal")
+        dim = case.contents.shape.head_dim
+        flags = flags_of(load_file(case.path)["packed"], case.contents.shape.num_layers, case.contents.heads, tokens)
+        for run, here in enumerate([512] * (tokens // 512) + ([tokens % 512] if tokens % 512 else [])):
+            slot = Layout(1, -(-here // 64) * 64, dim).slot_bytes
+            raw = -(-here * dim * 2 // 64) * 64
+            assert (flags[:, :, run] == (slot < raw)).all(), f"{tokens} tokens, run {run}"
 
 
 @pytest.mark.parametrize(

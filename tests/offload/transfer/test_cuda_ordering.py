@@ -34,11 +34,24 @@ def decoders(tmp_path_factory):
     return make_decoders(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def packing_decoders(tmp_path_factory):
+    return make_decoders(tmp_path_factory.mktemp("model"), torch.bfloat16)
+
+
 @pytest.mark.parametrize("part", range(HISTORIES // 4))
 @pytest.mark.slow(keep=1)
 def test_random_histories_give_the_logits_of_a_cache_on_the_device(decoders, part):
     for seed in range(4 * part, 4 * part + 4):
         play(decoders, seed, deferred=bool((seed // 4 + seed) % 2))
+
+
+@pytest.mark.parametrize("part", range(HISTORIES // 8))
+@pytest.mark.slow(keep=1)
+def test_random_histories_with_packed_blocks_do_too(packing_decoders, part):
+    """Some of which are not in their slots."""
+    for seed in range(4 * part, 4 * part + 4):
+        play(packing_decoders, seed, deferred=bool((seed // 4 + seed) % 2))
 
 
 def wait_statements():

@@ -128,12 +128,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, metavar="N")
     parser.add_argument("--power-cuts", action="store_true")
     parser.add_argument("--full-disk", type=int, default=0, metavar="N", help="sizes of small disks (needs root)")
+    parser.add_argument("--packed", action="store_true", help="contexts in bfloat16 that are packed, not in float32")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="triforce-campaign-") as name:
         place = Path(name)
-        tiny = TinyContexts(save_tiny_model(place / "model"))
+        tiny = TinyContexts(save_tiny_model(place / "model"), packed=given.packed)
         campaigns = []
         if given.corruptions:
             campaigns.append(corruptions(tiny, place, given.corruptions, given.seed))

@@ -11,8 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from decoded import flags_of, halves
 from tiny import random_tokens
-from tiny_contexts import NAME, TEXT, TinyContexts
+from tiny_contexts import HEAD_DIM, NAME, TEXT, TinyContexts
+from triforce.offload.contexts.manifest import VERSION
 
 ALIKE = [*TEXT[:100], *random_tokens(40, seed=13)]
 """The text of another context, which begins like the first."""
@@ -52,7 +55,14 @@ def _matters(path: Path) -> bytes | None:
     try:
         length = int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8 : 8 + length])
-        tokens, at = int(header["__metadata__"]["tokens"]), 8 + length
+        metadata, at = header["__metadata__"], 8 + length
+        tokens, packed = int(metadata["tokens"]), "packed" in header
+        first, stop = map(int, metadata["kv_heads"].split(" ")[0].split(":"))
+        heads, layers = stop - first, sum(one.startswith("layer.") for one in header)
+        flags = torch.empty(0)
+        if packed:
+            content = raw[at + header["packed"]["data_offsets"][0] :]
+            flags = flags_of(torch.frombuffer(bytearray(content), dtype=torch.uint8), layers, heads, tokens)
         kept = [raw[:at]]
         for name, tensor in header.items():
             if name == "__metadata__":
@@ -62,16 +72,20 @@ def _matters(path: Path) -> bytes | None:
             if name == "token_ids":
                 content = content[: 4 * tokens]
             elif name == "checksums":
-                heads, layers = header["layer.0"]["shape"][0], sum(one.startswith("layer.") for one in header)
-                content = content[: 8 * heads * layers * -(-tokens // 1024)]
+                content = content[: 8 * heads * layers * -(-tokens // (512 if packed else 1024))]
+            elif name == "packed":
+                content = content[: 2 * heads * layers * -(-tokens // 512)]
+            elif packed:
+                used = halves(flags[int(name.removeprefix("layer."))], tokens, HEAD_DIM)
+                content = b"".join(content[one.start : one.start + one.size] for one in used)
             else:
                 rows = tensor["shape"][2]
                 row = len(content) // (2 * tensor["shape"][0] * rows)
-                halves = range(0, len(content), rows * row)
-                content = b"".join(content[half : half + tokens * row] for half in halves)
+                places = range(0, len(content), rows * row)
+                content = b"".join(content[place : place + tokens * row] for place in places)
             kept.append(content)
         return b"".join(kept) + str(len(raw)).encode()
-    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, AttributeError, RuntimeError):
         return raw
 
 
@@ -191,7 +205,7 @@ def _other(value: Any, rng: random.Random) -> Any:
 
 def _newer(directory: Path, before: Path, rng: random.Random) -> str:
     path = directory / "manifest.json"
-    raw = json.loads(path.read_bytes()) | {"format": rng.choice([2, 7, 10**6])}
+    raw = json.loads(path.read_bytes()) | {"format": rng.choice([VERSION + 1, 7, 10**6])}
     _replace(path, json.dumps(raw).encode())
     return f"format {raw['format']}"
 
@@ -232,7 +246,7 @@ def _check(tiny: TinyContexts, generations: Path, place: Path, rng: random.Rando
     from triforce.offload.contexts.manifest import ContextError
 
     same = leaves_as_it_was(generations, place)
-    outcome = tiny.ask(place, which=rng.randrange(2))
+    outcome = tiny.ask(place, which=rng.randrange(2), undamaged=generations / "now")
     store = store_at(place)
     try:
         wrong = [reason for _, reason in store.verify(NAME) if reason]

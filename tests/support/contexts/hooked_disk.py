@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, Self, cast
 from triforce.offload.contexts.disk import Disk
 
 Event = tuple[Any, ...]
-"""What is done, then to what: `create path number`, `write number bytes`, `sync number`, `rename old new`,
-`link old new`, `remove path`, `make_directory path`, `sync_directory path`. Numbers are files in the order of
-creation."""
+"""What is done, then to what: `create path number`, `write number bytes`, `seek number offset`, `sync number`,
+`rename old new`, `link old new`, `remove path`, `make_directory path`, `sync_directory path`. Numbers are files in the
+order of creation."""
 
 
 class HookedDisk(Disk):
@@ -64,6 +64,10 @@ class _HookedFile:
     def write(self, content: memoryview) -> int:
         self._hook("write", self.number, bytes(content))
         return self._file.write(content)
+
+    def seek(self, offset: int) -> int:
+        self._hook("seek", self.number, offset)
+        return self._file.seek(offset)
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -118,6 +122,7 @@ class PowerCut:
         self._synced_names: dict[Path, int | None] = {}
         self._pending: list[tuple[Path, list[tuple[Path, int | bool | None]]]] = []  # changes by directory
         self._written: dict[int, bytes] = {}
+        self._place: dict[int, int] = {}  # where the next bytes go
         self._synced: dict[int, int] = {}  # bytes of each file
         for kind, *of in events:
             getattr(self, f"_{kind}")(*of)
@@ -130,11 +135,17 @@ class PowerCut:
         self._change(path.parent, (path, None))
 
     def _create(self, path: Path, number: int) -> None:
-        self._written[number], self._synced[number] = b"", 0
+        self._written[number], self._synced[number], self._place[number] = b"", 0, 0
         self._change(path.parent, (path, number))
 
     def _write(self, number: int, content: bytes) -> None:
-        self._written[number] += content
+        at, whole = self._place[number], self._written[number]
+        self._written[number] = whole[:at].ljust(at, b"\0") + content + whole[at + len(content) :]
+        self._synced[number] = min(self._synced[number], at)
+        self._place[number] = at + len(content)
+
+    def _seek(self, number: int, offset: int) -> None:
+        self._place[number] = offset
 
     def _sync(self, number: int) -> None:
         self._synced[number] = len(self._written[number])

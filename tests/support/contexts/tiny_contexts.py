@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import torch
+from decoded import decoded_context
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.contexts.disk import Disk
@@ -18,6 +21,8 @@ SEGMENT = 64
 NAME = "book"
 TEXT = random_tokens(150, seed=11)
 """Two whole segments and a part of a third."""
+
+HEAD_DIM = 16
 
 QUESTION = random_tokens(12, seed=12)
 NEW_TOKENS = 6
@@ -39,9 +44,11 @@ def store_at(root: Path, disk: Disk | None = None, most_bytes: int | None = None
 class TinyContexts:
     """An engine, and what it answers to `TEXT` and `QUESTION` with nothing saved."""
 
-    def __init__(self, model: Path) -> None:
-        self.model = model
-        self.engine = Engine.load(model, "none", device="cpu", dtype="float32", budget=32, store=store_at(Path("none")))
+    def __init__(self, model: Path, *, packed: bool = False) -> None:
+        """Args: `packed`: in bfloat16, with packed contexts; else in float32."""
+        self.model, self.packed = model, packed
+        kind: dict[str, Any] = {"dtype": "bfloat16", "pack": "on"} if packed else {"dtype": "float32"}
+        self.engine = Engine.load(model, "none", device="cpu", **kind, budget=32, store=store_at(Path("none")))
         prompt = TEXT + QUESTION
         self.want = [self.engine.generate(prompt, s, NEW_TOKENS, reuse=0).token_ids for s in SAMPLINGS]
 
@@ -57,20 +64,37 @@ class TinyContexts:
     def read(self, root: Path, tokens: list[int] = TEXT, name: str = NAME, disk: Disk | None = None) -> None:
         self.on(root, disk).read(tokens, name)
 
-    def ask(self, root: Path, name: str = NAME, which: int = 0, disk: Disk | None = None) -> str:
+    def ask(
+        self, root: Path, name: str = NAME, which: int = 0, disk: Disk | None = None, undamaged: Path | None = None
+    ) -> str:
         """Asks what is saved in `root`: the tokens must be those of a fresh reading, or the refusal must name the
-        context and a remedy. The outcome in a word."""
+        context and a remedy. The outcome in a word.
+
+        In bfloat16 a fresh reading may round otherwise: there, what is restored must be what is in the files of
+        `undamaged`, which is `root` itself by default.
+        """
         request = ContextRequest(name=name)
         try:
             result = self.on(root, disk).generate(TEXT + QUESTION, SAMPLINGS[which], NEW_TOKENS, contexts=request)
         except ContextError as error:
             assert name in str(error) and _REMEDY.search(str(error)), f"no help: {error}"
             return "refused"
-        assert result.token_ids == self.want[which], f"other tokens: {result.token_ids}, not {self.want[which]}"
         warnings, reused = result.stats["warnings"], result.stats["reused_tokens"]
+        if self.packed:
+            self._check_restored((undamaged or root) / name, reused)
+        else:
+            assert result.token_ids == self.want[which], f"other tokens: {result.token_ids}, not {self.want[which]}"
         assert all(name in line for line in warnings), warnings
         assert bool(warnings) or reused == store_at(root).load(name).saved
         return "damaged" if warnings else "whole"
+
+    def _check_restored(self, directory: Path, tokens: int) -> None:
+        cache = self.engine._kept.cache
+        assert cache
+        for layer, want in enumerate(decoded_context(directory) if tokens else []):
+            found = torch.cat(cache.blocks.export(layer, 0, tokens)(), dim=2)
+            same = found.view(torch.int16) == want[:, :, :tokens].contiguous().view(torch.int16)
+            assert bool(same.all()), f"other keys or values in layer {layer}: {(~same).nonzero()[0].tolist()}"
 
 
 def assert_whole(root: Path, tokens: list[int] = TEXT, name: str = NAME) -> None:

@@ -28,6 +28,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "to" and isinstance(args[1], torch.dtype) and self._simulator.memory(args[0]).host:
+            return self._converted(args[0], args[1])
         if name not in _HOST_READS:
             return func(*args, **kwargs)
         simulator, tensor = self._simulator, args[0]
@@ -45,6 +47,15 @@ class Calls(TorchFunctionMode):
             copy = tensor.clone()
         simulator.memory(copy).host = True
         return copy
+
+    def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Numbers of the host in another format: in inference mode a copy, which would be taken for one to a device."""
+        simulator = self._simulator
+        simulator.access(tensor, HOST, simulator.tick_host(), False, "to")
+        with simulator_off(simulator):
+            result = tensor.to(dtype)
+        simulator.memory(result).host = True
+        return result
 
 
 @contextmanager
@@ -135,9 +146,9 @@ class Operations(TorchDispatchMode):
             source = source.clone()
 
         def begin() -> None:
-            if target.is_floating_point():
+            if target.is_floating_point() or target.dtype == torch.uint8:
                 with simulator_off(self._simulator), torch.inference_mode():
-                    target.fill_(float("nan"))
+                    target.fill_(float("nan") if target.is_floating_point() else 255)  # which is no slot
 
         def copy() -> None:
             with simulator_off(self._simulator), torch.inference_mode():

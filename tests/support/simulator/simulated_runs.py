@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
+from triforce.kernels import packing
 from triforce.kernels.selection import use_kernels
 from triforce.offload.batch import reading, sequence, upkeep
 from triforce.offload.caches import full as full_caches
@@ -31,7 +33,7 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.planning import placement
 from triforce.offload.planning.placement import Placement
 from triforce.offload.speculation import noise, sampling
-from triforce.offload.transfer import streamed_blocks
+from triforce.offload.transfer import host_blocks, streamed_blocks
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -41,7 +43,22 @@ sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if thi
 from tiny import random_tokens, save_llama
 
 CPU = torch.device("cpu")
-SIZE, CHUNK, SLACK, CAPACITY = 16, 4, 24, 260
+CHUNK, SLACK = 4, 24
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How large blocks and caches are, and in which format; tolerances of what is computed."""
+
+    size: int
+    capacity: int
+    dtype: torch.dtype
+    packed: bool
+    tolerance: float
+
+
+RAW = Kind(16, 260, torch.float32, False, 1e-4)
+PACKED = Kind(64, 420, torch.bfloat16, True, 3e-2)
 
 
 class Broken(Exception):
@@ -55,6 +72,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         patches.enter_context(use_kernels(attention="plain", layers="plain"))
         likeliest = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
         patches.enter_context(patch.object(sampling, "_likeliest", likeliest))
+        patches.enter_context(patch.object(packing, "loaded", lambda: None))  # what is compiled is not seen here
         patches.enter_context(patch.object(noise, "_mostly_zero", lambda _: False))
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
@@ -64,14 +82,14 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         yield
 
 
-def make_decoders(directory: Path) -> list[Decoder]:
+def make_decoders(directory: Path, dtype: torch.dtype = torch.float32) -> list[Decoder]:
     """Tiny ones: three with more layers than the ring has buffers, which is what lets buffers be used again too early,
     and one with a single layer, where what follows a pass is closest to it."""
     shape = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2}
     made = []
     for num_layers in (4, 1):
         save_llama(directory / str(num_layers), num_hidden_layers=num_layers, num_key_value_heads=1, **shape)
-        made.append(Decoder.load(directory / str(num_layers), dtype=torch.float32, device=CPU))
+        made.append(Decoder.load(directory / str(num_layers), dtype=dtype, device=CPU))
     return [made[0]] * 3 + [made[1]]
 
 
@@ -80,7 +98,7 @@ def play(
 ) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
     saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. The kind `beside`, a prefill of
-    another sequence beside it, comes only where it is asked for.
+    another sequence beside it, comes only where it is asked for. Blocks of decoders in bfloat16 are packed.
 
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
@@ -98,8 +116,10 @@ def play(
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
         for module in (streamed_blocks, full_caches):  # a pass over more rows is a prefill
             stack.enter_context(patch.object(module, "FEW_ROWS", SLACK))
+        stack.enter_context(patch.object(host_blocks, "pack", _sometimes(random.Random(seed))))
         stack.enter_context(torch.inference_mode())
-        history = _History(decoders[seed % len(decoders)], simulator, chance)
+        decoder = decoders[seed % len(decoders)]
+        history = _History(decoder, simulator, chance, PACKED if decoder.dtype == PACKED.dtype else RAW)
         simulator.__enter__()
         try:
             for kind in kinds:
@@ -110,6 +130,16 @@ def play(
             raise
         simulator.__exit__(None, None, None)
     return simulator
+
+
+def _sometimes(chance: random.Random) -> Any:
+    """`pack`, after which some blocks are said not to be in their slots."""
+
+    def pack(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots, fits = packing.pack(blocks, slots)
+        return slots, fits if chance.random() < 0.7 else fits & False
+
+    return pack
 
 
 class _Breaking:
@@ -133,21 +163,23 @@ class _Breaking:
 
 
 class _History:
-    def __init__(self, decoder: Decoder, simulator: Simulator, chance: random.Random) -> None:
-        self.decoder, self.simulator, self.chance = decoder, simulator, chance
+    def __init__(self, decoder: Decoder, simulator: Simulator, chance: random.Random, kind: Kind) -> None:
+        self.decoder, self.simulator, self.chance, self.kind = decoder, simulator, chance, kind
         self.link = CudaLink(CPU, runtime=simulator.runtime())
-        self.tokens = torch.tensor(random_tokens(CAPACITY, seed=chance.randint(0, 9)))
-        self.capacity, self.resident = CAPACITY // 2, chance.choice([0, 0, 1, 3])
+        self.tokens = torch.tensor(random_tokens(kind.capacity, seed=chance.randint(0, 9)))
+        self.capacity, self.resident = kind.capacity // 2, chance.choice([0, 0, 1, 3])
         self.cache: Any = None
-        blocks = DeviceBlocks(decoder.part, dtype=torch.float32, device=CPU, capacity=CAPACITY, block_size=SIZE)
+        sizes = {"capacity": kind.capacity, "block_size": kind.size}
+        blocks = DeviceBlocks(decoder.part, dtype=kind.dtype, device=CPU, **sizes)
         self.plain = FullCache(decoder.part, decoder.rope, blocks, chunk_size=CHUNK)
         self.retrieval: RetrievalCache | None = None
         self.attended = False
         """Whether the last tokens' attention is known, by which chunks are chosen."""
 
     def new_cache(self) -> FullCache:
-        place = Placement.streaming(self.capacity, SIZE, self.resident, CHUNK)
-        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=torch.float32, device=CPU)
+        kind = self.kind
+        place = Placement.streaming(self.capacity, kind.size, self.resident, CHUNK, packed=kind.packed)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=kind.dtype, device=CPU)
         return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK)
 
     def step(self, kind: str | None = None) -> None:
@@ -170,7 +202,7 @@ class _History:
             self.rollback(max(1, self.cache.length - self.chance.choice([1, 3, 9, 30, 70])))
         elif kind == "refresh":
             self.refresh()
-        elif kind == "grow" and self.capacity < CAPACITY:
+        elif kind == "grow" and self.capacity < self.kind.capacity:
             self.grow()
         elif kind == "break":
             self.break_off()
@@ -191,7 +223,7 @@ class _History:
         self.attended = True
         with self.outside():
             want = self.decoder.forward(rows, self.plain, num_logits=min(n, 4))
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            self.compare(got, want)
         if self.retrieval:
             self.retrieval.update_tail()
             if draws:
@@ -223,7 +255,7 @@ class _History:
     def grow(self) -> None:
         """What a follow-up question does that needs more room."""
         self.retrieval, self.attended = None, False
-        self.capacity, old = CAPACITY, self.cache
+        self.capacity, old = self.kind.capacity, self.cache
         self.cache = self.new_cache()
         self.cache.move_from(old, self.plain.length)
 
@@ -250,11 +282,11 @@ class _History:
         self.retrieval, self.attended = None, False
         length, layers = self.cache.length, range(self.decoder.config.num_layers)
         self.cache.blocks.drain()
-        saved = [torch.cat(self.cache.blocks.export(layer, 0, length), dim=2) for layer in layers]
+        saved = [torch.cat(self.cache.blocks.export(layer, 0, length)(), dim=2) for layer in layers]
         with self.outside():
             for layer, found in enumerate(saved):
-                want = torch.cat(self.plain.blocks.export(layer, 0, length), dim=2)
-                torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+                want = torch.cat(self.plain.blocks.export(layer, 0, length)(), dim=2)
+                self.compare(found, want)
         if self.chance.random() < 0.5:
             self.simulator.synchronize()  # as `KeptCache` does before it drops one
             self.cache = self.new_cache()
@@ -269,8 +301,9 @@ class _History:
         """Another sequence, which begins with some of the tokens, is read in slices; this one goes on between them."""
         start, n = self.chance.randint(0, self.cache.length // CHUNK) * CHUNK, self.chance.randint(SLACK + 1, 60)
         rows = torch.tensor(random_tokens(n, seed=self.chance.randint(10, 19)))
-        place = Placement.streaming(64, SIZE, self.chance.choice([0, 1]), CHUNK)
-        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=torch.float32, device=CPU)
+        kind = self.kind
+        place = Placement.streaming(4 * kind.size, kind.size, self.chance.choice([0, 1]), CHUNK, packed=kind.packed)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=kind.dtype, device=CPU)
         prefix = self.cache if start else None
         other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
         slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
@@ -283,10 +316,11 @@ class _History:
             if self.capacity - self.cache.length >= 9 and self.chance.random() < 0.4:
                 self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
         with self.outside():
-            plain = DeviceBlocks(self.decoder.part, dtype=torch.float32, device=CPU, capacity=CAPACITY, block_size=SIZE)
+            sizes = {"capacity": kind.capacity, "block_size": kind.size}
+            plain = DeviceBlocks(self.decoder.part, dtype=kind.dtype, device=CPU, **sizes)
             whole = FullCache(self.decoder.part, self.decoder.rope, plain, chunk_size=CHUNK)
             want = self.decoder.forward(torch.cat([self.tokens[:start], rows]), whole, num_logits=4)
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            self.compare(got, want)
         self.simulator.synchronize()  # as is done before a sequence's memory is freed
 
     def end(self) -> None:
@@ -294,6 +328,9 @@ class _History:
         self.link.traffic()
         self.link.close()
         self.retrieval = self.cache = None
+
+    def compare(self, found: torch.Tensor, want: torch.Tensor) -> None:
+        torch.testing.assert_close(found, want, atol=self.kind.tolerance, rtol=self.kind.tolerance)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -317,10 +354,11 @@ def main() -> None:
     torch.set_num_threads(1)
     began, checked = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as directory:
-        decoders = make_decoders(Path(directory))
+        decoders = [make_decoders(Path(directory) / str(kind.size), kind.dtype) for kind in (RAW, RAW, PACKED)]
         for seed in range(options.first, options.first + options.histories):
             kinds = (None, None, "beside") * 3 if seed % 10 > 7 else (None,) * 8
-            checked += play(decoders, seed, deferred=bool(seed // 4 % 2), kinds=kinds).operations
+            of_seed = decoders[seed // 8 % len(decoders)]
+            checked += play(of_seed, seed, deferred=bool(seed // 4 % 2), kinds=kinds).operations
             if seed % 500 == 499:
                 print(
                     f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"

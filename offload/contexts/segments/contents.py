@@ -1,0 +1,105 @@
+"""What a segment holds: the keys and values of up to `SEGMENT` consecutive tokens of a context, or of some KV heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ....kernels.slots import Layout
+
+SEGMENT = 16_384
+"""Tokens of a segment, but for the last one of a context, which may have fewer."""
+
+RUN = 1024
+"""Consecutive positions with a checksum for each layer and KV head, where they are not packed."""
+
+PACKED_RUN = 512
+"""The same where they are packed. The keys of a KV head at these positions are packed together, and so are the values.
+Blocks that stream to GPUs are whole multiples of it."""
+
+DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+"""What safetensors calls a number format, and the bytes of a number."""
+
+PACKABLE = "bfloat16"
+"""The number format that can be packed."""
+
+
+class DamagedError(Exception):
+    """A file that does not hold what it must. The message says what is wrong, without its name."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the keys and values of a token are, of a whole model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """PyTorch's name for it, such as `bfloat16`."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key, or of a value."""
+        return self.head_dim * DTYPES[self.dtype][1]
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+
+    def saved_bytes(self, tokens: int, packed: bool) -> int:
+        """Bytes that the keys and values of so many tokens take in files, about: if packed, as if all packed."""
+        share = Layout(1, PACKED_RUN, self.head_dim).slot_bytes / (PACKED_RUN * self.row_bytes) if packed else 1
+        return round(tokens * self.token_bytes * share)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a segment's file holds."""
+
+    shape: Shape
+    fingerprint: str
+    """Of the model, see `fingerprint`."""
+    first: int
+    """Position of the first token."""
+    tokens: int
+    chain: str
+    """See `chained`: of all token ids from the first of the context to the last of the segment."""
+    kv_heads: tuple[int, int]
+    """The model's KV heads that are in the file: the first, and the one behind the last."""
+    packed: bool = False
+    """Whether keys and values are packed, where that takes less; only in bfloat16."""
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads[1] - self.kv_heads[0]
+
+    @property
+    def run(self) -> int:
+        """Consecutive positions that have a checksum for each layer and KV head."""
+        return PACKED_RUN if self.packed else RUN
+
+    @property
+    def runs(self) -> int:
+        return self.runs_of(self.tokens)
+
+    def runs_of(self, tokens: int) -> int:
+        """Runs that hold the first `tokens` tokens."""
+        return -(-tokens // self.run)
+
+    def bounds(self, run: int) -> tuple[int, int]:
+        """The first token of a run, and the one behind its last, counted in the segment."""
+        return run * self.run, min((run + 1) * self.run, self.tokens)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the checksums."""
+        return 8 * self.shape.num_layers * self.heads * self.runs
+
+
+def chained(chain: str, token_ids: Sequence[int]) -> str:
+    """The hash of `chain` and the token ids after it; the first chain of a context is its model's fingerprint."""
+    return xxhash.xxh3_128_hexdigest(chain.encode() + np.asarray(token_ids, dtype="<i4").tobytes())

@@ -1,0 +1,228 @@
+"""Where things are in a segment's file, and its header: it is a safetensors file, written once.
+
+There are two layouts. *Raw*, format 1: a tensor a layer, `[num_kv_heads, 2, tokens, head_dim]` (keys, then values,
+rotated by their positions), the tokens padded up to a multiple of 4,096 bytes; then the token ids; then checksums, one
+for each layer, KV head and run of `RUN` positions.
+
+*Packed*, format 2, of keys and values in bfloat16: a tensor of bytes a layer. It has the KV heads one after another,
+each beginning at a multiple of 4,096 bytes; a head has its runs of `PACKED_RUN` positions, a run its keys, then its
+values. Each of these *halves* of a run is either a slot, as `kernels.packing` describes it, or raw `[tokens, head_dim]`
+where it does not fit into a slot or takes no less there; it begins at a multiple of 64 bytes. In a slot the tokens of
+the last run are padded up to a multiple of 64 by repeating the last one. Then come `packed`, a byte for each layer, KV
+head, run and half that says whether it is a slot, the token ids, and checksums of the runs as they are in the file.
+
+In both every tensor begins at a multiple of 4,096 bytes, so that files can be read past the page cache, and a layer is
+read in one piece. A file may hold some of the model's KV heads, those of one rank. Its header follows from `Contents`,
+and from what is packed: a reader that knows what a file must hold compares the header byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from math import gcd
+from typing import Any, Self
+
+import numpy as np
+
+from ....kernels.slots import GROUP, Layout
+from .contents import DTYPES, PACKABLE, Contents
+
+_ALIGNMENT = 4096
+
+_HALF_ALIGNMENT = 64
+"""Bytes that a half of a packed run begins at a multiple of, as slots do."""
+
+
+class SegmentLayout(ABC):
+    """Where things are in a file, in bytes. Heads count from the file's first, runs from the segment's first."""
+
+    header: bytes
+    """The header of a safetensors file: its length (8 bytes), JSON, and spaces up to `data_start`."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+
+    @property
+    def data_start(self) -> int:
+        """Where the first layer begins."""
+        return len(self.header)
+
+    @property
+    @abstractmethod
+    def ids_start(self) -> int: ...
+
+    @property
+    def sums_start(self) -> int:
+        return self.ids_start + aligned(4 * self.contents.tokens)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.sums_start + aligned(self.contents.sums_bytes)
+
+    def _described(self, kind: str, sizes: list[list[int]], layer_bytes: list[int], flags: int | None) -> bytes:
+        """The JSON of a header.
+
+        Args:
+            kind, sizes, layer_bytes: number format, shape and bytes of the layers' tensors.
+            flags: bytes of `packed`; `None` where there is none.
+        """
+        contents = self.contents
+        described: dict[str, object] = {
+            "__metadata__": {
+                "format": "triforce-kv-1" if flags is None else "triforce-kv-2",
+                "fingerprint": contents.fingerprint,
+                "first": str(contents.first),
+                "tokens": str(contents.tokens),
+                "chain": contents.chain,
+                "kv_heads": f"{contents.kv_heads[0]}:{contents.kv_heads[1]} of {contents.shape.num_kv_heads}",
+            }
+        }
+        at = 0
+        for layer, (size, num_bytes) in enumerate(zip(sizes, layer_bytes, strict=True)):
+            described[f"layer.{layer}"] = {"dtype": kind, "shape": size, "data_offsets": [at, at + num_bytes]}
+            at += num_bytes
+        for name, dtype, width, used in (
+            ("packed", "U8", 1, flags),
+            ("token_ids", "I32", 4, 4 * contents.tokens),
+            ("checksums", "U64", 8, contents.sums_bytes),
+        ):
+            if used is not None:
+                room = aligned(used)
+                described[name] = {"dtype": dtype, "shape": [room // width], "data_offsets": [at, at + room]}
+                at += room
+        return json.dumps(described, separators=(",", ":")).encode()
+
+
+class RawLayout(SegmentLayout):
+    """Keys and values as they are."""
+
+    def __init__(self, contents: Contents) -> None:
+        super().__init__(contents)
+        layers, heads, shape = contents.shape.num_layers, contents.heads, contents.shape
+        size = [heads, 2, self.padded, shape.head_dim]
+        kind, _ = DTYPES[shape.dtype]
+        described = self._described(kind, [size] * layers, [2 * heads * self.half_bytes] * layers, None)
+        self.header = framed(described, aligned(8 + len(described)))
+
+    @property
+    def padded(self) -> int:
+        """Tokens that the file has room for."""
+        row = self.contents.shape.row_bytes
+        granule = 64 * (_ALIGNMENT // gcd(_ALIGNMENT, 64 * row))
+        return -(-self.contents.tokens // granule) * granule
+
+    @property
+    def half_bytes(self) -> int:
+        """Of the keys, or the values, of one head in one layer."""
+        return self.padded * self.contents.shape.row_bytes
+
+    def half_start(self, layer: int, head: int, half: int) -> int:
+        """Where in the file the keys (`half` 0) or values (1) of a head begin."""
+        return self.data_start + ((layer * self.contents.heads + head) * 2 + half) * self.half_bytes
+
+    @property
+    def ids_start(self) -> int:
+        return self.half_start(self.contents.shape.num_layers, 0, 0)
+
+
+class PackedLayout(SegmentLayout):
+    """Keys and values packed, but for some halves of runs."""
+
+    def __init__(self, contents: Contents, packed: np.ndarray) -> None:
+        """Args: `packed` is `flags_shape(contents)` bool: which halves of runs are."""
+        super().__init__(contents)
+        self.packed = packed
+        sizes = np.where(packed, slot_sizes(contents), raw_sizes(contents))
+        self._size = sizes
+        ends = sizes.reshape(*sizes.shape[:2], -1).cumsum(2)
+        self._within = (ends - sizes.reshape(ends.shape)).reshape(sizes.shape)
+        """Where a half begins, counted from its head's beginning."""
+        self._head_bytes = aligned(ends[:, :, -1])
+        self._head_start = (self._head_bytes.cumsum() - self._head_bytes.ravel()).reshape(self._head_bytes.shape)
+        # A header is written last, when it is known what fits into slots: where nothing does, it is the longest.
+        all_raw = [contents.heads * aligned(2 * int(raw_sizes(contents).sum()))] * contents.shape.num_layers
+        room = aligned(8 + len(self._json(all_raw)))
+        self.header = framed(self._json([int(size) for size in self._head_bytes.sum(1)]), room)
+
+    @classmethod
+    def of(cls, contents: Contents, flags: bytes) -> Self:
+        """Args: `flags` are `packed` as the file has them."""
+        return cls(contents, np.frombuffer(flags, dtype=bool).reshape(flags_shape(contents)))
+
+    @property
+    def ids_start(self) -> int:
+        return self.flags_start + aligned(self.packed.size)
+
+    @property
+    def flags_start(self) -> int:
+        return self.data_start + int(self._head_bytes.sum())
+
+    def half_start(self, layer: int, head: int, run: int, half: int) -> int:
+        """Where in the file the keys (`half` 0) or values (1) of a run begin."""
+        return self.data_start + int(self._head_start[layer, head] + self._within[layer, head, run, half])
+
+    def half_bytes(self, layer: int, head: int, run: int, half: int) -> int:
+        return int(self._size[layer, head, run, half])
+
+    def run_stop(self, layer: int, head: int, run: int) -> int:
+        """Where in the file a run ends."""
+        return self.half_start(layer, head, run, 1) + self.half_bytes(layer, head, run, 1)
+
+    def _json(self, layer_bytes: list[int]) -> bytes:
+        return self._described("U8", [[size] for size in layer_bytes], layer_bytes, self.packed.size)
+
+    @classmethod
+    def tail_bytes(cls, contents: Contents) -> int:
+        """Bytes of a file from the flags of what is packed to its end: of any file with these contents."""
+        flags = int(np.prod(flags_shape(contents)))
+        return aligned(flags) + aligned(4 * contents.tokens) + aligned(contents.sums_bytes)
+
+
+def flags_shape(contents: Contents) -> tuple[int, int, int, int]:
+    """Layers, KV heads, runs and halves of what is, or is not, packed."""
+    return contents.shape.num_layers, contents.heads, contents.runs, 2
+
+
+def slot_layout(contents: Contents, run: int) -> Layout:
+    """The slot of a half of a run."""
+    start, stop = contents.bounds(run)
+    return Layout(1, -(-(stop - start) // GROUP) * GROUP, contents.shape.head_dim)
+
+
+def slot_sizes(contents: Contents) -> np.ndarray:
+    """Bytes of the slot of a half of each run: `[runs, 1]`."""
+    return _by_run(contents, [slot_layout(contents, run).slot_bytes for run in _unlike(contents)])
+
+
+def raw_sizes(contents: Contents) -> np.ndarray:
+    """Bytes of a half of each run that is not packed: `[runs, 1]`."""
+    tokens = (stop - start for start, stop in map(contents.bounds, _unlike(contents)))
+    return _by_run(contents, [aligned(each * contents.shape.row_bytes, _HALF_ALIGNMENT) for each in tokens])
+
+
+def pays(contents: Contents) -> np.ndarray:
+    """Of which runs a slot takes less than the raw half: `[runs]` bool."""
+    packable = contents.shape.dtype == PACKABLE
+    return (slot_sizes(contents) < raw_sizes(contents))[:, 0] & packable
+
+
+def _unlike(contents: Contents) -> tuple[int, int]:
+    """The first run and the last one, which may be shorter; all others are like the first."""
+    return 0, contents.runs - 1
+
+
+def _by_run(contents: Contents, sizes: list[int]) -> np.ndarray:
+    found = np.full((contents.runs, 1), sizes[0], dtype=np.int64)
+    found[-1] = sizes[1]
+    return found
+
+
+def framed(described: bytes, size: int) -> bytes:
+    """The header of a safetensors file with this JSON, in so many bytes."""
+    return (size - 8).to_bytes(8, "little") + described.ljust(size - 8)
+
+
+def aligned(size: Any, alignment: int = _ALIGNMENT) -> Any:
+    """`size`, or each of several, rounded up to a multiple of `alignment`."""
+    return -(-size // alignment) * alignment

@@ -1,0 +1,198 @@
+"""The blocks of one layer in host memory, as they are or packed, and what it takes to reach them.
+
+A packed block is a slot of `kernels.packing`, keys and values of all heads in one, in three quarters of the bytes. That
+is what crosses the link; it is packed on the device as it leaves and unpacked there as it arrives (`ring`). A block
+that does not fit into its slot is kept as it is, in memory that is taken a block at a time and used again (`Overflow`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+
+import psutil
+import torch
+from torch import Tensor
+
+from ...kernels.chunks import gather_chunks
+from ...kernels.packing import gather_packed, pack, unpack
+from ...tp.errors import CapacityError
+from ..planning.placement import block_slot
+from .link import Link
+
+
+class HostBlocks(ABC):
+    """Blocks `[2, num_kv_heads, block_size, head_dim]` of one layer in host memory."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Host memory that was taken for all of them."""
+
+    @abstractmethod
+    def at(self, index: int) -> Tensor:
+        """What crosses the link of a block: the block, or its slot, `[slot_bytes]` uint8."""
+
+    @abstractmethod
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts `block`, on the device, into `buffer` there, as it will lie in host memory: what to copy from there, and
+        where to. A block of this index has no copies under way."""
+
+    @abstractmethod
+    def read(self, first: int, stop: int) -> Tensor:
+        """Blocks `first` to `stop` in host memory: themselves, or copies."""
+
+    @abstractmethod
+    def room(self, count: int) -> Tensor:
+        """Host memory in which `count` blocks can be put together for `write`."""
+
+    @abstractmethod
+    def write(self, blocks: Tensor) -> None:
+        """Takes over the first blocks, from host memory."""
+
+    @abstractmethod
+    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
+        """Keys (`part` 0) or values (1) of `chunks` `[num_kv_heads, count]` of blocks that are written, in host memory:
+        `[num_kv_heads, count * chunk_size, head_dim]`."""
+
+
+class RawBlocks(HostBlocks):
+    """Blocks as they are."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        """Args: `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of the link's host memory."""
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes
+
+    def at(self, index: int) -> Tensor:
+        return self.blocks[index]
+
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        buffer.copy_(block)
+        return buffer, self.blocks[index]
+
+    def read(self, first: int, stop: int) -> Tensor:
+        return self.blocks[first:stop]
+
+    def room(self, count: int) -> Tensor:
+        return self.blocks[:count]
+
+    def write(self, blocks: Tensor) -> None:
+        if blocks.data_ptr() != self.blocks.data_ptr():
+            self.blocks[: len(blocks)] = blocks
+
+    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
+        return gather_chunks(self.blocks[:, part], chunks, chunk_size)
+
+
+class Overflow:
+    """Blocks that did not fit into their slots, of all layers. Memory for them is taken a block at a time, and kept."""
+
+    def __init__(self, link: Link, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._link, self._shape, self._dtype = link, shape, dtype
+        self._free: list[Tensor] = []
+        self.blocks = 0
+        """That there is memory for."""
+
+    def take(self) -> Tensor:
+        """Memory for a block.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        if self._free:
+            return self._free.pop()
+        size = prod(self._shape) * self._dtype.itemsize
+        if psutil.virtual_memory().available < size:
+            raise CapacityError(
+                f"{self.blocks + 1:,} blocks of the KV cache do not pack, and no memory is left to keep one more as it "
+                "is; give --pack off, free memory, or shorten the prompt"
+            )
+        self.blocks += 1
+        return self._link.host_memory((1, *self._shape), self._dtype)[0]
+
+    def give_back(self, block: Tensor) -> None:
+        self._free.append(block)
+
+
+class PackedBlocks(HostBlocks):
+    """Blocks in slots, but for those that do not fit into them."""
+
+    def __init__(self, slots: Tensor, overflow: Overflow, shape: Sequence[int]) -> None:
+        """Args:
+        slots: `[num_blocks, slot_bytes]` uint8 of the link's host memory.
+        shape: of a block.
+        """
+        self._slots, self._overflow, self._shape = slots, overflow, shape
+        self._layout = block_slot(*shape[1:])
+        slots[:, self._layout.starts : self._layout.exceptions].zero_()  # unwritten ones have no exceptions
+        self._raw: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.nbytes
+
+    def at(self, index: int) -> Tensor:
+        return self._raw.get(index, self._slots[index])
+
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        slot = slot_in(buffer, self._layout.slot_bytes)
+        _, fits = pack(block.flatten(0, 1), slot)
+        self._note(index, bool(fits))
+        if index not in self._raw:
+            return slot, self._slots[index]
+        buffer.copy_(block)
+        return buffer, self._raw[index]
+
+    def _note(self, index: int, fits: bool) -> None:
+        """Whether a block is in its slot; memory for it elsewhere if not."""
+        if fits and index in self._raw:
+            self._overflow.give_back(self._raw.pop(index))
+        elif not fits and index not in self._raw:
+            self._raw[index] = self._overflow.take()
+
+    def read(self, first: int, stop: int) -> Tensor:
+        found = self.room(stop - first)
+        unpack(self._slots[first:stop], found.flatten(1, 2))
+        for index in range(first, stop):
+            if index in self._raw:
+                found[index - first] = self._raw[index]
+        return found
+
+    def room(self, count: int) -> Tensor:
+        return self._slots.new_empty((count, *self._shape), dtype=torch.bfloat16)
+
+    def write(self, blocks: Tensor) -> None:
+        _, fits = pack(blocks.flatten(1, 2), self._slots[: len(blocks)])
+        for index, (block, fit) in enumerate(zip(blocks, fits.tolist(), strict=True)):
+            self._note(index, fit)
+            if not fit:
+                self._raw[index].copy_(block)
+
+    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
+        num_kv_heads = self._shape[1]
+        tokens = (chunks.unsqueeze(2) * chunk_size + torch.arange(chunk_size)).flatten(1)
+        found = gather_packed(self._slots, self._layout, part * num_kv_heads, tokens)
+        for index, block in self._raw.items():
+            here = tokens // self._layout.tokens == index
+            head, place = here.nonzero(as_tuple=True)
+            found[head, place] = block[part, head, tokens[here] % self._layout.tokens]
+        return found
+
+
+def slot_in(buffer: Tensor, slot_bytes: int) -> Tensor:
+    """Room for a slot `[slot_bytes]` uint8 in a buffer that is larger."""
+    return buffer.view(torch.uint8).view(-1)[:slot_bytes]

@@ -1,0 +1,240 @@
+"""Blocks that stream packed are those that would stream raw, bit for bit, in three quarters of the bytes."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from oracles import kv_block
+from tiny import random_tokens, save_llama
+from triforce.kernels.packing import pack
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.planning.placement import Placement, block_slot
+from triforce.offload.transfer import host_blocks
+from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
+from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.errors import CapacityError
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+SIZE, CHUNK, CAPACITY = 128, 8, 1500
+
+
+@pytest.fixture
+def link():
+    link = ThreadLink()
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory) -> ModelConfig:
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, num_key_value_heads=2, num_hidden_layers=2)
+    return Decoder.load(directory, dtype=torch.bfloat16, device=CPU).part
+
+
+def bits(values):
+    return values.contiguous().view(torch.int16)
+
+
+class Twins:
+    """The same keys and values in blocks that stream packed and in blocks that stream raw."""
+
+    def __init__(self, part, link, resident, kind, seed):
+        self.part, self.rng, self.length = part, random.Random(seed), 0
+        self.link, self.resident = link, resident
+        shape = (2, part.num_layers, part.num_kv_heads, CAPACITY, part.head_dim)
+        self.kv = kv_block(kind, shape, seed)
+        self.all = [self.make(CAPACITY, packed) for packed in (True, False)]
+
+    def make(self, capacity, packed) -> Any:
+        placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, packed=packed)
+        return StreamedBlocks(self.part, self.link, placement, dtype=torch.bfloat16, device=CPU)
+
+    def same(self, what):
+        """What both give is the same."""
+        one, other = map(what, self.all)
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+    def add(self, n):
+        """A pass over so many tokens, a prefill if they are many."""
+        n = min(n, CAPACITY - self.length)
+        for blocks in self.all:
+            blocks.prepare(self.length, n)
+        for layer in range(self.part.num_layers):
+            k, v = self.kv[:, layer, :, self.length : self.length + n]
+            for blocks in self.all:
+                blocks.append(layer, self.length, k, v)
+            self.same(lambda blocks: [b.clone() for _, b in blocks.pieces(layer, 0, self.length + n)])  # noqa: B023
+        self.length += n
+
+    def step(self):
+        kind = self.rng.choice(["few", "few", "few", "many", "rollback", "gather", "export", "restore", "grow"])
+        layer = self.rng.randrange(self.part.num_layers)
+        if kind in ("few", "many") or not self.length:
+            self.add(self.rng.randint(1, 90) if kind == "few" else self.rng.randint(513, 700))
+        elif kind == "rollback":
+            self.length = max(0, self.length - self.rng.choice([1, 60, 200, 500]))
+            for blocks in self.all:
+                blocks.rollback(self.length)
+        elif kind == "gather" and self.length >= CHUNK:
+            g = torch.Generator().manual_seed(self.rng.randrange(2**31))
+            chunks = torch.randint(self.length // CHUNK, (self.part.num_kv_heads, 9), generator=g)
+            self.same(lambda blocks: blocks.gather(layer, chunks, CHUNK))
+        elif kind in ("export", "restore"):
+            for blocks in self.all:
+                blocks.drain()
+            start = self.rng.randint(0, self.length) if kind == "export" else 0
+            found = [torch.cat(blocks.export(layer, start, self.length)(), dim=2) for blocks in self.all]
+            assert torch.equal(*map(bits, found))
+            if kind == "restore":
+                self.restore(self.rng.randint(1, self.length))
+        elif kind == "grow":
+            grown = [self.make(CAPACITY, packed) for packed in (True, False)]
+            for blocks, old in zip(grown, self.all, strict=True):
+                assert blocks.move_from(old, self.length)
+            self.all = grown
+
+    def restore(self, stop):
+        self.length = stop
+        for layer in range(self.part.num_layers):
+
+            def read(pieces, of=self.kv[:, layer]):
+                at = 0
+                for piece in pieces:
+                    piece.copy_(of[:, :, at : at + piece.shape[2]])
+                    at += piece.shape[2]
+                assert at == stop
+
+            for blocks in self.all:
+                blocks.restore(layer, stop, read)
+
+
+@pytest.mark.parametrize("kind", ["normal", "some zeros", "any bits"])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow(keep=9)
+def test_packed_blocks_are_the_raw_ones_whatever_is_done_with_them(part, link, kind, seed):
+    twins = Twins(part, link, random.Random(seed).choice([0, 1, 3]), kind, seed)
+    for _ in range(14):
+        twins.step()
+    packed, raw = twins.all
+    for blocks in (packed, raw):
+        blocks.drain()
+    held = sum(len(host._raw) for host in packed._host)
+    assert held + len(packed._overflow._free) == packed._overflow.blocks, "memory that is not used any more is kept"
+    assert kind != "normal" or not packed._overflow.blocks
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+def test_packed_blocks_cross_the_link_in_three_quarters_of_the_bytes(part, link, resident):
+    twins = Twins(part, link, resident, "normal", 1)
+    twins.add(1300)
+    crossed = []
+    for blocks in twins.all:
+        before = link.traffic()
+        blocks.prepare(1300, 1)
+        for layer in range(part.num_layers):
+            blocks.append(layer, 1300, *twins.kv[:, layer, :, 1300:1301])
+            list(blocks.pieces(layer, 0, 1301))
+        crossed.append(link.traffic().since(before).bytes_in)
+    away = (1300 // SIZE - resident) * part.num_layers
+    slot = block_slot(part.num_kv_heads, SIZE, part.head_dim).slot_bytes
+    assert crossed == [away * slot, away * SIZE * part.kv_bytes_per_token(torch.bfloat16) // part.num_layers]
+    assert crossed[0] < 0.775 * crossed[1]
+    host = [twins.all[0]._host[0]._slots.nbytes, twins.all[1]._host[0].blocks.nbytes]
+    assert host[0] < 0.775 * host[1]
+
+
+def test_a_block_that_does_not_pack_takes_memory_only_as_long_as_it_is_there(link):
+    shape = (2, 2, 64, 16)
+    overflow = Overflow(link, shape, torch.bfloat16)
+    slots = link.host_memory((3, block_slot(2, 64, 16).slot_bytes), torch.uint8)
+    host, buffer = PackedBlocks(slots, overflow, shape), torch.zeros(shape, dtype=torch.bfloat16)
+    fits, odd = kv_block("normal", shape, 1), kv_block("any bits", shape, 2)
+    for index, block in ((0, odd), (1, fits), (0, fits), (2, odd), (2, odd), (0, odd)):
+        source, target = host.leave(index, block, buffer)
+        target.copy_(source)
+        assert torch.equal(bits(host.read(index, index + 1)[0]), bits(block))
+        assert host.at(index).dtype == (torch.bfloat16 if block is odd else torch.uint8)
+    assert overflow.blocks == 2 and not overflow._free
+
+
+def test_no_memory_for_a_block_that_does_not_pack_is_said(link, monkeypatch):
+    class Nothing:
+        available = 0
+
+    monkeypatch.setattr(host_blocks.psutil, "virtual_memory", Nothing)
+    with pytest.raises(CapacityError, match=r"1 blocks of the KV cache do not pack.*--pack off"):
+        Overflow(link, (2, 2, 64, 16), torch.bfloat16).take()
+
+
+def test_what_is_gathered_from_packed_blocks_is_what_is_gathered_from_raw_ones(link):
+    shape = (2, 3, 128, 32)
+    blocks = torch.stack([kv_block(kind, shape, 3) for kind in ("normal", "any bits", "some zeros", "far below")])
+    raw = RawBlocks(blocks)
+    packed = PackedBlocks(link.host_memory((4, block_slot(3, 128, 32).slot_bytes), torch.uint8),
+                          Overflow(link, shape, torch.bfloat16), shape)  # fmt: skip
+    packed.write(blocks)
+    assert pack(blocks.flatten(1, 2))[1].tolist()[:2] == [True, False]
+    for chunk_size in (1, 8, 24, 64, 128):
+        chunks = torch.randint(4 * 128 // chunk_size, (3, 50), generator=torch.Generator().manual_seed(chunk_size))
+        if 128 % chunk_size == 0:
+            for half in (0, 1):
+                got, want = (one.gather(half, chunks, chunk_size) for one in (packed, raw))
+                assert torch.equal(bits(got), bits(want))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    save_llama(root / "target", seed=1, num_key_value_heads=2, head_dim=32)
+    return root / "target", root / "draft"
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.slow(keep=3)
+def test_a_run_that_streams_packed_writes_the_tokens_of_one_that_streams_raw(models, seed):
+    rng = random.Random(seed)
+    settings = {
+        "tiers": rng.choice([1, 2, 3]),
+        "budget": rng.choice([32, 128]),
+        "chunk_size": rng.choice([1, 8, 16]),
+        "block_length": rng.choice([1, 6, 30]),
+        "draft_length": rng.choice([1, 4]),
+        "refresh": rng.choice(["round", 3, "never"]),
+        "resident": rng.choice([0, 0, 1e-4]),
+    }
+    sampling = rng.choice([Sampling(0.0), Sampling(rng.choice([0.7, 1.1]), 0.95, 0, seed)])
+    text = random_tokens(rng.choice([300, 800, 1500, 2600]), seed=seed)
+    questions = [random_tokens(rng.choice([3, 40, 600]), seed=seed + 1), random_tokens(20, seed=seed + 2)]
+    found = []
+    for pack_it in ("on", "off"):
+        engine = Engine.load(*models, device="cpu", dtype="bfloat16", pack=pack_it, **settings)
+        runs = [engine.generate(text + question, sampling, 40, ignore_eos=True).stats for question in questions]
+        found.append([(run["token_ids"], run["reused_tokens"], run["acceptance"]) for run in runs])
+        streamed = runs[-1]["link"]["bytes_streamed"]
+        found[-1].append(streamed)
+    assert found[0][:-1] == found[1][:-1]
+    assert found[0][-1] <= 0.775 * found[1][-1] or not found[1][-1]
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.slow(keep=1)
+def test_sequences_that_share_a_text_share_its_packed_blocks(models, tiers):
+    text, found = random_tokens(1900, seed=4), []
+    requests = [Request(text + random_tokens(n, seed=n), Sampling(0.0), 24, ignore_eos=True) for n in (9, 60, 700)]
+    for pack_it in ("on", "off"):
+        settings: Any = {"tiers": tiers, "resident": 0, "budget": 128, "block_length": 6, "draft_length": 2}
+        engine = Engine.load(*models, device="cpu", dtype="bfloat16", pack=pack_it, refresh="round", **settings)
+        batch = engine.batch(requests)
+        list(batch)
+        statistics = [sequence.statistics for sequence in batch.sequences]
+        found.append([one.token_ids for one in statistics])
+        assert batch.document(1)["settings"]["packed"] == (pack_it == "on")
+        batch.close()
+    assert found[0] == found[1] and all(len(tokens) == 24 for tokens in found[0])
