@@ -26,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_load import CHAT, Load, ask, connection, http_request, metrics, upload_request
+sys.path.append(str(Path(__file__).parents[1]))  # where `serving` is, if this is run as a script
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
+
+from serving.bodies import CHAT
+from serving.load import Load, ask, connection, http_request, metrics, upload_request
 
 _QUESTION = "What did they say to each other in chapter {}, and why?"
 _PATIENCE_S = 1800.0

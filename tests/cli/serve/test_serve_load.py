@@ -5,7 +5,7 @@ import random
 import threading
 
 import pytest
-from serve_load import Load
+from serving.load import Load
 
 COMPLETION = "/v1/completions"
 

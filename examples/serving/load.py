@@ -18,24 +18,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-CHAT, COMPLETION, CONTEXTS = "/v1/chat/completions", "/v1/completions", "/v1/contexts"
+from .bodies import CHAT, COMPLETION, BodyFuzzer
+
+CONTEXTS = "/v1/contexts"
 PROMPTS = ("It was", "She said that", "In the morning,", "Why?", "Once upon a time there was a king who", "No.")
 PROBE = {"prompt": "The house stood", "temperature": 0, "max_tokens": 16}
 _REFUSALS = (400, 404, 413, 429, 503)
 _SMALL_BUFFER = 4096
-_MESSAGES = [{"role": "user", "content": "Why?"}]
-_ODD: list[Any] = [
-    *(None, True, False, -1, 0, 0.5, 1e308, -1e308, 10**30, "", "1", "\x00", "é" * 50, "\ud800", [], [None], [[]], {}),
-    *({"": 1}, {"role": "user"}, [{"role": "user", "content": 3}], [1, -5, 10**12], ["a"] * 50, "../../etc/passwd"),
-    *("<script>alert(1)</script>", [{"type": "text", "text": "a"}], {"type": "json_object"}),
-]
-_FIELDS = (
-    *("model", "messages", "prompt", "context", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
-    *("seed", "stop", "n", "stream", "stream_options", "return_progress", "timings_per_token", "logprobs", "user"),
-    *("top_logprobs", "frequency_penalty", "presence_penalty", "logit_bias", "best_of", "echo", "suffix", "tools"),
-    *("tool_choice", "functions", "function_call", "response_format", "modalities", "metadata", "store", "min_p"),
-    *("ignore_eos", "repetition_penalty", "audio", "prediction", "reasoning_effort", "unknown", "__class__", ""),
-)
 
 
 @dataclass(frozen=True)
@@ -339,43 +328,3 @@ class Load:
         with self._lock:
             if len(self._failures) < 100:
                 self._failures.append(what)
-
-
-class BodyFuzzer:
-    """Draws bodies; a valid one among them asks for at most four tokens, or what the server's default is."""
-
-    def __init__(self, draw: random.Random) -> None:
-        self._draw = draw
-
-    def body(self) -> tuple[str, bytes]:
-        """A path and a body."""
-        draw, path = self._draw, self._draw.choice((CHAT, COMPLETION))
-        fields: dict[str, Any] = {"max_tokens": draw.randrange(1, 5)}
-        fields |= {"messages": _MESSAGES} if path == CHAT else {"prompt": "It was"}
-        for _ in range(draw.randrange(1, 4)):
-            fields[draw.choice(_FIELDS)] = self._value()
-        if draw.random() < 0.2:
-            fields.pop(draw.choice(list(fields)))
-        return path, self._broken(json.dumps(fields).encode())
-
-    def _value(self, depth: int = 0) -> Any:
-        draw = self._draw
-        if depth < 3 and draw.random() < 0.2:
-            return {draw.choice(_FIELDS): self._value(depth + 1) for _ in range(draw.randrange(3))}
-        if depth < 3 and draw.random() < 0.2:
-            return [self._value(depth + 1) for _ in range(draw.randrange(4))]
-        return draw.choice(_ODD)
-
-    def _broken(self, raw: bytes) -> bytes:
-        """The body, or one that is not JSON any more."""
-        draw, choice = self._draw, self._draw.random()
-        at = draw.randrange(len(raw))
-        if choice < 0.1:
-            return raw[:at]
-        if choice < 0.2:
-            return raw[:at] + bytes([draw.randrange(256)]) + raw[at + 1 :]
-        if choice < 0.25:
-            return b"[" * draw.randrange(1, 5000) + raw
-        if choice < 0.3:
-            return draw.choice((b"", b"null", b"[]", b"3", b'"a"', b"NaN", b"\xff\xfe", b"{}{}", raw + raw))
-        return raw
