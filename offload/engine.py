@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.devices import resolve_device, resolve_dtype, to_device
+from ..tp.devices import resolve_device, resolve_dtype, set_threads, to_device
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
 from ..tp.model.decoder import Decoder
@@ -90,6 +90,7 @@ class Engine:
         block_length: int | None = None,
         refresh: str | int = "auto",
         exact: str = "auto",
+        threads: int | None = None,
     ) -> Engine:
         """Loads a pair.
 
@@ -107,8 +108,8 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact: see `Settings`; what is left open is
-                as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, threads: see `Settings`; what is left
+                open is as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
@@ -116,8 +117,9 @@ class Engine:
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
         settings = Settings(
-            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps
+            tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup, link_gbps, threads
         )
+        set_threads(threads)
         settings = settings.with_defaults(published_settings(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
         target_config = ModelConfig.load(target_directory)
@@ -197,6 +199,7 @@ class Engine:
         tiers: int | None = None,
         reuse: int | None = None,
         max_sequences: int = MOST_SEQUENCES,
+        in_slices: bool = False,
         on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
         contexts: ContextRequest | None = None,
@@ -210,6 +213,8 @@ class Engine:
         Args:
             requests: at least one; further ones can be added while the batch runs.
             max_sequences: that are decoded together; further ones wait.
+            in_slices: whether the prompt of one that joins others is read in slices between their rounds, with as much
+                time for it as for these, so that TBT at most doubles; otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
             tiers, reuse, on_memory, contexts: see `stream`; the last three are of the first sequence.
 
@@ -222,7 +227,7 @@ class Engine:
         if max_sequences < 1:
             raise UsageError(f"max-sequences is {max_sequences}; it must be 1 or more")
         orders = [Order.or_error(request, self.target.config) for request in requests]
-        order = self._ordered(orders, tiers, reuse, contexts, alone=False, most=max_sequences)
+        order = self._ordered(orders, tiers, reuse, contexts, alone=False, most=max_sequences, in_slices=in_slices)
         return self._start(order, on_prefill, on_memory)
 
     def _ordered(
@@ -234,6 +239,7 @@ class Engine:
         *,
         alone: bool,
         most: int = 1,
+        in_slices: bool = False,
     ) -> BatchOrder:
         """What all ranks are to do: rank 0's order.
 
@@ -249,8 +255,8 @@ class Engine:
         first = next((order for order in orders if order.error is None), None)
         if self.contexts and first and self.target.ranks.rank == 0:
             plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
-        fresh_seed = secrets.randbelow(2**31)
-        return self.target.ranks.share(BatchOrder(orders, alone, fresh_seed, tiers or most_tiers, reuse, plan, most))
+        limits = tiers or most_tiers, reuse, plan, most, in_slices
+        return self.target.ranks.share(BatchOrder(orders, alone, secrets.randbelow(2**31), *limits))
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -372,17 +378,7 @@ class Engine:
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         expected = max(1, min(order.most, sum(one.error is None for one in order.orders)))
         opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected)
-        batch = Batch(
-            order.orders,
-            opening,
-            graphs,
-            alone=order.alone,
-            most=order.most,
-            reuse=order.reuse,
-            contexts=order.contexts,
-            on_prefill=on_prefill,
-            on_memory=on_memory,
-        )
+        batch = Batch(order, opening, graphs, on_prefill, on_memory)
         self._running = batch
         if order.alone:
             batch.open_first()

@@ -74,6 +74,31 @@ def run_document(
     return {**identity, **_measured(statistics), "settings": settings, "warnings": list(warnings)}
 
 
+def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warnings: Sequence[str]) -> dict[str, Any]:
+    """The document of a batch.
+
+    Args:
+        whole: of all its sequences together.
+        documents: of each; those that could not be answered have little in theirs.
+        warnings: a line each.
+    """
+    begun = [document for document in documents if "version" in document]
+    shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "dtype")
+    return {
+        **{name: begun[0][name] for name in shared if begun},
+        "new_tokens": len(whole.token_ids),
+        "prefill_s": whole.prefill_s,
+        "decode_s": whole.decode_s,
+        "tokens_per_s": whole.tokens_per_s,
+        "rounds": whole.rounds,
+        "link": link_document(whole.link),
+        "memory": memory_document(whole.device_peak_bytes, whole.host_peak_bytes, whole.kv_bytes),
+        "settings": begun[0]["settings"] if begun else {},
+        "warnings": list(warnings),
+        "sequences": list(documents),
+    }
+
+
 def _measured(s: Statistics) -> dict[str, Any]:
     return {
         "prompt_tokens": s.prompt_tokens,

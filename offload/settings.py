@@ -39,6 +39,9 @@ class Settings:
     link_gbps: float | None = None
     """Gigabytes a second that a link within host memory may carry, to try what a slower one does; `None`: any."""
 
+    threads: int | None = None
+    """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
+
     def __post_init__(self) -> None:
         if self.tiers not in (1, 2, 3):
             raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
@@ -47,6 +50,7 @@ class Settings:
             ("chunk_size", 1, 512),
             ("draft_length", 1, 64),
             ("block_length", 1, MOST_BLOCK_LENGTH),
+            ("threads", 1, None),
         ):
             value = getattr(self, name)
             if value is not None and (value < least or (most is not None and value > most)):

@@ -154,7 +154,8 @@ DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto 
 THREADS = option(
     MACHINE,
     AUTO_OR_THREADS,
-    "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores.",
+    "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores, and decodes with fewer "
+    "while other programs take the cores.",
 )
 RESIDENT = option(
     SPECULATION,

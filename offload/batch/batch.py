@@ -8,27 +8,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...tp.devices import synchronize
 from ...tp.errors import CapacityError, TriforceError
-from ..caches.streaming import prefill_streaming
-from ..contexts.model import ContextPlan
+from ..contexts.manifest import ContextError
 from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
 from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from ..rank_agreement import Drawn, RankAgreement
-from ..run_document import link_document, memory_document
+from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
-from ..speculation.sampler import distributions, draw
-from ..speculation.sampling import read
 from ..speculation.tiers import Tier
+from ..statistics import Statistics
 from .opening import Opening
-from .reading import read_prompt
-from .request import Order, Request
-from .sequence import BatchSequence, Round
+from .reading import Reading
+from .request import BatchOrder, Order, Request
+from .sequence import BatchSequence, Round, held_bytes, update_retrieval
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -37,36 +35,27 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        order: BatchOrder,
         opening: Opening,
         graphs: Graphs,
-        *,
-        alone: bool = False,
-        most: int = MOST_SEQUENCES,
-        reuse: int | None = None,
-        contexts: ContextPlan | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
         """Args:
         graphs: what captures passes.
-        alone: whether it is a run of one sequence: an error of it is raised, and it keeps its caches when it ends.
-        most: sequences that are decoded together; further ones wait.
-        reuse, contexts, on_memory: of the first sequence, see `Opening.open`.
         on_prefill: called with a sequence's index and the share of its prefill that is done, 0 to 1.
+        on_memory: of the first sequence, see `Opening.open`.
         """
-        self._opening, self._graphs, self._alone = opening, graphs, alone
-        self._target = opening.target
-        self._most, self._reuse, self._contexts = min(most, MOST_SEQUENCES), reuse, contexts
+        self._opening, self._graphs, self._alone = opening, graphs, order.alone
+        self._target, self._in_slices = opening.target, order.in_slices
+        self._most, self._reuse, self._contexts = min(order.most, MOST_SEQUENCES), order.reuse, order.contexts
         self._on_prefill, self._on_memory = on_prefill, on_memory
         self._agreement = RankAgreement(self._target.ranks)
         self._joining: list[Order] = []
         self._short_of_memory = False  # since no sequence has left
+        self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         now = time.perf_counter()
-        self.sequences = [BatchSequence(order, now) for order in orders]
-        for sequence in self.sequences:
-            if sequence.order.error is not None:
-                self._fail(sequence, sequence.order.error)
+        self.sequences = [BatchSequence(one, now) for one in order.orders]
         self.broken = False
         """Whether a pass was under way when the batch was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
@@ -88,7 +77,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def add(self, request: Request) -> int:
         """Has a further sequence join before the next round; its index. For rank 0."""
-        order = Order.or_error(request, self._target.config)
+        order = Order.or_error(request, self._target.config, self._opening.saved)
         self._joining.append(order)
         return len(self.sequences) + len(self._joining) - 1
 
@@ -98,7 +87,9 @@ class Batch(Iterator[tuple[int, Round]]):
         if joining < 0:
             self.sequences[index].asked_to_end = True
         else:
-            self._joining[joining] = replace(self._joining[joining], error="it was ended before it began")
+            self._joining[joining] = replace(
+                self._joining[joining], error=TriforceError("it was ended before it began")
+            )
 
     def end_all(self) -> None:
         """Ends the batch early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
@@ -127,6 +118,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """What the batch had to do without so far, a line each."""
         failure = self._graphs.failure
         found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
+        found += self._opening.threads.warnings
         for sequence in self.sequences:
             found += sequence.warnings
         return found
@@ -137,38 +129,24 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the batch so far."""
-        documents = [self.document(i) for i in range(len(self.sequences))]
-        begun = [document for document in documents if "version" in document]
-        shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "dtype")
-        traffic = self._opening.traffic().since(self._traffic_before)
         statistics = [sequence.statistics for sequence in self.sequences]
-        decoded = sum(len(s.token_s) for s in statistics)
-        return {
-            **{name: begun[0][name] for name in shared if begun},
-            "new_tokens": sum(len(s.token_ids) for s in statistics),
-            "prefill_s": sum(s.prefill_s for s in statistics),
-            "decode_s": self._decode_s,
-            "tokens_per_s": decoded / self._decode_s if self._decode_s else 0.0,
-            "rounds": self._rounds_done,
-            "link": link_document(traffic),
-            "memory": memory_document(
-                device_peak_bytes(self._target.device), host_peak_bytes(), self._kv_bytes * self._target.ranks.size
-            ),
-            "settings": begun[0]["settings"] if begun else {},
-            "warnings": self.warnings,
-            "sequences": documents,
-        }
+        whole = Statistics(
+            token_ids=[token for s in statistics for token in s.token_ids],
+            token_s=[seconds for s in statistics for seconds in s.token_s],
+            prefill_s=sum(s.prefill_s for s in statistics),
+            decode_s=self._decode_s,
+            rounds=self._rounds_done,
+            link=self._opening.traffic().since(self._traffic_before),
+            device_peak_bytes=device_peak_bytes(self._target.device),
+            host_peak_bytes=host_peak_bytes(),
+            kv_bytes=self._kv_bytes * self._target.ranks.size,
+        )
+        return batch_document(whole, [self.document(i) for i in range(len(self.sequences))], self.warnings)
 
     @property
     def saved(self) -> ContextUse | None:
         """The saved contexts that the first sequence starts from and saves, if any."""
         return next((one.saved for one in self.sequences if one.saved), None)
-
-    def _held_bytes(self) -> int:
-        """Keys and values of all sequences, on one rank; what several share counts once."""
-        opened = [one.caches.full for one in self.sequences if one.caches]
-        holders = {holder for full in opened for holder in full.holders}
-        return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)
 
     def open_first(self) -> None:
         """Takes the memory of the first sequence, before anything is read.
@@ -181,7 +159,7 @@ class Batch(Iterator[tuple[int, Round]]):
     def _open(self, sequence: BatchSequence) -> None:
         running = [one for one in self.sequences if one.state == "running"]
         first = next(one for one in self.sequences if one.order.error is None)  # whom the plan was made for
-        contexts = self._contexts if sequence is first else None
+        contexts = self._contexts if sequence is first else sequence.order.contexts
         self._opening.open(sequence, running, reuse=self._reuse, contexts=contexts, on_memory=self._on_memory)
 
     def _run(self) -> Generator[tuple[int, Round], None, None]:
@@ -190,17 +168,26 @@ class Batch(Iterator[tuple[int, Round]]):
             while not self._ended:
                 yield from self._admit()
                 running = [i for i, one in enumerate(self.sequences) if one.state == "running"]
-                if not running and self._joining and self._target.ranks.size == 1:
-                    self._join(len(self._joining))
-                    continue
                 if not running:
-                    break
-                for i, event in zip(running, self._round([self.sequences[i] for i in running]), strict=True):
-                    yield i, event
+                    known = len(self.sequences)
+                    if not self._alone:
+                        self._agree([], [])  # some may have been added since
+                    if len(self.sequences) == known:
+                        break
+                    continue
+                decoded_s = self._decode_s
+                with self._opening.threads.in_use():
+                    rounds = self._round([self.sequences[i] for i in running])
+                yield from zip(running, rounds, strict=True)
                 for i in running:
                     one = self.sequences[i]
                     if not one.goes_on or one.ends:
                         self._leave(one)
+                if self._reading:
+                    self._reading.grant(self._decode_s - decoded_s)
+                    if self._reading.sequence.ends:
+                        self._leave(self._reading.sequence)
+                        self._reading = None
             whole = True
         finally:
             for sequence in self.sequences:
@@ -208,7 +195,23 @@ class Batch(Iterator[tuple[int, Round]]):
                     sequence.saved.finish(together=whole)
 
     def _admit(self) -> Generator[tuple[int, Round], None, None]:
-        """Opens and reads the sequences that wait, in their order, as long as they fit."""
+        """Opens and reads the sequences that wait, in their order, as long as they fit; of a prompt that is read in
+        slices, those that may come before the next round."""
+        while self._reading or self._begins_next():
+            assert self._reading
+            sequence, index = self._reading.sequence, self._reading.index
+            event = self._read_on(self._reading)
+            if event is None and self._reading:
+                return
+            if event is None:
+                continue
+            yield index, event
+            sequence.since = time.perf_counter()
+            if not sequence.goes_on:
+                self._leave(sequence)
+
+    def _begins_next(self) -> bool:
+        """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
         for i, sequence in enumerate(self.sequences):
             if sequence.state != "waiting" or self._ended:
                 continue
@@ -220,22 +223,20 @@ class Batch(Iterator[tuple[int, Round]]):
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue
             if self._short_of_memory and others:
-                return
+                return False
             if sequence.caches is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
-                    return  # those behind it wait too, or it might wait for ever
+                    return False  # those behind it wait too, or it might wait for ever
                 continue
             sequence.state, sequence.waits_for = "reading", None
-            event = self._first_round(i, sequence)
-            if event is None:
-                continue
-            yield i, event
-            sequence.since = time.perf_counter()
-            if not sequence.goes_on:
-                self._leave(sequence)
+            report = self._on_prefill and partial(self._on_prefill, i)
+            self._reading = Reading(self._target, i, sequence, report)
+            return True
+        return False
 
     def _opens(self, sequence: BatchSequence, others: int) -> bool:
-        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed. All ranks decide alike.
+        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed; one that was to end has
+        ended. All ranks decide alike.
 
         Raises:
             TriforceError: it cannot be done, of a run alone.
@@ -247,80 +248,85 @@ class Batch(Iterator[tuple[int, Round]]):
                 self._open(sequence)
             except TriforceError as error:
                 found = error
-            if ranks.least([int(found is None)])[0]:
+            fits, wanted = ranks.least([int(found is None), int(not sequence.asked_to_end)])
+            if fits and wanted:
                 return True
             sequence.caches = None
             self._opening.withdraw(sequence)
+            if not wanted:
+                sequence.state = "ended"
+                return False
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found
             if not isinstance(found, CapacityError):
-                self._fail(sequence, str(found))
+                self._fail(sequence, found)
                 return False
             if others:
                 sequence.waits_for, self._short_of_memory = f"memory: {found}", True
                 return False
             if not self._opening.begin_anew():  # what the first one left is given back for it
-                self._fail(sequence, str(found))
+                self._fail(sequence, found)
                 return False
 
-    def _first_round(self, index: int, sequence: BatchSequence) -> Round | None:
-        """Reads a prompt; `None` where memory did not suffice for that, and the sequence alone has failed."""
+    def _read_on(self, reading: Reading) -> Round | None:
+        """Reads a prompt, or some slices of it; its sequence's first round. `None` where it is not read to its end, and
+        where memory did not suffice, or it could not be saved: then it alone has failed, and is not read further."""
+        count = None
+        if self._in_slices and any(one.state == "running" for one in self.sequences):
+            count = self._target.ranks.share_numbers([reading.due], 1)[0]
         try:
             with shortage_explained(self._target.device):
-                return self._prefill(index, sequence)
-        except CapacityError as error:
-            if self._alone or self._target.ranks.size > 1:
+                event = self._first_round(reading) if reading.go_on(count) else None
+        except (CapacityError, ContextError) as error:
+            if self._alone or (self._target.ranks.size > 1 and isinstance(error, CapacityError)):
                 raise
-            sequence.give_back(self.lengths)
-            self._fail(sequence, str(error))
-            return None
+            self._leave(reading.sequence)
+            self._fail(reading.sequence, error)
+            self._reading = event = None
+        self._read_until = time.perf_counter()
+        return event
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
         if sequence.saved:
-            sequence.saved.finish(together=True)
+            try:
+                sequence.saved.finish(together=True)
+            except ContextError as error:
+                if self._alone:
+                    raise
+                sequence.failure = error
         if not self._alone:
             sequence.give_back(self.lengths)
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()
 
-    def _fail(self, sequence: BatchSequence, error: str) -> None:
-        sequence.state, sequence.error = "ended", error
+    def _fail(self, sequence: BatchSequence, error: TriforceError) -> None:
+        sequence.state, sequence.failure = "ended", error
 
-    def _prefill(self, index: int, sequence: BatchSequence) -> Round:
-        began = time.perf_counter()
-        caches, samplers = sequence.opened, [sequence.sampler]
-        report = self._on_prefill
-        logits = read_prompt(self._target, sequence, report and (lambda share: report(index, share)))
-        weights = distributions(logits, samplers, [1])
-        token = read(draw(weights, samplers, [1], [len(sequence.context)]))[0]
-        if caches.retrieval:
-            caches.retrieval.refresh()
-        if caches.streaming:
-            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
-        if self._opening.looks_up:
-            caches.tokens.lookup.occurrences.follow(sequence.context)
+    def _first_round(self, reading: Reading) -> Round:
+        """What a sequence begins with, once its prompt is read."""
+        began, sequence, self._reading = time.perf_counter(), reading.sequence, None
+        token = reading.first_token(self._opening.looks_up)
         running = sum(one.state in ("running", "reading") for one in self.sequences)
         self.tiers[0].choose_lengths(running)
         self._agree([sequence], [Drawn([token])])
         sequence.context.append(token)
-        now = time.perf_counter()
+        now, caches = time.perf_counter(), sequence.opened
         caches.read_before = caches.full.read_so_far()
         caches.traffic_before = caches.full.traffic()
-        statistics = sequence.statistics.after_prefill(token, now - began)
-        waited = 0.0 if self._alone else began - sequence.joined
-        self._read_until = now
-        self._kv_bytes = max(self._kv_bytes, self._held_bytes())
-        sequence.record(replace(statistics, ttft_s=now - began + waited))
+        seconds = reading.seconds + now - began
+        statistics = sequence.statistics.after_prefill(token, seconds)
+        self._kv_bytes = max(self._kv_bytes, held_bytes(self.sequences))
+        sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
         sequence.state = "running"
-        return Round(0, [token], now - began, 0, 0, False)
+        return Round(0, [token], seconds, 0, 0, False)
 
     def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
-        """One round of all that run, each timed from the end of its last one to the end of this, so that nothing
-        between rounds goes uncounted."""
-        began = min(sequence.since for sequence in running)
+        """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
+        between rounds goes uncounted, reading included."""
+        began = max(self._read_until, min(sequence.since for sequence in running))
         top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
         emitted = top.step(tokens_of, [sequence.missing for sequence in running])
@@ -333,10 +339,10 @@ class Batch(Iterator[tuple[int, Round]]):
             drawn.append(Drawn(tokens, due and sequence.opened.retrieval is not None, sequence.asked_to_end))
         top.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        refresh_s = self._update_retrieval(running, drawn, time.perf_counter() - began)
+        refresh_s = update_retrieval(running, drawn, time.perf_counter() - began, top.adapts_to_time)
         now = time.perf_counter()
         self._rounds_done += 1
-        self._decode_s += now - max(began, self._read_until)
+        self._decode_s += now - began
         rounds = []
         for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
             seconds = now - sequence.since
@@ -346,50 +352,27 @@ class Batch(Iterator[tuple[int, Round]]):
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))
         return rounds
 
-    def _update_retrieval(
-        self, running: Sequence[BatchSequence], drawn: Sequence[Drawn], round_seconds: float
-    ) -> float:
-        """Brings the retrieval caches up to what was verified, with their chunks chosen anew or not; the seconds."""
-        began = time.perf_counter()
-        top, refreshed = self.tiers[0], []
-        for sequence, one in zip(running, drawn, strict=True):
-            retrieval = sequence.opened.retrieval
-            if retrieval is None:
-                return 0.0
-            if one.refresh:
-                retrieval.refresh()
-                refreshed.append(sequence.opened.refresh)
-            else:
-                retrieval.update_tail()
-        if refreshed and top.adapts_to_time and refreshed[0].mode == "auto":
-            synchronize(self._target.device)  # its cost decides when the next one comes
-        seconds = time.perf_counter() - began
-        for policy in refreshed:
-            policy.done(seconds if top.adapts_to_time else 0.0, round_seconds)
-        return seconds
-
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
         """Sets every tier's draft tokens to rank 0's; what all ranks do with these sequences. See `RankAgreement`."""
         lengths = [tier.draft_tokens for tier in self.tiers]
-        joining = len(self._joining)
+        joining, everyone = len(self._joining), list(sequences)
+        if self._reading:
+            everyone.append(self._reading.sequence)
+            drawn = [*drawn, Drawn([], ends=everyone[-1].asked_to_end)]
         drawn, lengths, joining, self._ended = self._agreement.agree(
             drawn, lengths, joining=joining, ends=self._asked_to_end
         )
         for tier, number in zip(self.tiers, lengths, strict=True):
             tier.draft_tokens = number
-        for sequence, one in zip(sequences, drawn, strict=True):
+        for sequence, one in zip(everyone, drawn, strict=True):
             sequence.ends = one.ends
         if joining:
             self._join(joining)
-        return drawn
+        return drawn[: len(sequences)]
 
     def _join(self, count: int) -> None:
         """Takes in the sequences that were added."""
         orders, self._joining = self._joining[:count], self._joining[count:]
         orders = self._target.ranks.share(orders)
         now = time.perf_counter()
-        for order in orders:
-            sequence = BatchSequence(order, now)
-            if order.error is not None:
-                self._fail(sequence, order.error)
-            self.sequences.append(sequence)
+        self.sequences += [BatchSequence(order, now) for order in orders]

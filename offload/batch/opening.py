@@ -10,7 +10,7 @@ import torch
 
 from ...tp.devices import device_name
 from ...tp.errors import UsageError
-from ...tp.model.decoder import Decoder, shareable
+from ...tp.model.decoder import PREFILL_ROWS, Decoder, shareable
 from ..caches.full import FullCache
 from ..caches.kept import KeptCache, common_length, reusable
 from ..caches.refreshing import RefreshingCache
@@ -31,6 +31,7 @@ from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.sequence import TokenSequence
 from ..speculation.tiers import Tier
+from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .request import Order
 from .sequence import BatchSequence, SequenceCaches
@@ -88,10 +89,17 @@ class Opening:
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
+        self.threads = DecodingThreads(adapts=False)
+        """What rounds are computed with; chosen once a sequence was opened."""
 
     def traffic(self) -> Traffic:
         """What crossed the link so far."""
         return self._models.kept.traffic()
+
+    @property
+    def saved(self) -> ModelContexts | None:
+        """The contexts that are saved for the target."""
+        return self._models.contexts
 
     def withdraw(self, sequence: BatchSequence) -> None:
         """Forgets a sequence that could not be opened on every rank."""
@@ -149,11 +157,13 @@ class Opening:
                 self._budget = plan.budget
             models.kept.context = prompt
             self.tiers = self._make_tiers(order, request, plan)
+            adapts = self.target.device.type == "cpu" and models.settings.threads is None
+            self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
             self._first = sequence
         else:
             self._check_rotation(order)
             others = [self._first, *(one for one in running if one is not self._first)]
-            full, plan = self._further(prompt, request, others)
+            full, plan = self._further(prompt, request, others, contexts or ContextPlan())
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -171,10 +181,14 @@ class Opening:
             )
 
     def _further(
-        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence]
+        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence], contexts: ContextPlan
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache beside those of `others`, and the plan of its sequence."""
+        """A full cache beside those of `others`, and the plan of its sequence. It shares what they hold, unless much
+        more is saved, or it is to be saved."""
         prefix, shared = self._prefix(prompt, others)
+        more = contexts.prefix.tokens - shared if contexts.prefix else 0
+        if contexts.save or more > (PREFILL_ROWS if shared else 0):
+            prefix, shared = None, 0
         planned = planned_budget(request.settings, request.context)
         settings = replace(request.settings, budget=self._budget) if 0 < self._budget < planned else request.settings
         return self._models.kept.beside(replace(request, shared=shared, settings=settings), prefix)
@@ -224,7 +238,9 @@ class Opening:
             full=full,
             retrieval=retrieval,
             streaming=streaming,
-            tokens=TokenSequence(sequence.context, sampler, passes),
+            tokens=TokenSequence(
+                sequence.context, sampler, passes, top_logprobs=order.top_logprobs, logprobs=sequence.logprobs
+            ),
             refresh=RefreshPolicy(models.settings.refresh),
             saved=models.contexts.use(contexts) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),

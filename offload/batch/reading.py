@@ -1,28 +1,101 @@
-"""The prefill of a sequence: what is saved of its prompt is restored, the rest computed."""
+"""The prefill of a sequence: what is saved of its prompt is restored, the rest computed, in slices between which the
+rounds of other sequences may go on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...tp.devices import to_device
+from ...tp.devices import synchronize, to_device
 from ...tp.model.decoder import Decoder, forward_work
+from ..caches.full import FullCache
+from ..caches.streaming import prefill_streaming
+from ..speculation.sampler import distributions, draw
+from ..speculation.sampling import read
 from .sequence import BatchSequence
 
 
-def read_prompt(target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None) -> Tensor:
-    """Restores what is saved of the prompt and computes the rest, in parts where it is to be saved; the logits
-    `[1, vocab_size]` after its last token.
+class Reading:
+    """A prompt that is being read."""
 
-    Args: `report` is called with the share of it that is done, 0 to 1.
-    """
+    def __init__(
+        self, target: Decoder, index: int, sequence: BatchSequence, report: Callable[[float], None] | None
+    ) -> None:
+        """Args: `report` is called with the share of it that is done, 0 to 1."""
+        self.index, self.sequence = index, sequence
+        self.began = time.perf_counter()
+        self.seconds = 0.0
+        """What it has taken so far; rounds between its slices are not counted."""
+        self._slices = _slices(target, sequence, report)
+        self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
+        self._slice_s: float | None = None  # mean of the last slices that were timed
+        self._granted_s = 0.0
+
+    def grant(self, seconds: float) -> None:
+        """Lets it take that much time: as much as the round before took, so that TBT at most doubles."""
+        self._granted_s += seconds
+
+    @property
+    def due(self) -> int:
+        """The slices that are expected to fit into the time granted so far; one, before any was timed."""
+        return 1 if self._slice_s is None else int(self._granted_s / self._slice_s)
+
+    def go_on(self, count: int | None) -> bool:
+        """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""
+        began, done, whole, changes = time.perf_counter(), 0, False, False
+        try:
+            while done != count and not (changes and count is not None):
+                changes = next(self._slices)
+                done += 1
+        except StopIteration as end:
+            self._logits, whole = end.value, True
+        if count is not None and not whole:
+            blocks = self.sequence.opened.full.blocks
+            blocks.drain()  # or the next round would wait for what these slices have started, and be timed with it
+            synchronize(blocks.device)
+        spent = time.perf_counter() - began
+        self.seconds += spent
+        self._granted_s -= spent
+        if done:
+            self._slice_s = None if changes else spent / done
+        return whole
+
+    def first_token(self, looks_up: bool) -> int:
+        """Draws the token that follows the prompt, and prepares the drafting tiers.
+
+        Args: `looks_up` is whether what occurred before is proposed.
+        """
+        sequence, caches = self.sequence, self.sequence.opened
+        samplers = [sequence.sampler]
+        weights = distributions(self._logits, samplers, [1])
+        token = read(draw(weights, samplers, [1], [len(sequence.context)]))[0]
+        caches.tokens.note_logits(self._logits)
+        caches.tokens.keep_logprobs([token])
+        if caches.retrieval:
+            caches.retrieval.refresh()
+        if caches.streaming:
+            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
+        if looks_up:
+            caches.tokens.lookup.occurrences.follow(sequence.context)
+        return token
+
+
+def _slices(
+    target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None
+) -> Generator[bool, None, Tensor]:
+    """Restores what is saved of the prompt and computes the rest, in parts where it is to be saved; the logits
+    `[1, vocab_size]` after its last token. Between slices, whether those to come are of another kind, of which it is
+    not known yet how long they take."""
     caches = sequence.opened
     full, saved = caches.full, caches.saved
     if saved:
-        saved.begin(full)
+        for _ in saved.begin(full):
+            yield False
+        yield True
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
     logits = torch.empty(0)
@@ -31,10 +104,25 @@ def read_prompt(target: Decoder, sequence: BatchSequence, report: Callable[[floa
         progress = None
         if report is not None:
             progress = _progress(target, report, (start, full.length, end, stop))
-        logits = target.forward(pending, full, on_progress=progress)
+        logits = yield from _pausing(target.slices(pending, full, on_progress=progress), full, pending.shape[0])
         if saved:
             saved.save(full)
     return logits
+
+
+def _pausing(slices: Generator[None, None, Tensor], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:
+    """The same slices of a pass over so many `tokens`, between which other sequences' passes may attend to what `full`
+    shares with them."""
+    pausable = full.pausable(tokens)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return end.value
+        if pausable:
+            paused = full.pause()
+            yield False
+            full.resume(paused)
 
 
 def _progress(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ...tp.errors import TriforceError
 from ...tp.model.config import ModelConfig
+from ..caches.kept import reusable
 from ..checks import checked_prompt
-from ..contexts.model import ContextPlan
+from ..contexts.model import ContextPlan, ContextRequest, ModelContexts
 from ..speculation.sampling import Sampling
 
 
@@ -27,6 +28,12 @@ class Request:
     """Go on after an end-of-sequence token."""
     number: int = 0
     """Of sequences that are drawn with one seed: which one it is. Each has a text of its own."""
+    top_logprobs: int | None = None
+    """Whether the target's own probabilities are wanted of each token, before temperature and filters, and of how many
+    of the likeliest ones besides; `None` for none."""
+    contexts: ContextRequest | None = None
+    """What to do with saved contexts, of one that joins a batch; nothing by default. The first one's are the batch's.
+    A `save` needs all of the prompt to be read for it alone."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,9 @@ class Order:
     max_new_tokens: int
     ignore_eos: bool
     number: int
-    error: str | None = None
+    top_logprobs: int | None = None
+    contexts: ContextPlan = field(default_factory=ContextPlan)
+    error: TriforceError | None = None
     """Why it cannot be answered."""
 
     @classmethod
@@ -49,15 +58,19 @@ class Order:
         """
         prompt = checked_prompt(request.prompt_ids, config, request.max_new_tokens)
         sampling = request.sampling or Sampling()
-        return cls(prompt, sampling, request.max_new_tokens, request.ignore_eos, request.number)
+        options = request.ignore_eos, request.number, request.top_logprobs
+        return cls(prompt, sampling, request.max_new_tokens, *options)
 
     @classmethod
-    def or_error(cls, request: Request, config: ModelConfig) -> Order:
-        """The same, with the error in it."""
+    def or_error(cls, request: Request, config: ModelConfig, saved: ModelContexts | None = None) -> Order:
+        """The same, with the error in it, and what it does with contexts that are `saved`."""
         try:
-            return cls.of(request, config)
+            order, wanted = cls.of(request, config), request.contexts
+            if wanted and saved:
+                return replace(order, contexts=saved.plan(order.prompt, wanted, reusable(order.prompt)))
+            return order
         except TriforceError as error:
-            return cls([], Sampling(0.0), 1, False, request.number, str(error))
+            return cls([], Sampling(0.0), 1, False, request.number, error=error)
 
 
 @dataclass(frozen=True)
@@ -74,3 +87,5 @@ class BatchOrder:
     contexts: ContextPlan
     most: int
     """Sequences that are decoded together at most."""
+    in_slices: bool = False
+    """Whether the prompt of one that joins others is read in slices between their rounds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,9 +14,11 @@ from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..contexts.use import ContextUse
 from ..planning.memory import device_peak_bytes, host_peak_bytes
+from ..rank_agreement import Drawn
 from ..run_document import run_document
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
+from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
 from ..transfer.link import LinkError, Traffic
@@ -64,8 +68,8 @@ class BatchSequence:
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """Current at any time: a new object a round."""
-        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting"
-        self.error: str | None = None
+        self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
+        self.failure = order.error
         """What it failed with, while others went on."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
@@ -73,6 +77,8 @@ class BatchSequence:
         self.joined = joined
         self.since = joined
         """When its last round ended."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the tokens so far, where the request wants them."""
         self.asked_to_end = self.ends = False  # the second by all ranks, after a round
         self._warnings: list[str] = []
         self._document: dict[str, Any] | None = None  # once the caches are given back
@@ -82,6 +88,11 @@ class BatchSequence:
         """Its caches, which it has from when it begins until it ends."""
         assert self.caches is not None
         return self.caches
+
+    @property
+    def error(self) -> str | None:
+        """The message of what it failed with."""
+        return None if self.failure is None else str(self.failure)
 
     @property
     def goes_on(self) -> bool:
@@ -165,3 +176,36 @@ class BatchSequence:
     def forget_prompt(self) -> None:
         """Drops the tokens of prompt and answer; the answer is in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []
+
+
+def held_bytes(sequences: Iterable[BatchSequence]) -> int:
+    """Keys and values of these sequences, on one rank; what several share counts once."""
+    holders = {holder for one in sequences if one.caches for holder in one.caches.full.holders}
+    return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)
+
+
+def update_retrieval(
+    running: Sequence[BatchSequence], drawn: Sequence[Drawn], round_seconds: float, adapts_to_time: bool
+) -> float:
+    """Brings the retrieval caches up to what a round of `round_seconds` has verified, with their chunks chosen anew or
+    not; the seconds that took.
+
+    Args: `adapts_to_time` is whether the next refresh may depend on what this one costs.
+    """
+    began = time.perf_counter()
+    refreshed = []
+    for sequence, one in zip(running, drawn, strict=True):
+        retrieval = sequence.opened.retrieval
+        if retrieval is None:
+            return 0.0
+        if one.refresh:
+            retrieval.refresh()
+            refreshed.append(sequence.opened.refresh)
+        else:
+            retrieval.update_tail()
+    if refreshed and adapts_to_time and refreshed[0].mode == "auto":
+        synchronize(running[0].opened.full.blocks.device)
+    seconds = time.perf_counter() - began
+    for policy in refreshed:
+        policy.done(seconds if adapts_to_time else 0.0, round_seconds)
+    return seconds

@@ -10,14 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
 from ..planning.placement import block_size_for
-from ..transfer.device_blocks import Blocks, DeviceBlocks
+from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from .block_attention import BlockAttention, Rows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
@@ -75,6 +77,7 @@ class FullCache:
         max_chunks = -(-self.capacity // chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
         self._filled = [start] * config.num_layers
+        self._stop = start  # of the pass under way
         rope.reserve(self.capacity)
 
     @property
@@ -145,10 +148,25 @@ class FullCache:
         self._mass_rows = mass_rows
 
     def prepare(self, n: int) -> None:
-        for holder in self.holders[:-1]:
-            own = holder.length - holder.start
-            holder.blocks.prepare(own, 0, rows=n, first_row=self.length - holder.start)
+        for holder, next_one in pairwise(self.holders):
+            first_row, stop = self.length - holder.start, next_one.start - holder.start
+            holder.blocks.prepare(holder.length - holder.start, 0, rows=n, first_row=first_row, stop=stop)
+        self._stop = self.length + n
         self.blocks.prepare(self.length - self.start, n)
+
+    def pausable(self, n: int) -> bool:
+        """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
+        return n > FEW_ROWS or self.all_on_device
+
+    def pause(self) -> list[PausedPass | None]:
+        """Sets a pass aside: other sequences' passes, which may share tokens with this one, can come before `resume`
+        goes on with it."""
+        return [holder.blocks.pause() for holder in self.holders]
+
+    def resume(self, paused: Sequence[PausedPass | None]) -> None:
+        """Goes on with a pass."""
+        for holder, one in zip(self.holders, paused, strict=True):
+            holder.blocks.resume(one)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds tokens to a layer without attending to anything.
@@ -220,6 +238,9 @@ class FullCache:
                     yield position, block[:, :, : self.start - position]
         for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start):
             yield self.start + position, block
+        if layer == len(self._filled) - 1 and stop == self._stop:
+            for holder in self.holders[:-1]:
+                holder.blocks.release()
 
     def gather(self, layer: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """See `Blocks`."""

@@ -84,8 +84,8 @@ class SharedAttention:
             cache, seen = holder.cache, [m for span in holder.spans for m in self._order[span.members]]
             own = self._counts[owners[cache]] if cache in owners else 0
             first = min(self._starts[m] for m in seen) - cache.start
-            attending = sum(self._counts[m] for m in set(seen))
-            cache.blocks.prepare(cache.length - cache.start, own, rows=attending, first_row=first)
+            stop = holder.spans[-1].stop - cache.start
+            cache.blocks.prepare(cache.length - cache.start, own, first_row=first, stop=stop)
 
     def _path(self, i: int) -> list[tuple[int, int]]:
         """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours."""

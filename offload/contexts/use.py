@@ -5,7 +5,7 @@ Every rank restores its own KV heads; what it saves is written by `saver`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -52,9 +52,9 @@ class ContextUse:
         """The context that the run starts from."""
         return self.prefix.name if self.prefix and self.restored else None
 
-    def begin(self, full: FullCache) -> None:
+    def begin(self, full: FullCache) -> Generator[None, None, None]:
         """Restores what is saved into `full`, in place of what that holds, as far as it is undamaged; and prepares to
-        save. Every rank calls it.
+        save. Every rank iterates over it; a single one can do other things on the way, while threads go on with it.
 
         Raises:
             ContextError: nothing can be saved, where that is required.
@@ -63,7 +63,7 @@ class ContextUse:
         # What is saved under a name goes on from what is saved, or its segments would be of two computations.
         if prefix and (prefix.tokens > full.length or (order and order.directory == prefix.directory)):
             with self._store.in_use(prefix.name):
-                self.restored = self._restore(prefix, full)
+                self.restored = yield from self._restore(prefix, full)
         if self._order:
             self._saver = self._start_saving(self._order)
 
@@ -104,13 +104,13 @@ class ContextUse:
                 raise ContextError(failure)
             self.warnings.append(failure)
 
-    def _restore(self, prefix: SavedPrefix, full: FullCache) -> int:
+    def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
         full.blocks.drain()
         full.restored(0)
         wanted, good = prefix.tokens, -1
         while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind
             try:
-                self._read(prefix, full, wanted)
+                yield from self._read(prefix, full, wanted)
                 good = wanted
             except _Damage as damage:
                 wanted = damage.position
@@ -127,7 +127,7 @@ class ContextUse:
             self._store.note_use(prefix.name)
         return wanted
 
-    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> None:
+    def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
         """Raises:
         _Damage: a segment is damaged; the first one that is known to be.
         """
@@ -169,6 +169,8 @@ class ContextUse:
             # What goes to a GPU is staged, a layer at a time.
             with ThreadPoolExecutor(_READERS if full.blocks.device.type == "cpu" else 1) as pool:
                 for done in [pool.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:
+                    if self._ranks.size == 1:
+                        yield  # of several, one may have to read again what another has not
                     done.result()
         if found:
             raise min(found, key=lambda damage: damage.position)

@@ -31,7 +31,7 @@ RING_BUFFERS = 3
 attention takes longer than its copy."""
 
 OPEN_SLACK = 512
-"""Tokens of room behind an open block. A pass over more tokens than this (a prefill) uses the workspace."""
+"""Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
 
 
 @dataclass(frozen=True)

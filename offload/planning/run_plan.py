@@ -195,6 +195,8 @@ def make_plan(request: RunRequest) -> RunPlan:
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
+        if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
+            workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
         verify_draft = _verify_draft(request, placement)
         retrieval = budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes

@@ -5,6 +5,7 @@ The order and the meaning of the filters are those of `transformers`: temperatur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,29 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities that the target gave, before temperature, top-k and top-p."""
+
+    token: int
+    """A token of the text."""
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place, and theirs."""
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """The logarithms for `tokens`, which were drawn from the rows of `logits` `[len(tokens), vocab]`.
+
+    Args: `top` of the likeliest tokens are given, too.
+    """
+    rows = logits.float().log_softmax(dim=-1)
+    own = rows.gather(1, torch.tensor(tokens, device=rows.device).unsqueeze(1)).squeeze(1).tolist()
+    best = rows.topk(min(top, rows.shape[1]), dim=-1)
+    found = zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprobs(token, own, tuple(zip(ids, values, strict=True))) for token, own, ids, values in found]
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from ..graphs.passes import Passes
 from .occurrences import Lookup
 from .sampler import Sampler
+from .sampling import TokenLogprobs, logprobs_of
 
 
 @dataclass
@@ -37,6 +41,11 @@ class TokenSequence:
     """By the name of the tier."""
     lookup: Lookup = field(default_factory=Lookup)
     """What `--draft lookup` drafts from."""
+    top_logprobs: int | None = None
+    """Of how many of the likeliest tokens logarithms are wanted besides each token's own; `None` for none at all."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the tokens so far, if wanted."""
+    _logits: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in self.passes:
@@ -47,3 +56,14 @@ class TokenSequence:
         cache = self.passes[tier].cache
         if cache.length > length:
             cache.rollback(length)
+
+    def note_logits(self, logits: Tensor) -> None:
+        """Is told the full cache's logits `[n, vocab]` for the next tokens, of which `keep_logprobs` takes some."""
+        if self.top_logprobs is not None:
+            self._logits = logits
+
+    def keep_logprobs(self, tokens: Sequence[int]) -> None:
+        """Keeps the logarithms for `tokens`, which were drawn from the first of the rows that were noted last."""
+        if self._logits is not None and self.top_logprobs is not None:
+            self.logprobs += logprobs_of(self._logits[: len(tokens)], tokens, self.top_logprobs)
+            self._logits = None

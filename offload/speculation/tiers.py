@@ -92,6 +92,7 @@ class Tier:
             kept = sequence.sampler.until_end([*tokens[:accepted], token])
             self.rollback(sequence, len(sequence.context) + len(kept) - 1)
             emitted.append((kept, part[: len(kept)]))
+            sequence.keep_logprobs(kept)
         seconds = time.perf_counter() - began
         self._measure(sequences, 1, sum(len(tokens) for tokens in pending), seconds)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
@@ -133,6 +134,7 @@ class Tier:
             kept = sequence.sampler.until_end(tokens[i * steps : i * steps + wanted])
             self.rollback(sequence, len(sequence.context) + len(kept) - 1)
             emitted.append((kept, targets[i, : len(kept)]))
+            sequence.keep_logprobs(kept)
         self._measure(sequences, steps, rows, time.perf_counter() - began)
         return emitted
 
@@ -184,8 +186,11 @@ class Tier:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
         else:
             logits = self._together(sequences).forward(token_ids, counts, rows)
-        samplers = [sequence.sampler for sequence in sequences]
-        return distributions(cover(logits, self.vocab_size), samplers, rows)
+        samplers, logits = [sequence.sampler for sequence in sequences], cover(logits, self.vocab_size)
+        if self.name == "verify":
+            for sequence, part in zip(sequences, logits.split(list(rows)), strict=True):
+                sequence.note_logits(part)
+        return distributions(logits, samplers, rows)
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
         """The passes over all of these sequences, which are kept until one of those that are decoded ends."""

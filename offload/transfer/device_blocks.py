@@ -8,6 +8,7 @@ whose memory holds the whole cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,15 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from .link import Traffic
+
+
+@dataclass(frozen=True)
+class PausedPass:
+    """A pass over many tokens, between two of its slices."""
+
+    state: tuple[int, ...]
+    workspace: Tensor | None
+    """Where the keys and values of the layer that it is at are collected."""
 
 
 class Blocks(Protocol):
@@ -46,13 +56,29 @@ class Blocks(Protocol):
         """What crossed a link so far."""
         ...
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
         """Says that every layer's tokens `start` to `start + n` come next.
 
-        Args:
-            rows: that attend to them and to those before, where these are others' too; default `n`.
-            first_row: position of the first of these rows; default `start`.
+        Args: where rows of other sequences attend, too:
+            rows: how many may come in several parts; default `n`.
+            first_row: position of the first row; default `start`.
+            stop: position behind the last token that rows attend to; default `start + n`.
         """
+        ...
+
+    def release(self) -> None:
+        """Gives back what was taken for a pass over many tokens, which has ended."""
+        ...
+
+    def pause(self) -> PausedPass | None:
+        """Sets the pass under way aside, one of more than `FEW_ROWS` rows where blocks stream: other sequences' passes
+        may come before `resume` goes on with it."""
+        ...
+
+    def resume(self, paused: PausedPass | None) -> None:
+        """Goes on with a pass that was set aside; what others attended to since is as it was."""
         ...
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -130,7 +156,18 @@ class DeviceBlocks:
     def traffic(self) -> Traffic:
         return Traffic()
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def pause(self) -> PausedPass | None:
+        return None
+
+    def resume(self, paused: PausedPass | None) -> None:
         pass
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import copy_chunks, gather_chunks
+from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ..planning.placement import OPEN_SLACK, Placement
-from .device_blocks import Blocks, on_host, pieces_of, read_tokens, write_tokens
+from ..planning.placement import Placement
+from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .link import Link, Traffic
 from .ring import Ring
 
@@ -69,6 +70,7 @@ class StreamedBlocks:
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
         self._first_row = 0  # position of the first row that attends in it
+        self._seen = 0  # position behind the last token that rows attend to in it
 
     @property
     def capacity(self) -> int:
@@ -142,27 +144,40 @@ class StreamedBlocks:
     def traffic(self) -> Traffic:
         return self._link.traffic()
 
-    def prepare(self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None) -> None:
+    def prepare(
+        self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
+    ) -> None:
         self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
         self._first_row = start if first_row is None else first_row
+        self._seen = self._stop if stop is None else stop
         self._workspace = None
-        if (n if rows is None else rows) > OPEN_SLACK:
+        if (n if rows is None else rows) > FEW_ROWS:
             _, num_kv_heads, size, head_dim = self._block
-            self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._stop // size) * size, head_dim)
+            self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
             return
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
         self._ring.begin(block for layer, host in enumerate(self._host) for block in self._streamed(layer, host))
 
+    def pause(self) -> PausedPass:
+        state = self._start, self._stop, self._first_row, self._seen, self._worked
+        paused, self._workspace = PausedPass(state, self._workspace), None
+        return paused
+
+    def resume(self, paused: PausedPass | None) -> None:
+        assert paused
+        self._start, self._stop, self._first_row, self._seen, self._worked = paused.state
+        self._workspace = paused.workspace
+
     def _streamed(self, layer: int, host: Tensor) -> Iterator[Tensor]:
         first, stop = self._range(layer)
         return iter(host[first - self.num_resident : stop - self.num_resident])
 
     def _range(self, layer: int) -> tuple[int, int]:
-        """The blocks that a pass over few tokens streams: those before its sliding window are seen by none of them."""
-        whole = max(self._base // self.block_size, self.num_resident)
+        """The blocks that a pass over few tokens streams: those that some row attends to."""
+        whole = max(min(self._base // self.block_size, -(-self._seen // self.block_size)), self.num_resident)
         window = self._windows[layer]
         if window is None:
             return self.num_resident, whole
@@ -179,6 +194,9 @@ class StreamedBlocks:
                 self._ring.send(block, self._host[layer][index - self.num_resident])
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
         self._base += self.block_size
+
+    def release(self) -> None:
+        self._workspace = None
 
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         stop = start + k.shape[1]
@@ -200,7 +218,7 @@ class StreamedBlocks:
         """Begins a layer in the workspace with the tokens it has already."""
         assert self._workspace is not None
         self._worked = layer
-        whole = self._base // self.block_size
+        whole = min(self._base // self.block_size, -(-length // self.block_size))
         resident = min(whole, self.num_resident)
         for index, block in enumerate(self._resident[layer][:resident]):
             self._worked_block(index).copy_(block)
@@ -234,23 +252,24 @@ class StreamedBlocks:
         size = self.block_size
         if self._workspace is not None:
             if layer != self._worked:  # the pass brings no tokens of its own
-                self._take_up(layer, self._start)
+                self._take_up(layer, self._seen)
             begin, end = first // size * size, -(-stop // size) * size
             # One piece for flash kernels; float32, which they do not take, needs memory by the keys of a piece.
             step = end - begin if self.dtype.itemsize == 2 else size
             for position in range(begin, end, step):
                 yield position, self._workspace[:, :, position : position + step]
             if layer == len(self._open) - 1 and stop == self._stop > self._start:
-                self._workspace = None  # what is chosen and drafted from next wants its memory
+                self.release()  # what is chosen and drafted from next wants its memory
             return
-        whole = self._base // size
-        for index in range(first // size, min(whole, self.num_resident)):
+        resident = min(self._base // size, -(-stop // size), self.num_resident)
+        for index in range(first // size, resident):
             yield index * size, self._resident[layer][index]
         streamed, end = self._range(layer)
         for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
             if index >= first // size:
                 yield index * size, block
-        yield self._base, self._open[layer]
+        if stop > self._base:
+            yield self._base, self._open[layer]
 
     def at_once(self, layer: int) -> Tensor | None:
         return None

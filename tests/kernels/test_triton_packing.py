@@ -3,18 +3,13 @@
 Without a GPU it runs under Triton's interpreter (see `conftest.py`); with one, the same tests run compiled.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, strategies
 from oracles import EVERY_VALUE, KV_KINDS, damaged_slots, kv_block
 from profiles import examples
 from triforce.kernels.packing import GROUP, Layout, is_packed, pack_plain, unpack_plain
-from triton_runs import both
+from triton_runs import both, compiled_table
 
 from triforce.kernels.triton.packing import pack_triton, unpack_triton  # isort: skip (Triton may be missing until here)
 
@@ -110,14 +105,5 @@ def test_damaged_slots_write_nothing_beside_their_blocks(device):
 
 @pytest.mark.slow
 def test_the_kernels_compile_without_spills_for_gpus_that_are_not_there(tmp_path):
-    script = Path(__file__).parents[1] / "support" / "compile_triton.py"
     arguments = ["--only", "packing", "--capabilities", "80", "89", "90", "--head-dims", "64", "128"]
-    done = subprocess.run(
-        [sys.executable, "-P", str(script), *arguments],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| packing") == 6
+    assert compiled_table(tmp_path, *arguments).count("| packing") == 6

@@ -7,7 +7,7 @@ parts. The decoder does not know where keys are stored, at which positions, or h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -143,14 +143,37 @@ class Decoder:
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
         """
+        slices = self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                return end.value
+
+    def slices(
+        self,
+        token_ids: Tensor,
+        cache: Cache,
+        *,
+        num_logits: int = 1,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> Generator[None, None, Tensor]:
+        """`forward` in slices, each the attention or the MLP of one part of the rows in one layer: the same operations,
+        with stops between them. Needs inference mode.
+
+        Between two slices other passes may run, if `cache` has what it prepared for this one afterwards.
+        """
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding[token_ids]  # [n, hidden]
         parts = tiles(start, hidden.shape[0])
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
-            for rows in hidden.split(parts):
+            for part, rows in enumerate(hidden.split(parts)):
+                if index or part:
+                    yield
                 rows += self._attention(index, layer, rows, cache)
+                yield
                 rows += self._mlp(layer, rows)
                 work.add(rows.shape[0])
         return self._logits(hidden[-num_logits:])

@@ -186,8 +186,10 @@ class Runner:
                 self._fail(job, error if isinstance(error, BodyError) else BodyError(str(error)))
                 continue
             text = AnswerText(self._tokenizer, job.prompt, eos_ids)
-            sampling, most = Sampling(**job.request.sampling), job.request.max_new_tokens
-            yield Writing(job, number, text), Request(job.prompt.token_ids, sampling, most, number=number)
+            asked = job.request
+            options = {"number": number, "top_logprobs": asked.top_logprobs}
+            sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
+            yield Writing(job, number, text), Request(job.prompt.token_ids, sampling, most, **options)
             count -= 1
 
     def _fail(self, job: Job, error: BodyError) -> None:

@@ -58,7 +58,8 @@ class Writing:
         """The answer as far as it came."""
         self.text.finish()
         reason = "stop" if self.text.stopped else sequence.statistics.finish_reason
-        return FinishedAnswer(self.text.text, reason, self.text.num_tokens, sequence.statistics)
+        logprobs = None if self.job.request.top_logprobs is None else self.text.described(sequence.logprobs)
+        return FinishedAnswer(self.text.text, reason, self.text.num_tokens, sequence.statistics, logprobs)
 
     def row(self, sequence: ShownSequence | None) -> SequenceRow:
         """Its line of the live display."""

@@ -16,7 +16,6 @@ from ...offload import Engine, Generation, Round, Sampling
 from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_pair
-from ...tp.devices import set_threads
 from ...tp.errors import CapacityError, TriforceError
 from ...tp.weights.tokenizer import TextStream, Tokenizer
 from ..options import EngineOptions
@@ -102,7 +101,6 @@ ROOM = 4_096
 
 def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
     """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
-    set_threads(request.threads)
     return Engine.load(
         request.model,
         draft=request.draft,
@@ -112,6 +110,7 @@ def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> 
         capacity=capacity,
         room=room,
         tiers=request.most_tiers,
+        threads=request.threads,
         **request.settings,
     )
 

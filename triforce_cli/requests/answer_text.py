@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ...offload.speculation.sampling import TokenLogprobs
 from ...tp.weights.tokenizer import TextStream, Tokenizer
+from .logprobs import Entry, entries
 from .prompts import RequestPrompt
 from .stop_texts import StopTexts
 
@@ -17,7 +19,7 @@ class AnswerText:
 
     def __init__(self, tokenizer: Tokenizer, prompt: RequestPrompt, eos_ids: Collection[int]) -> None:
         """Args: `eos_ids` are tokens that end it, and are no part of it."""
-        self._eos_ids, self._stops = eos_ids, StopTexts(prompt.stops)
+        self._eos_ids, self._stops, self._decode = eos_ids, StopTexts(prompt.stops), tokenizer.decode
         self._stream = TextStream(tokenizer.decode)
         if prompt.continues:
             self._stream.push(prompt.token_ids[-_TAIL:])
@@ -55,6 +57,13 @@ class AnswerText:
         if not self.stopped:
             self._add(self._stream.flush())
         return self._show(len(self.text))
+
+    def described(self, found: Sequence[TokenLogprobs], first: int = 0) -> list[Entry]:
+        """What is told of the answer's tokens from `first` on where `logprobs` is asked for.
+
+        Args: `found` is of all tokens.
+        """
+        return entries(found[first : self.num_tokens], self._decode, self._eos_ids)
 
     def _add(self, piece: str) -> None:
         before = len(self._text)

@@ -14,8 +14,14 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MOST_ANSWERS = 128
 """Of one request (`n`), as in OpenAI's form."""
 
+MOST_LOGPROBS = 20
+"""Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
+
 _BOTH = ("model", "context", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n")
-_HONOURED = {CHAT: ("messages", "max_completion_tokens", *_BOTH), COMPLETION: ("prompt", *_BOTH)}
+_HONOURED = {
+    CHAT: ("messages", "max_completion_tokens", "logprobs", "top_logprobs", *_BOTH),
+    COMPLETION: ("prompt", "logprobs", *_BOTH),
+}
 
 _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -31,7 +37,6 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "best_of": (1,),
     "echo": (False,),
@@ -98,6 +103,9 @@ class AnswerRequest:
     seed: int | None
     stops: tuple[str, ...]
     answers: int
+    top_logprobs: int | None = None
+    """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
+    none at all."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -134,6 +142,7 @@ def check_body(body: Mapping[str, Any], endpoint: str, defaults: Defaults) -> An
         seed=defaults.seed if seed is None else seed,
         stops=_stops(given.get("stop")),
         answers=fields.whole("n", 1, MOST_ANSWERS) or 1,
+        top_logprobs=_chat_logprobs(given, fields) if endpoint == CHAT else _completion_logprobs(given, fields),
     )
     _check_sampling(request)
     return request
@@ -216,6 +225,19 @@ def _most_tokens(fields: _Fields) -> int | None:
             f"max_tokens is {older:,} and max_completion_tokens {newer:,}; give one of them", "max_completion_tokens"
         )
     return newer or older
+
+
+def _chat_logprobs(given: Mapping[str, Any], fields: _Fields) -> int | None:
+    wanted, top = given.get("logprobs", False), fields.whole("top_logprobs", 0, MOST_LOGPROBS)
+    if not isinstance(wanted, bool):
+        raise BodyError(f"logprobs is {_shown(wanted)}; it must be true or false", "logprobs")
+    if top and not wanted:
+        raise BodyError("top_logprobs is for answers with logprobs: true", "top_logprobs")
+    return (top or 0) if wanted else None
+
+
+def _completion_logprobs(given: Mapping[str, Any], fields: _Fields) -> int | None:
+    return None if given.get("logprobs") is False else fields.whole("logprobs", 0, MOST_LOGPROBS)
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...offload.statistics import Statistics
 from .body import CHAT, AnswerRequest, BodyError
+from .logprobs import Entry, logprobs_field
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -23,6 +24,8 @@ class FinishedAnswer:
     """`eos`, `stop` (before one of the request's texts), `length` or `interrupted`."""
     num_tokens: int
     statistics: Statistics
+    logprobs: Sequence[Entry] | None = None
+    """Of its tokens, where they were asked for."""
 
 
 def response_body(request: AnswerRequest, model: str, answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
@@ -41,7 +44,8 @@ def response_body(request: AnswerRequest, model: str, answers: Sequence[Finished
 
 def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
     said = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
-    return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason_of(answer)}
+    logprobs = logprobs_field(answer.logprobs, chat)
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason_of(answer)}
 
 
 def new_id(request: AnswerRequest) -> str:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from ...offload.speculation.sampling import TokenLogprobs
 from ...offload.statistics import Statistics
 from .batch_frame import BatchSnapshot, SequenceRow, draw_batch
 from .live_screen import LiveScreen
@@ -18,6 +19,8 @@ class ShownSequence(Protocol):
 
     @property
     def statistics(self) -> Statistics: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]: ...
     @property
     def state(self) -> str: ...
     @property

@@ -70,9 +70,6 @@ def test_what_changes_no_answer_is_accepted(fields):
         ("stream", True),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"5": 1}),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 2),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "low"),
@@ -167,3 +164,27 @@ def test_an_answer_without_a_stop_is_the_text_of_its_tokens_but_for_the_end(pair
         shown = "".join(answer.update(token_ids[: n + 1]) for n in range(len(token_ids))) + answer.finish()
         assert shown.rstrip() == answer.text.rstrip() == want.rstrip() and answer.text == want
         assert not answer.stopped and answer.num_tokens == len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_logprobs_of_a_chat_are_asked_for_with_two_fields(fields, wanted):
+    assert check(**fields).top_logprobs == wanted
+
+
+@pytest.mark.parametrize(("name", "value"), [("logprobs", "yes"), ("logprobs", 0), ("top_logprobs", 2)])
+def test_half_a_wish_for_logprobs_is_refused_by_name(name, value):
+    error = refusal(**{name: value})
+    assert error.param == name and name in str(error) and error.status == 400
+
+
+def test_more_logprobs_than_there_can_be_are_refused():
+    with pytest.raises(BodyError, match="top_logprobs is 21; it must be from 0 to 20"):
+        check(logprobs=True, top_logprobs=21)

@@ -46,28 +46,6 @@ FIELDS = {
 """What scripts may rely on, by the interface's own list."""
 
 
-@pytest.fixture
-def generate(pair, capfd):
-    """Runs `generate` on the tiny pair within this process; it must succeed."""
-    target, draft = pair
-
-    def run(*arguments, expect=0):
-        given = ["--model", target, "--draft", draft, "--max-new-tokens", 12, *arguments]
-        if "--prompt" not in arguments:
-            given += ["--prompt", TEXT]
-        outcome = run_here(capfd, "generate", *given)
-        assert outcome.code == expect, outcome
-        return outcome
-
-    return run
-
-
-@pytest.fixture
-def document(generate):
-    """The JSON of such a run."""
-    return lambda *arguments: json.loads(generate("--json", "-", *arguments).out)
-
-
 def test_stdout_holds_the_text_of_the_json_and_stderr_the_rest(generate, tmp_path):
     path = tmp_path / "run.json"
     outcome = generate("--json", path)

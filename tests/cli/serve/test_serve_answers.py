@@ -110,7 +110,8 @@ def test_a_follow_up_reads_only_what_is_new(server):
     ("fields", "status", "param"),
     [
         ({"tools": [{"type": "function"}]}, 400, "tools"),
-        ({"logprobs": True}, 400, "logprobs"),
+        ({"logprobs": 1}, 400, "logprobs"),
+        ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
         ({"model": "gpt-5"}, 404, "model"),
@@ -130,6 +131,39 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, fields, status, para
     error = reply.json["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param and param.partition(".")[0] in error["message"]
+
+
+def test_logprobs_of_a_chat_are_one_entry_a_token(server):
+    fields = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12, "temperature": 1, "seed": 4}
+    found = server.chat(**fields).json
+    (choice,) = found["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == found["usage"]["completion_tokens"] == 12
+    for entry in entries:
+        assert entry["token"].strip() in choice["message"]["content"] or entry["bytes"] is None
+        assert entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 3
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][2]["logprob"]
+        assert entry["bytes"] in (list(entry["token"].encode()), None)
+    assert not undocumented(found, "serving.md", "batches.md")
+    stream = server.chat(stream=True, **fields).events[:-1]
+    pieces = [one["logprobs"]["content"] for event in stream for one in event["choices"] if one["logprobs"]]
+    assert [entry for piece in pieces for entry in piece] == entries
+    assert server.chat(temperature=1, seed=4, max_tokens=12).json["choices"][0]["message"] == choice["message"]
+
+
+def test_logprobs_of_a_completion_are_lists(server):
+    (choice,) = server.complete(logprobs=2).json["choices"]
+    found = choice["logprobs"]
+    assert found["tokens"] and all(token in choice["text"] or "\ufffd" in token for token in found["tokens"])
+    assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(found["tokens"])
+    # At temperature 0 each token is the likeliest.
+    for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert top[token] == value == max(top.values())
+    offsets = found["text_offset"]
+    assert offsets == [sum(map(len, found["tokens"][:count])) for count in range(len(offsets))]
+    stream = server.complete(logprobs=2, stream=True).events[:-1]
+    sent = [one["logprobs"] for event in stream for one in event["choices"] if one["logprobs"]]
+    assert [offset for one in sent for offset in one["text_offset"]] == offsets
 
 
 def test_models_and_health(server, pair):

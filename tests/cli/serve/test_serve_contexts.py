@@ -1,5 +1,7 @@
 """Saved contexts over HTTP: uploaded, listed, asked about, removed."""
 
+import json
+
 import pytest
 from command import TEXT, undocumented
 
@@ -80,6 +82,33 @@ def test_answers_about_several_contexts_do_not_hinder_each_other(server):
     alone = [server.complete(prompt, context=name).json["choices"] for prompt, name in asked]
     calls = [lambda asked=one: server.complete(asked[0], context=asked[1]).json["choices"] for one in asked]
     assert server.at_once(*calls) == alone
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_a_text_is_read_and_asked_about_while_another_answer_goes_on(server):
+    server.upload("one", f"This is one. {LONG}")
+    wanted = server.complete(" So", context="one", max_tokens=300).json["choices"][0]["text"]
+    connection = server.connect(
+        "POST",
+        "/v1/completions",
+        {"prompt": " So", "context": "one", "temperature": 0, "max_tokens": 300, "stream": True},
+    )
+    response = connection.getresponse()
+    begun = response.read(40)
+    assert server.upload("two", f"This is two. {LONG}").status == 201
+    about = server.complete(" So", context="two", max_tokens=4)
+    assert about.status == 200 and about.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
+    assert server.worker.running == 1, "the first answer is still being written"
+    rest = begun + response.read()
+    connection.close()
+    events = [json.loads(line[6:]) for line in rest.split(b"\n\n") if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == wanted
+
+
+def test_the_same_text_sent_twice_at_once_is_read_once(server):
+    replies = server.at_once(*[lambda: server.upload("book", LONG)] * 3)
+    assert [reply.status for reply in replies] == [201] * 3
+    assert min(reply.json["read_tokens"] for reply in replies) <= 16 and names(server) == ["book"]
 
 
 def test_prompts_are_saved_only_where_that_was_asked_for(server, serving, home, monkeypatch):

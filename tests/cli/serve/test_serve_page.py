@@ -10,7 +10,8 @@ from command import TEXT
 from triforce.cli.serve.web import page
 
 STATIC = Path(page.__file__).parent / "static"
-PATHS = ["/", "/page.css", "/page.js"]
+PATHS = list(page.PAGE)
+SCRIPTS = sorted(STATIC.glob("*.js"))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -26,13 +27,13 @@ def test_the_page_comes_with_a_policy_that_lets_nothing_else_in(server, path):
 
 def test_the_page_needs_no_key_and_what_it_asks_for_does(serving):
     with serving(api_key="secret", load=False) as server:
-        assert [server.ask("GET", path).status for path in PATHS] == [200, 200, 200]
+        assert {server.ask("GET", path).status for path in PATHS} == {200}
         assert server.ask("GET", "/v1/models").status == server.ask("GET", "/v1/contexts").status == 401
 
 
 def test_its_files_load_nothing_from_elsewhere_and_put_in_text_as_text():
     assert {path.name for path in STATIC.iterdir()} == {name for name, _ in page.PAGE.values()}
-    html, script = (STATIC / "index.html").read_text(), (STATIC / "page.js").read_text()
+    html, script = (STATIC / "index.html").read_text(), "".join(path.read_text() for path in SCRIPTS)
     for text in (html, script, (STATIC / "page.css").read_text()):
         assert not re.search(r"https?:|[\"'(]//|@import|url\(", text)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
@@ -41,7 +42,7 @@ def test_its_files_load_nothing_from_elsewhere_and_put_in_text_as_text():
 
 
 def test_every_part_that_the_script_uses_is_in_the_page_and_has_a_name():
-    html, script = (STATIC / "index.html").read_text(), (STATIC / "page.js").read_text()
+    html, script = (STATIC / "index.html").read_text(), "".join(path.read_text() for path in SCRIPTS)
     used = set(re.findall(r'\bat\("([\w-]+)"\)', script)) | set(re.findall(r'\["(.+?)"\]', script)[0].split('", "'))
     assert used and used <= set(re.findall(r'id="([\w-]+)"', html))
     for part in re.findall(r"<(?:textarea|input|progress|main)[^>]*>", html):
@@ -49,41 +50,155 @@ def test_every_part_that_the_script_uses_is_in_the_page_and_has_a_name():
 
 
 @pytest.mark.slow
-def test_the_script_is_well_formed():
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_well_formed(path):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node here to look at it")
-    subprocess.run([node, "--check", STATIC / "page.js"], check=True, timeout=60)
+    subprocess.run([node, "--input-type=module", "--check"], input=path.read_bytes(), check=True, timeout=60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_conversation_in_a_browser(serving, tmp_path, monkeypatch, width):
+@pytest.fixture
+def browser():
+    """A headless Chromium, and what assertions about its pages are made with."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("there is no Chromium here")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield found, api.expect
+        found.close()
+
+
+@pytest.fixture
+def window(browser, tmp_path, monkeypatch):
+    """Opens the page in a window of some width; no script of it may fail."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    faults = []
+
+    def open_page(server, width=1280):
+        found = browser[0].new_context(viewport={"width": width, "height": 800}).new_page()
+        found.on("pageerror", lambda error: faults.append(str(error)))
+        found.goto(f"http://127.0.0.1:{server.port}/")
+        browser[1](found.locator("#model")).to_have_text("target")
+        return found
+
+    yield open_page
+    assert faults == []
+
+
+def ask(window, expect, question, answers=1):
+    window.fill("#question", question)
+    window.keyboard.press("Enter")
+    expect(window.locator(".assistant .figures")).to_have_count(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_conversation_in_a_browser(serving, browser, tmp_path, monkeypatch, width):
+    expect = browser[1]
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
     (tmp_path / "a book.txt").write_text(TEXT)
-    with serving(api_key="secret", max_new_tokens=8) as server, api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        window = browser.new_context(viewport={"width": width, "height": 800}).new_page()
+    with serving(api_key="secret", max_new_tokens=8) as server:
+        window = browser[0].new_context(viewport={"width": width, "height": 800}).new_page()
         faults = []
         window.on("pageerror", lambda error: faults.append(str(error)))
         window.goto(f"http://127.0.0.1:{server.port}/")
         window.fill("#key", "secret")
         window.keyboard.press("Enter")
-        api.expect(window.locator("#model")).to_have_text("target")
+        expect(window.locator("#model")).to_have_text("target")
         window.set_input_files("#file", tmp_path / "a book.txt")
-        api.expect(window.locator("#status")).to_have_text(re.compile("^read: a book, "))
+        expect(window.locator("#status")).to_have_text(re.compile("^read: a book, "))
         window.fill("#question", "<img src=x onerror=alert(1)>")
         window.keyboard.press("Enter")
-        api.expect(window.locator(".assistant .figures")).to_have_count(1)
+        expect(window.locator(".assistant .figures")).to_have_count(1)
         assert window.locator(".user").inner_text() == "<img src=x onerror=alert(1)>"
         assert window.locator("main img").count() == 0
         window.click("#retry")
-        api.expect(window.locator("#stop")).to_be_hidden()
-        api.expect(window.locator(".assistant .figures")).to_have_count(1)
+        expect(window.locator("#stop")).to_be_hidden()
+        expect(window.locator(".assistant .figures")).to_have_count(1)
         assert window.evaluate("document.documentElement.scrollWidth") <= width
         assert faults == []
-        browser.close()
+
+
+@pytest.mark.slow
+def test_conversations_outlast_a_reload_and_are_deleted_one_by_one(serving, browser, window):
+    expect = browser[1]
+    with serving(max_new_tokens=8) as server:
+        page_of = window(server)
+        ask(page_of, expect, "First?")
+        answer = page_of.locator(".assistant .text").inner_text()
+        page_of.click("#new")
+        expect(page_of.locator(".turn")).to_have_count(0)
+        ask(page_of, expect, "Second?")
+        ask(page_of, expect, "And third?", 2)
+        page_of.reload()
+        expect(page_of.locator(".user")).to_have_text(["Second?", "And third?"])
+        expect(page_of.locator("#conversations .open")).to_have_text(["Second?", "First?"])
+        page_of.get_by_role("button", name="First?", exact=True).click()
+        expect(page_of.locator(".assistant .text")).to_have_text(answer)
+        page_of.click("[aria-label='Delete the conversation: First?']")
+        page_of.get_by_role("button", name="Delete", exact=True).click()
+        expect(page_of.locator("#conversations .open")).to_have_text(["Second?"])
+        expect(page_of.locator(".turn")).to_have_count(0)
+
+
+@pytest.mark.slow
+def test_a_text_is_dropped_talked_about_and_deleted(serving, browser, window):
+    expect = browser[1]
+    with serving(max_new_tokens=4) as server:
+        page_of = window(server)
+        drop = """text => {
+            const data = new DataTransfer();
+            data.items.add(new File([text], "tale.txt"));
+            dispatchEvent(new DragEvent("drop", { dataTransfer: data, cancelable: true }));
+        }"""
+        page_of.evaluate(drop, TEXT)
+        expect(page_of.locator("#status")).to_have_text(re.compile("^read: tale, "))
+        assert page_of.locator("#context").input_value() == "tale"
+        ask(page_of, expect, "Who?")
+        page_of.reload()
+        expect(page_of.locator("#context")).to_have_value("tale")
+        page_of.click("#remove")
+        page_of.get_by_role("button", name="Delete", exact=True).click()
+        expect(page_of.locator("#status")).to_have_text("deleted: tale")
+        assert server.ask("GET", "/v1/contexts").json["data"] == []
+        page_of.get_by_role("button", name="Who?", exact=True).click()
+        expect(page_of.locator("#context option:checked")).to_have_text("tale (not there any more)")
+
+
+@pytest.mark.slow
+def test_an_answer_is_plotted_stopped_with_escape_and_copied(serving, browser, window, slow_rounds):
+    expect = browser[1]
+    with serving(max_new_tokens=400) as server:
+        page_of = window(server)
+        page_of.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page_of.fill("#question", "Why?")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator("#tbt")).to_have_text(re.compile(r"^TBT [\d.]+ ms"))
+        expect(page_of.locator("polyline.tbt")).to_have_attribute("points", re.compile(r"^\S+ \S+"))
+        assert "TBT" in page_of.locator("#plot").get_attribute("aria-label")
+        page_of.keyboard.press("Escape")
+        expect(page_of.locator("#status")).to_have_text("stopped")
+        page_of.click("[aria-label='Copy this answer']")
+        expect(page_of.locator("#status")).to_have_text("copied")
+        copied = page_of.evaluate("navigator.clipboard.readText()")
+        assert copied == page_of.locator(".assistant .text").text_content()
+
+
+@pytest.mark.slow
+def test_everything_is_reached_by_keyboard_and_has_a_name(serving, browser, window):
+    with serving(max_new_tokens=4) as server:
+        page_of = window(server)
+        ask(page_of, browser[1], "Why?")
+        page_of.evaluate("document.activeElement.blur()")
+        reached = set()
+        for _ in range(20):
+            page_of.keyboard.press("Tab")
+            reached.add(page_of.evaluate("document.activeElement.id || document.activeElement.ariaLabel"))
+        wanted = {"context", "file", "new", "turns", "question", "send", "retry", "Copy this answer"}
+        assert wanted <= reached, wanted - reached
+        unnamed = """() => [...document.querySelectorAll("button, input, select, textarea, progress, svg, nav, main")]
+            .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.length)).map((one) => one.id)"""
+        assert page_of.evaluate(unnamed) == []

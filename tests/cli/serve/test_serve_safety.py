@@ -194,15 +194,17 @@ def test_requests_are_answered_round_robin_over_clients():
     assert queue.pop() is None and len(queue) == 0
 
 
-def test_a_queue_is_bounded_and_whoever_is_next_is_not_passed_by():
+def test_a_queue_is_bounded_and_what_cannot_begin_yet_keeps_its_place():
     queue = FairQueue(2)
     first, second = Piece("a", "first"), Piece("b", "second")
     assert queue.put(first) and queue.put(second) and not queue.put(Piece("a", "third"))
-    assert queue.pop(lambda piece: piece is second) is None
-    queue.remove(first)
-    queue.remove(first)
+    assert queue.pop(lambda piece: piece is None) is None
     assert queue.pop(lambda piece: piece is second) is second
-    assert queue.put(first) and queue.close() == [first]
+    assert queue.put(second) and queue.pop() is first
+    assert queue.put(first)
+    queue.remove(second)
+    queue.remove(second)
+    assert queue.close() == [first]
     assert queue.next() is None and not queue.put(second)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
 from joint_distribution import NUM_TOKENS, PROMPT, SAMPLING, SHAPE, VOCAB, enumerate_joint, p_value
-from profiles import share
+from profiles import profile_name, share
 from tiny import save_llama
 from triforce.offload import Engine, Request
 from triforce.offload.batch import opening
@@ -83,7 +82,7 @@ def p_of_pairs(texts):
 
 def batches(full):
     """Of a full run; a campaign draws `TEXTS` texts."""
-    campaign = settings.get_current_profile_name() == "campaign"
+    campaign = profile_name() == "campaign"
     return TEXTS // len(PROMPTS) if campaign else share(full)
 
 

@@ -135,7 +135,7 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path, failing, writes):
         store = ContextStore(tmp_path, segment_tokens=64, disk=HookedDisk(hook))
         ranks = cast(Ranks, _ThreadRank(rank, meeting, values))
         use, cache = ContextUse(store, ranks, HeldHeads(rank, rank + 1, True), None, order), cast(Any, Cache())
-        use.begin(cache)
+        list(use.begin(cache))
         for end in use.stops(0, len(tokens)):
             cache.length = end
             use.save(cache)

@@ -252,7 +252,7 @@ def test_removed_before_it_is_gone_on_from(tiny, root, name):
     restored = run.saved._restore
 
     def restore_then_lose(prefix, full):
-        found = restored(prefix, full)
+        found = yield from restored(prefix, full)
         shutil.rmtree(root / NAME)
         return found
 

@@ -3,16 +3,21 @@
 The whole campaign, with 10,000 random histories: `python tests/support/simulator/simulated_runs.py`.
 """
 
+from typing import Any
+
 import mutations as m
 import pytest
 import torch
 from cuda_simulator import Race, Simulator
+from profiles import profile_name
 from simulated_runs import as_on_a_gpu, make_decoders, play
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
+
+GREEDY = Sampling(temperature=0.0)
 
 RARE = (0, 1, 3, 15, 26, 13, 282)
 """Histories that need the rarer waits, or nearly all of them."""
@@ -165,12 +170,43 @@ def test_whole_runs_give_the_tokens_of_transformers(models, seed):
     )
     simulator = Simulator(seed)
     with as_on_a_gpu(simulator), simulator:
-        assert engine.generate(prompt, Sampling(temperature=0.0), 14).token_ids == want
-        run = engine.stream([*prompt, *want[:9]], Sampling(temperature=0.0), 60)  # a follow-up, broken off
+        assert engine.generate(prompt, GREEDY, 14).token_ids == want
+        run = engine.stream([*prompt, *want[:9]], GREEDY, 60)  # a follow-up, broken off
         assert next(run).tokens == want[9:10]
         next(run)
         run.close()
-        again = engine.generate(prompt, Sampling(temperature=0.0), 14)
+        again = engine.generate(prompt, GREEDY, 14)
         assert again.token_ids == want
         assert again.stats["link"]["bytes_streamed"] > 0 or seed is not None
         simulator.synchronize()
+
+
+@pytest.mark.slow(keep=("0",))
+@pytest.mark.parametrize("seed", range(12))
+def test_a_prefill_in_slices_and_the_rounds_between_them_wait_for_each_other(decoders, seed):
+    kinds = ("long", "beside", None, "verify", "beside", None, "rollback", "beside")
+    assert play(decoders, seed, deferred=bool(seed % 2), kinds=kinds).operations
+
+
+@pytest.mark.slow
+def test_sequences_that_join_and_leave_give_locked_memory_back(models):
+    """500 in a campaign."""
+    root, prompt, want = models
+    settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "block_length": 2, "draft_length": 1}
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings)
+    simulator = Simulator()
+    with as_on_a_gpu(simulator), simulator:
+        for _ in range(50 if profile_name() == "campaign" else 1):
+            batch = engine.batch([Request(prompt, GREEDY, 300, ignore_eos=True)])
+            next(batch)
+            before, most = sum(simulator.locked.values()), 0
+            for i in range(10):
+                index = batch.add(Request(prompt[i:] + prompt[:40], GREEDY, 1 + i % 3, ignore_eos=True))
+                while index >= len(batch.sequences) or batch.sequences[index].state != "ended":
+                    next(batch)
+                    most = max(most, sum(simulator.locked.values()))
+                assert batch.sequences[index].error is None
+            assert sum(simulator.locked.values()) == before < most
+            text = batch.sequences[0].statistics.token_ids
+            assert text[: len(want)] == want[: len(text)]
+            batch.close()

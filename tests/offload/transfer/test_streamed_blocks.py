@@ -85,6 +85,15 @@ def test_a_pass_that_is_broken_off_leaves_the_ring_to_blocks_that_leave(decoder,
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+def test_a_pass_in_several_parts_attends_to_all_that_came_before_in_each(decoder, link):
+    """Of fewer rows than the room behind an open block."""
+    cache, other = cache_of(decoder, link), cache_of(decoder, None)
+    tokens = torch.tensor(random_tokens(1300))
+    for start, stop in ((0, 900), (900, 1250), (1250, 1255)):  # parts end at 1,024
+        got, want = (decoder.forward(tokens[start:stop], each, num_logits=4) for each in (cache, other))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
 def test_a_store_that_failed_is_the_error_of_the_next_pass(decoder, link):
     cache = cache_of(decoder, link)
     decoder.forward(torch.tensor(random_tokens(700)), cache)

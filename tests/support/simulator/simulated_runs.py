@@ -22,7 +22,8 @@ import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from triforce.kernels.selection import use_kernels
-from triforce.offload.batch import batch as batches
+from triforce.offload.batch import reading, sequence
+from triforce.offload.caches import full as full_caches
 from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
@@ -58,7 +59,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, batches):
+            for module in (kept, reading, sequence):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 
@@ -78,7 +79,8 @@ def play(
     decoders: list[Decoder], seed: int, *, deferred: bool = False, kinds: Sequence[str | None] = (None,) * 8
 ) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
-    saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers.
+    saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. The kind `beside`, a prefill of
+    another sequence beside it, comes only where it is asked for.
 
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
@@ -94,7 +96,8 @@ def play(
         stack.enter_context(as_on_a_gpu())
         stack.enter_context(patch.object(placement, "RING_BUFFERS", chance.randint(1, 3)))
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
-        stack.enter_context(patch.object(streamed_blocks, "OPEN_SLACK", SLACK))
+        for module in (streamed_blocks, full_caches):  # a pass over more rows is a prefill
+            stack.enter_context(patch.object(module, "FEW_ROWS", SLACK))
         stack.enter_context(torch.inference_mode())
         history = _History(decoders[seed % len(decoders)], simulator, chance)
         simulator.__enter__()
@@ -173,6 +176,8 @@ class _History:
             self.break_off()
         elif kind == "save":
             self.save_and_restore()
+        elif kind == "beside":
+            self.beside()
 
     def forward(self, n: int, draws: bool = False) -> None:
         start = self.cache.length
@@ -260,6 +265,30 @@ class _History:
         self.cache.restored(kept)
         self.plain.rollback(kept)
 
+    def beside(self) -> None:
+        """Another sequence, which begins with some of the tokens, is read in slices; this one goes on between them."""
+        start, n = self.chance.randint(0, self.cache.length // CHUNK) * CHUNK, self.chance.randint(SLACK + 1, 60)
+        rows = torch.tensor(random_tokens(n, seed=self.chance.randint(10, 19)))
+        place = Placement.streaming(64, SIZE, self.chance.choice([0, 1]), CHUNK)
+        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=torch.float32, device=CPU)
+        prefix = self.cache if start else None
+        other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
+        slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                got = end.value
+                break
+            if self.capacity - self.cache.length >= 9 and self.chance.random() < 0.4:
+                self.forward(self.chance.randint(1, 9), draws=self.chance.random() < 0.5)
+        with self.outside():
+            plain = DeviceBlocks(self.decoder.part, dtype=torch.float32, device=CPU, capacity=CAPACITY, block_size=SIZE)
+            whole = FullCache(self.decoder.part, self.decoder.rope, plain, chunk_size=CHUNK)
+            want = self.decoder.forward(torch.cat([self.tokens[:start], rows]), whole, num_logits=4)
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        self.simulator.synchronize()  # as is done before a sequence's memory is freed
+
     def end(self) -> None:
         """Ends a run wherever it is: its memory is freed then."""
         self.link.traffic()
@@ -290,7 +319,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         decoders = make_decoders(Path(directory))
         for seed in range(options.first, options.first + options.histories):
-            checked += play(decoders, seed, deferred=bool(seed // 4 % 2)).operations
+            kinds = (None, None, "beside") * 3 if seed % 10 > 7 else (None,) * 8
+            checked += play(decoders, seed, deferred=bool(seed // 4 % 2), kinds=kinds).operations
             if seed % 500 == 499:
                 print(
                     f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"

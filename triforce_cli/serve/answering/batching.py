@@ -1,4 +1,5 @@
-"""One batch of the engine: requests join it between rounds, and leave it when they are complete or nobody waits."""
+"""One batch of the engine: requests and texts that are to be saved join it between rounds, and leave it when they are
+complete or nobody waits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ...requests.answer_text import AnswerText
 from ...requests.body import BodyError
 from ...requests.response import FinishedAnswer
 from .fair_queue import FairQueue
-from .jobs import STOPPING, Finished, Job, Piece, Progress, Upload, Writing
+from .jobs import STOPPING, Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
 from .metrics import Metrics
 
 MOST_OF_A_BATCH = 512
@@ -32,7 +33,7 @@ class CutError(Exception):
 
 
 class RunningBatch:
-    """Answers one request and those that join it."""
+    """Works on one request or text, and those that join it."""
 
     def __init__(
         self,
@@ -49,29 +50,29 @@ class RunningBatch:
         most: answers that are written at a time.
         is_cut: whether all is to end now.
         """
-        self._engine, self._tokenizer, self._queue, self._metrics = engine, tokenizer, queue, metrics
+        self._engine, self._tokenizer, self._metrics = engine, tokenizer, metrics
+        self._queue = queue
         self._most, self._save_prompts, self._is_cut = most, save_prompts, is_cut
-        self._context: str | None = None
-        self._writing: dict[int, Writing] = {}
+        self._working: dict[int, Writing | ReadingText] = {}
 
     def __len__(self) -> int:
-        """Answers that are being written, or wait for memory."""
-        return len(self._writing)
+        """Answers that are being written and texts that are read, or wait for memory."""
+        return len(self._working)
 
-    def run(self, first: Job) -> None:
-        """Answers until there is nothing left that fits. Every job that was taken from the queue gets its last event.
+    def run(self, first: Job | Upload) -> None:
+        """Works until there is nothing left that fits. All that was taken from the queue gets its last event.
 
         Raises:
             Exception: the engine failed; those who waited are told.
         """
-        self._context = first.request.context
         started = self._begin(first)
-        self._writing = {index: writing for index, (writing, _) in enumerate(started)}
+        self._working = {index: work for index, (work, _) in enumerate(started)}
         batch: Batch | None = None
         try:
             batch = self._engine.batch(
                 [request for _, request in started],
                 max_sequences=self._most,
+                in_slices=True,
                 contexts=self._contexts(first),
                 on_prefill=lambda index, share: self._read(batch, index, share),
             )
@@ -85,23 +86,29 @@ class RunningBatch:
             if batch:
                 batch.close()
 
-    def _contexts(self, job: Job) -> ContextRequest:
-        """What is to be restored, and saved, of a batch's first prompt; the others share what they have in common."""
-        prompt, name = job.prompt.token_ids, job.request.context
+    def _contexts(self, work: Job | Upload) -> ContextRequest:
+        """What is to be restored, and saved, of a prompt."""
+        if isinstance(work, Upload):
+            return ContextRequest(save=work.name, frame=work.frame, required=True)
+        prompt, name = work.prompt.token_ids, work.request.context
         save = None
         if self._save_prompts and name is None and len(prompt) >= _SAVED_FROM:
             save = f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
         return ContextRequest(name=name, find=name is None, save=save)
 
-    def _begin(self, job: Job) -> list[tuple[Writing, Request]]:
-        eos_ids = self._engine.target.config.eos_token_ids
-        sampling, most = Sampling(**job.request.sampling), job.request.max_new_tokens
+    def _begin(self, work: Job | Upload) -> list[tuple[Writing | ReadingText, Request]]:
+        contexts = self._contexts(work)
+        if isinstance(work, Upload):
+            return [(ReadingText(work), Request(work.token_ids, Sampling(0.0), 1, contexts=contexts))]
+        eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
+        options = {"top_logprobs": asked.top_logprobs, "contexts": contexts}
+        sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
         return [
             (
-                Writing(job, number, AnswerText(self._tokenizer, job.prompt, eos_ids)),
-                Request(job.prompt.token_ids, sampling, most, number=number),
+                Writing(work, number, AnswerText(self._tokenizer, prompt, eos_ids)),
+                Request(prompt.token_ids, sampling, most, number=number, **options),
             )
-            for number in range(job.request.answers)
+            for number in range(asked.answers)
         ]
 
     def _decode(self, batch: Batch) -> None:
@@ -119,20 +126,21 @@ class RunningBatch:
             self._join(batch)
 
     def _join(self, batch: Batch) -> None:
-        """Lets in what is next in the queue, as long as there is room. What is about another saved context waits for
-        the end of the batch, as only the first is restored; so does what comes once all are complete, as only
-        the first goes on from what the last batch has read."""
-        while 0 < len(self._writing) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
-            job = self._queue.pop(lambda w: isinstance(w, Job) and w.request.context in (None, self._context))
-            if not isinstance(job, Job):
+        """Lets in what is next in the queue, as long as there is room; of texts one at a time, as several of the same
+        name would be in each other's way. What comes once all are complete waits for the next batch, as the first of a
+        batch goes on from what the last one has read."""
+        while 0 < len(self._working) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
+            reads = any(isinstance(work, ReadingText) for work in self._working.values())
+            found = self._queue.pop(lambda work, reads=reads: not (reads and isinstance(work, Upload)))
+            if found is None:
                 return
-            for writing, request in self._begin(job):
-                self._writing[batch.add(request)] = writing
+            for work, request in self._begin(found):
+                self._working[batch.add(request)] = work
 
     def _update(self, batch: Batch, index: int, event: Round) -> None:
         """Takes over what a round brought to a sequence."""
-        sequence, writing = batch.sequences[index], self._writing.get(index)
-        if writing is None:
+        sequence, writing = batch.sequences[index], self._working.get(index)
+        if not isinstance(writing, Writing):
             return
         s, job, text = sequence.statistics, writing.job, writing.text
         if event.index == 0:
@@ -141,48 +149,54 @@ class RunningBatch:
                 self._metrics.add_prompt(s)
         self._metrics.add_round(event, sequence.caches.full.traffic().bytes_in if sequence.caches else 0)
         piece = text.update(s.token_ids)
+        logprobs = writing.describe(sequence.logprobs)
         ended = s.finish_reason != "interrupted" or text.stopped
         if ended:
             piece += text.finish()
-        if piece:
-            job.send(Piece(writing.number, piece, s))
+        if piece or logprobs:
+            job.send(Piece(writing.number, piece, s, logprobs))
         if not ended:
             return
         batch.end(index)
-        del self._writing[index]
+        del self._working[index]
         reason = "stop" if text.stopped else s.finish_reason
-        job.send(Finished(writing.number, FinishedAnswer(text.text, reason, text.num_tokens, s)))
+        answer = FinishedAnswer(text.text, reason, text.num_tokens, s, writing.logprobs)
+        job.send(Finished(writing.number, answer))
 
     def _sweep(self, batch: Batch) -> None:
-        """Parts with answers that nobody waits for, and with those that the engine could not give."""
-        for index, writing in list(self._writing.items()):
+        """Parts with what nobody waits for, with what the engine could not do, and with texts that are saved."""
+        for index, work in list(self._working.items()):
             sequence = batch.sequences[index] if index < len(batch.sequences) else None
-            if sequence and sequence.error is not None:
-                # What is wrong with a request itself was found before it came here.
-                writing.job.fail(BodyError(sequence.error, code="not_answered", status=503))
-                writing.job.abandoned = True
-            if writing.job.abandoned:
-                del self._writing[index]
+            if sequence and sequence.failure is not None:
+                work.job.fail(sequence.failure)
+                work.job.abandoned = True
+            elif sequence and isinstance(work, ReadingText) and sequence.state == "ended":
+                s = sequence.statistics
+                work.job.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
+                del self._working[index]
+                continue
+            if work.job.abandoned:
+                del self._working[index]
                 batch.end(index)
 
     def _read(self, batch: Batch | None, index: int, share: float) -> None:
         """Takes note of a share of a prompt that was read.
 
         Raises:
-            CutError: nobody waits for any answer of this batch.
+            CutError: nobody waits for anything of this batch.
         """
-        if self._is_cut() or all(writing.job.abandoned for writing in self._writing.values()):
+        if self._is_cut() or all(work.job.abandoned for work in self._working.values()):
             raise CutError
-        writing = self._writing.get(index)
+        work = self._working.get(index)
         now = time.perf_counter()
-        if writing is None or batch is None or writing.number or (share < 1 and now - writing.told < TELL_S):
+        if work is None or batch is None or work.number or (share < 1 and now - work.told < TELL_S):
             return
-        writing.began, writing.told = writing.began or now, now
+        work.began, work.told = work.began or now, now
         s = batch.sequences[index].statistics
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
-        writing.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - writing.began))
+        work.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.began))
 
     def _fail_all(self, error: BaseException) -> None:
-        for job in {writing.job for writing in self._writing.values()}:
+        for job in {work.job for work in self._working.values()}:
             job.fail(error)
-        self._writing = {}
+        self._working = {}

@@ -54,15 +54,14 @@ class FairQueue(Generic[W]):
             return self.pop()
 
     def pop(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
-        """The next piece of work, if there is one and it fits. One that does not is not passed by, or it might wait for
-        ever."""
+        """The next piece of work that fits now, if there is one; those that do not are passed by."""
         with self._changed:
-            if not self._by_client:
+            work = next((one for waiting in self._by_client.values() for one in waiting if fits(one)), None)
+            if work is None:
                 return None
-            client, waiting = next(iter(self._by_client.items()))
-            if not fits(waiting[0]):
-                return None
-            work = waiting.popleft()
+            client = work.client
+            waiting = self._by_client[client]
+            waiting.remove(work)
             self._by_client.move_to_end(client)
             if not waiting:
                 del self._by_client[client]

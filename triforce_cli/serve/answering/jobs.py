@@ -4,14 +4,16 @@ worked on by the engine's."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ....offload.contexts.manifest import ContextError, Frame
+from ....offload.speculation.sampling import TokenLogprobs
 from ....offload.statistics import Statistics
 from ....tp.errors import CapacityError, TriforceError
 from ...requests.answer_text import AnswerText
 from ...requests.body import AnswerRequest, BodyError
+from ...requests.logprobs import Entry
 from ...requests.prompts import RequestPrompt
 from ...requests.response import FinishedAnswer
 
@@ -36,6 +38,8 @@ class Piece:
     number: int
     text: str
     statistics: Statistics
+    logprobs: Sequence[Entry] | None = None
+    """Of the tokens that came with it, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ class Upload(_Work):
     token_ids: list[int]
     frame: Frame
 
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, ContextError):
+            error = BodyError(str(error), code="context_not_saved", status=507)
+        super().fail(error)
+
 
 @dataclass(eq=False)
 class Writing:
@@ -106,6 +115,32 @@ class Writing:
     """When its prompt was first read, by `time.perf_counter`; 0 before."""
     told: float = 0.0
     """When that was last told."""
+    logprobs: list[Entry] | None = None
+    """Of the tokens so far, where they were asked for."""
+    _described: int = 0  # tokens that have been looked at for these
+
+    def describe(self, found: Sequence[TokenLogprobs]) -> list[Entry] | None:
+        """Takes over the probabilities of the tokens that `text` has taken; what is new of them.
+
+        Args: `found` is of all tokens.
+        """
+        if self.job.request.top_logprobs is None:
+            return None
+        new = self.text.described(found, self._described)
+        self._described = self.text.num_tokens
+        self.logprobs = (self.logprobs or []) + new
+        return new
+
+
+@dataclass(eq=False)
+class ReadingText:
+    """A text that is being read and saved."""
+
+    job: Upload
+    number: int = field(default=0, init=False)
+    began: float = field(default=0.0, init=False)
+    told: float = field(default=0.0, init=False)
+    """See `Writing`."""
 
 
 def as_body_error(error: BaseException) -> BodyError:

@@ -1,24 +1,21 @@
-"""The thread that owns the engine: loads it, and does what waits in the queue, one batch or one reading at a time."""
+"""The thread that owns the engine: loads it, and does what waits in the queue, one batch at a time."""
 
 from __future__ import annotations
 
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from ....offload import Engine
-from ....offload.contexts.manifest import ContextError
 from ....tp.errors import TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
-from ...requests.body import BodyError
 from ..request import ServeRequest
-from .batching import TELL_S, CutError, RunningBatch
+from .batching import RunningBatch
 from .fair_queue import FairQueue
-from .jobs import STOPPING, Job, Progress, Saved, Upload
+from .jobs import STOPPING, Job, Upload
 from .metrics import Metrics
 
 
@@ -46,9 +43,18 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Answers that are being written."""
+        """Answers that are being written, and texts that are read."""
         batch = self._batch
         return len(batch) if batch else 0
+
+    def missing(self, name: str, token_ids: Sequence[int]) -> int:
+        """How many tokens of a text are not saved under this name; from any thread, once the model is loaded.
+
+        Raises:
+            ContextError: another text is, or what is saved cannot be used.
+        """
+        assert self.engine and self.engine.contexts  # it was loaded from files
+        return self.engine.contexts.missing(name, token_ids)
 
     def start(self) -> None:
         self._thread.start()
@@ -89,17 +95,14 @@ class Worker:
 
     def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
         """Does one piece of work, and what joins it. What fails with it does not end the server."""
+        if work.abandoned:
+            return
+        request = self._request
+        self._batch = RunningBatch(
+            engine, tokenizer, self.queue, self._metrics,
+            most=request.max_sequences, save_prompts=request.save_prompts, is_cut=lambda: self._cut,
+        )  # fmt: skip
         try:
-            if work.abandoned:
-                return
-            if isinstance(work, Upload):
-                self._read(engine, work)
-                return
-            request = self._request
-            self._batch = RunningBatch(
-                engine, tokenizer, self.queue, self._metrics,
-                most=request.max_sequences, save_prompts=request.save_prompts, is_cut=lambda: self._cut,
-            )  # fmt: skip
             self._batch.run(work)
         except TriforceError:
             pass  # whoever asked knows
@@ -112,38 +115,3 @@ class Worker:
                 traceback.print_exc()
         finally:
             self._batch = None
-
-    def _read(self, engine: Engine, upload: Upload) -> None:
-        """Reads and saves a text, unless all of it is saved."""
-        contexts, name, token_ids = engine.contexts, upload.name, upload.token_ids
-        assert contexts  # the engine was loaded from files
-        began, told, tokens = time.perf_counter(), 0.0, len(token_ids)
-
-        def note(share: float) -> None:
-            nonlocal told
-            if self._cut or upload.abandoned:
-                raise CutError
-            now = time.perf_counter()
-            if share < 1 and now - told < TELL_S:
-                return
-            told = now
-            upload.send(Progress(tokens, tokens - missing, tokens - missing + round(share * missing), now - began))
-
-        try:
-            missing = contexts.missing(name, token_ids)
-        except ContextError as error:
-            upload.fail(BodyError(str(error), "name", code="context_exists", status=409))
-            return
-        try:
-            if missing:
-                for _ in engine.reading(token_ids, name, frame=upload.frame, on_prefill=note):
-                    pass
-        except CutError:
-            upload.fail(STOPPING)
-        except ContextError as error:
-            upload.fail(BodyError(str(error), code="context_not_saved", status=507))
-        except Exception as error:
-            upload.fail(error)
-            raise
-        else:
-            upload.send(Saved(missing, time.perf_counter() - began))

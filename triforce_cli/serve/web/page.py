@@ -6,10 +6,12 @@ from pathlib import Path
 
 from starlette.responses import Response
 
+_SCRIPTS = ("page.js", "kept.js", "plot.js", "server.js")
+
 PAGE = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 """Files by their paths."""
 

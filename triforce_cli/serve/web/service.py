@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
+from ....offload.contexts.manifest import ContextError
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
@@ -18,7 +19,7 @@ from ...generate.prompt import checked, decoded, read_text
 from ...requests.body import AnswerRequest, BodyError, Defaults, check_body
 from ...requests.prompts import PromptMaker
 from ..answering.fair_queue import FairQueue
-from ..answering.jobs import STOPPING, Job, Upload
+from ..answering.jobs import STOPPING, Job, Saved, Upload
 from ..answering.worker import Worker
 from ..request import ServeRequest
 from .streams import DELIVERY, Delivery, Events
@@ -81,7 +82,14 @@ class Service:
 
         events = Events()
         upload = await self._prepare(prepare)
-        self._put(upload)
+        try:
+            missing = await asyncio.to_thread(self.worker.missing, name, upload.token_ids)
+        except ContextError as error:
+            raise BodyError(str(error), "name", code="context_exists", status=409) from error
+        if missing:
+            self._put(upload)
+        else:
+            events.send(Saved(0, 0.0))
         return upload, events
 
     def abandon(self, work: Job | Upload) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...requests.body import CHAT, AnswerRequest, BodyError
+from ...requests.logprobs import logprobs_field
 from ...requests.response import FinishedAnswer, finish_reason_of, new_id, timings, usage
 from ..answering.jobs import Event, Failed, Finished, Piece, Progress, Saved
 
@@ -116,6 +117,7 @@ class AnswerStream:
             "model": model,
         }
         self._answers: dict[int, FinishedAnswer] = {}
+        self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 
     async def run(
         self, first: Event | None, events: Events, error_of: Callable[[BodyError], dict[str, Any]]
@@ -140,7 +142,7 @@ class AnswerStream:
                 so_far = FinishedAnswer(event.text, "", 0, event.statistics)
                 more = {"timings": timings([so_far])} if self._delivery.timings_per_token else {}
                 said = {"content": event.text} if self._chat else event.text
-                yield self._chunk(event.number, said, None, **more)
+                yield self._chunk(event.number, said, None, self._logprobs(event), **more)
             elif isinstance(event, Finished):
                 self._answers[event.number] = event.answer
                 yield self._end(event)
@@ -165,9 +167,21 @@ class AnswerStream:
         more = {"timings": timings(self._ordered)} if whole else {}
         return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.answer), **more)
 
-    def _chunk(self, number: int, said: dict[str, str] | str, finish_reason: str | None = None, **more: Any) -> bytes:
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        offset = self._offsets.get(piece.number, 0)
+        self._offsets[piece.number] = offset + sum(len(entry["token"]) for entry in piece.logprobs or ())
+        return logprobs_field(piece.logprobs, self._chat, offset)
+
+    def _chunk(
+        self,
+        number: int,
+        said: dict[str, str] | str,
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> bytes:
         choice = {"index": number, ("delta" if self._chat else "text"): said}
-        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
         usage_of_none = {"usage": None} if self._delivery.include_usage else {}
         return sse({**self._same, "choices": [choice], **usage_of_none, **more})
 

@@ -1,69 +1,47 @@
-// A conversation with the model of this server. All that comes from it, or from a file, is put into the page as text.
-"use strict";
+// Conversations with the model of this server. All that comes from it, or from a file, is put into the page as text.
+import { conversations, forget, keep, newConversation, titleOf } from "./kept.js";
+import { Plot } from "./plot.js";
+import { call, events } from "./server.js";
 
 const at = (id) => document.getElementById(id);
-let messages = [];
-let running = null; // stops the answer that is being written
+const plot = new Plot(at("plot"), at("tbt"), at("accepted"));
+let current = newConversation("");
+let running = null; // stops what is being written, or read
 
 function say(text, wrong = false) {
   at("status").textContent = text;
   at("status").classList.toggle("wrong", wrong);
 }
 
-function keyFromUser() {
+function element(kind, className, text = "") {
+  const found = document.createElement(kind);
+  found.className = className;
+  found.textContent = text;
+  return found;
+}
+
+function button(text, label, act) {
+  const found = element("button", "small", text);
+  found.type = "button";
+  found.setAttribute("aria-label", label);
+  found.addEventListener("click", act);
+  return found;
+}
+
+function sure(question) {
   return new Promise((resolve) => {
-    at("key").value = "";
-    at("locked").addEventListener("close", () => resolve(at("key").value), { once: true });
-    at("locked").showModal();
+    at("sure-title").textContent = question;
+    at("sure").returnValue = "no";
+    at("sure").addEventListener("close", () => resolve(at("sure").returnValue === "yes"), { once: true });
+    at("sure").showModal();
   });
 }
 
-async function call(path, options = {}) {
-  for (;;) {
-    const key = sessionStorage.getItem("key");
-    const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    const response = await fetch(path, { ...options, headers });
-    if (response.status === 401) {
-      sessionStorage.setItem("key", await keyFromUser());
-    } else if (response.ok) {
-      return response;
-    } else {
-      const found = await response.json().catch(() => null);
-      throw new Error(found?.error?.message ?? `the server answers ${response.status}`);
-    }
-  }
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error("the server ended before the answer did");
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      if (!part.startsWith("data: ")) continue;
-      const event = JSON.parse(part.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
+// The turns of the conversation.
 
 function follow(turn) {
   const turns = at("turns");
   if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turn.scrollIntoView({ block: "end" });
-}
-
-function addTurn(role, text) {
-  const turn = document.createElement("div");
-  turn.className = `turn ${role}`;
-  turn.textContent = text;
-  at("turns").append(turn);
-  turn.scrollIntoView({ block: "end" });
-  return turn;
 }
 
 function figuresOf(timings) {
@@ -74,12 +52,95 @@ function figuresOf(timings) {
   return shares.join(" · ");
 }
 
-function addFigures(turn, timings) {
-  const figures = document.createElement("span");
-  figures.className = "figures";
-  figures.textContent = figuresOf(timings);
-  turn.append(figures);
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Without TLS browsers give pages of other machines no clipboard, but they copy what is selected.
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  say("copied");
 }
+
+function showTurn(turn) {
+  const found = element("div", `turn ${turn.role}`);
+  found.append(element("div", "text", turn.content));
+  if (turn.role === "assistant") finishTurn(found, turn);
+  at("turns").append(found);
+  found.scrollIntoView({ block: "end" });
+  return found;
+}
+
+function finishTurn(shown, turn) {
+  const foot = element("div", "foot");
+  if (turn.timings) foot.append(element("span", "figures", figuresOf(turn.timings)));
+  if (turn.content) foot.append(button("Copy", "Copy this answer", () => copy(turn.content)));
+  shown.append(foot);
+}
+
+// The list of conversations.
+
+function showList() {
+  const items = conversations().map((one) => {
+    const item = document.createElement("li");
+    const open = element("button", "open", titleOf(one));
+    open.type = "button";
+    open.setAttribute("aria-current", String(one.id === current.id));
+    open.addEventListener("click", () => choose(one));
+    const title = titleOf(one);
+    item.append(open, button("×", `Delete the conversation: ${title}`, () => remove(one)));
+    return item;
+  });
+  at("conversations").replaceChildren(...items);
+  disableWhileRunning();
+}
+
+function choose(conversation) {
+  if (running) return;
+  current = conversation;
+  sessionStorage.setItem("conversation", current.id);
+  at("turns").replaceChildren();
+  current.turns.forEach(showTurn);
+  showChosenContext();
+  at("speed").hidden = true;
+  say("");
+  showList();
+  at("question").focus();
+}
+
+async function remove(conversation) {
+  if (running || !(await sure(`Delete this conversation? ${titleOf(conversation)}`))) return;
+  forget(conversation);
+  if (conversation.id === current.id) choose(newConversation(current.context));
+  else showList();
+}
+
+function keepCurrent() {
+  if (current.turns.length && !keep(current)) say("this browser has no room to keep the conversation", true);
+}
+
+function disableWhileRunning() {
+  const busy = Boolean(running);
+  for (const id of ["new", "context", "file"]) at(id).disabled = busy;
+  for (const one of at("conversations").querySelectorAll("button")) one.disabled = busy;
+  at("remove").disabled = busy || !at("context").value;
+  at("retry").disabled = busy || current.turns.length < 2;
+}
+
+function setRunning(controller) {
+  running = controller;
+  at("turns").setAttribute("aria-busy", String(Boolean(controller))); // read out once it is whole
+  at("send").hidden = Boolean(controller);
+  at("stop").hidden = !controller;
+  disableWhileRunning();
+}
+
+// Answers.
 
 function showReading(progress) {
   at("reading").hidden = !progress || progress.processed >= progress.total;
@@ -88,47 +149,46 @@ function showReading(progress) {
   say(`reading: ${progress.processed.toLocaleString("en")} of ${progress.total.toLocaleString("en")} tokens`);
 }
 
-function setRunning(controller) {
-  running = controller;
-  at("turns").setAttribute("aria-busy", String(Boolean(controller))); // read out once it is whole
-  at("send").hidden = Boolean(controller);
-  at("stop").hidden = !controller;
-  for (const id of ["new", "context", "file"]) at(id).disabled = Boolean(controller);
-  at("retry").disabled = Boolean(controller) || messages.length < 2;
-}
-
 async function answer() {
-  const turn = addTurn("assistant", "");
+  const messages = current.turns.map(({ role, content }) => ({ role, content }));
+  const turn = { role: "assistant", content: "" };
+  const shown = element("div", "turn assistant");
+  const text = element("div", "text");
+  shown.append(text);
+  at("turns").append(shown);
+  current.turns.push(turn);
   const controller = new AbortController();
   setRunning(controller);
+  plot.clear();
   say("waiting");
-  let text = "";
-  let timings = null;
   try {
     const body = { messages, stream: true, return_progress: true, timings_per_token: true };
-    if (at("context").value) body.context = at("context").value;
+    if (current.context) body.context = current.context;
     const options = { method: "POST", body: JSON.stringify(body), signal: controller.signal };
     for await (const event of events(await call("v1/chat/completions", options))) {
-      timings = event.timings ?? timings;
+      if (event.timings) {
+        turn.timings = event.timings;
+        plot.add(event.timings);
+        at("speed").hidden = false;
+      }
       if (event.prompt_progress) showReading(event.prompt_progress);
       const piece = event.choices?.[0]?.delta?.content;
       if (!piece) continue;
-      text += piece;
-      turn.textContent = text;
-      follow(turn);
+      turn.content += piece;
+      text.textContent = turn.content;
+      follow(shown);
       say("writing");
-      at("progress-figures").textContent = timings ? figuresOf(timings) : "";
     }
     say("");
   } catch (error) {
     say(controller.signal.aborted ? "stopped" : error.message, !controller.signal.aborted);
   }
   showReading(null);
-  at("progress-figures").textContent = "";
-  messages.push({ role: "assistant", content: text });
-  if (timings) addFigures(turn, timings);
-  follow(turn);
+  finishTurn(shown, turn);
+  follow(shown);
+  keepCurrent();
   setRunning(null);
+  showList();
   at("question").focus();
 }
 
@@ -137,8 +197,11 @@ at("ask").addEventListener("submit", (event) => {
   const question = at("question").value.trim();
   if (!question || running) return;
   at("question").value = "";
-  messages.push({ role: "user", content: question });
-  addTurn("user", question);
+  const turn = { role: "user", content: question };
+  current.turns.push(turn);
+  showTurn(turn);
+  sessionStorage.setItem("conversation", current.id);
+  keepCurrent();
   answer();
 });
 
@@ -148,35 +211,56 @@ at("question").addEventListener("keydown", (event) => {
   at("ask").requestSubmit();
 });
 
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
+});
+
 at("stop").addEventListener("click", () => running?.abort());
 
 at("retry").addEventListener("click", () => {
-  if (running || messages.length < 2) return;
-  messages.pop();
+  if (running || current.turns.length < 2) return;
+  current.turns.pop();
   at("turns").lastElementChild.remove();
   answer();
 });
 
-function restart() {
-  messages = [];
-  at("turns").replaceChildren();
-  setRunning(null);
-  say("");
+at("new").addEventListener("click", () => choose(newConversation(current.context)));
+
+addEventListener("pagehide", keepCurrent);
+
+// Texts: saved contexts of the server.
+
+function showChosenContext() {
+  const known = [...at("context").options].some((one) => one.value === current.context);
+  if (!known) at("context").append(new Option(`${current.context} (not there any more)`, current.context));
+  at("context").value = current.context;
 }
 
-at("new").addEventListener("click", restart);
-at("context").addEventListener("change", restart);
-
-async function showContexts(chosen = at("context").value) {
+async function showContexts() {
   const { data } = await (await call("v1/contexts")).json();
   const options = data.filter((one) => one.complete).map((one) => new Option(`${one.name} (${one.tokens.toLocaleString("en")} tokens)`, one.name));
   at("context").replaceChildren(new Option("none", ""), ...options);
-  at("context").value = options.some((one) => one.value === chosen) ? chosen : "";
+  showChosenContext();
+  disableWhileRunning();
 }
 
-at("file").addEventListener("change", async () => {
-  const file = at("file").files[0];
-  if (!file) return;
+at("context").addEventListener("change", () => choose(newConversation(at("context").value)));
+
+at("remove").addEventListener("click", async () => {
+  const name = at("context").value;
+  if (running || !name || !(await sure(`Delete the text ${name} from the server, for everybody?`))) return;
+  try {
+    await call(`v1/contexts/${encodeURIComponent(name)}`, { method: "DELETE" });
+    choose(newConversation(""));
+    await showContexts();
+    say(`deleted: ${name}`);
+  } catch (error) {
+    say(error.message, true);
+  }
+});
+
+async function addText(file) {
+  if (!file || running) return;
   const controller = new AbortController();
   setRunning(controller);
   try {
@@ -192,8 +276,9 @@ at("file").addEventListener("change", async () => {
       if (event.prompt_progress) showReading(event.prompt_progress);
       else saved = event;
     }
-    await showContexts(saved.name);
-    restart();
+    setRunning(null);
+    choose(newConversation(saved.name));
+    await showContexts();
     say(`read: ${saved.name}, ${saved.tokens.toLocaleString("en")} tokens`);
   } catch (error) {
     setRunning(null);
@@ -201,9 +286,19 @@ at("file").addEventListener("change", async () => {
   }
   showReading(null);
   at("file").value = "";
+}
+
+at("file").addEventListener("change", () => addText(at("file").files[0]));
+addEventListener("dragover", (event) => event.preventDefault());
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  addText(event.dataTransfer.files[0]);
 });
 
 async function begin() {
+  const chosen = sessionStorage.getItem("conversation");
+  const kept = conversations();
+  choose(kept.find((one) => one.id === chosen) ?? kept[0] ?? current);
   try {
     const { data } = await (await call("v1/models")).json();
     at("model").textContent = data[0].id;

@@ -1,0 +1,89 @@
+"""Sequences that join a batch start from saved contexts of their own, and save what they read, while others run."""
+
+from typing import Any
+
+import pytest
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.contexts import saver
+from triforce.offload.contexts.manifest import ContextError
+from triforce.offload.contexts.model import ContextRequest
+from triforce.offload.contexts.store import ContextStore
+from triforce.tp.model.decoder import TAIL_ROWS
+
+GREEDY = Sampling(temperature=0.0)
+ONE, TWO = random_tokens(TAIL_ROWS + 200, seed=1), random_tokens(TAIL_ROWS + 300, seed=2)
+QUESTION = random_tokens(20, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    return root, save_llama(root / "target", seed=1, head_dim=32)
+
+
+@pytest.fixture(params=[None, 0.0], ids=["resident", "streamed"])
+def engine(request, model, tmp_path):
+    root, store = model[0], ContextStore(tmp_path)
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64, "resident": request.param}
+    return Engine.load(root / "target", root / "draft", store=store, **given)
+
+
+def running(engine, **options):
+    """A batch whose first sequence has begun."""
+    batch = engine.batch([Request(ONE, GREEDY, 200, ignore_eos=True)], in_slices=True, **options)
+    next(batch)
+    return batch
+
+
+def step_until_ended(batch, index):
+    while index >= len(batch.sequences) or batch.sequences[index].state != "ended":
+        next(batch)
+    return batch.sequences[index]
+
+
+def test_what_joins_starts_from_what_is_saved_of_its_own_text(engine, model):
+    engine.read(TWO, "two")
+    batch = running(engine)
+    prompt = TWO + QUESTION
+    asked = {"name": ContextRequest(name="two"), "find": ContextRequest(find=True)}
+    for contexts in asked.values():
+        index = batch.add(Request(prompt, GREEDY, 8, ignore_eos=True, contexts=contexts))
+        one = step_until_ended(batch, index)
+        assert one.statistics.reused_tokens == len(TWO)
+        assert one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
+    assert batch.sequences[0].goes_on
+    text = batch.sequences[0].statistics.token_ids
+    assert text == greedy_oracle(model[1], ONE, len(text))
+    batch.close()
+
+
+def test_what_joins_is_saved_while_others_go_on(engine, model):
+    batch = running(engine)
+    contexts = ContextRequest(save="two", required=True)
+    one = step_until_ended(batch, batch.add(Request(TWO, GREEDY, 1, contexts=contexts)))
+    assert one.error is None and batch.sequences[0].goes_on
+    found = engine.contexts.store.load("two")
+    assert found.saved == len(TWO) and not any(wrong for _, wrong in engine.contexts.store.verify("two"))
+    batch.close()
+    result = engine.generate(TWO + QUESTION, GREEDY, 8, ignore_eos=True, reuse=0, contexts=ContextRequest(name="two"))
+    assert result.token_ids == greedy_oracle(model[1], TWO + QUESTION, 8)
+    assert result.stats["reused_tokens"] == len(TWO)
+
+
+def test_what_cannot_be_saved_or_restored_fails_alone(engine, model, monkeypatch):
+    batch = running(engine)
+    missing = batch.add(Request(TWO, GREEDY, 4, contexts=ContextRequest(name="nothing")))
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver, "write_segment", full_disk)
+    unsaved = batch.add(Request(TWO, GREEDY, 1, contexts=ContextRequest(save="two", required=True)))
+    for index in (missing, unsaved):
+        assert isinstance(step_until_ended(batch, index).failure, ContextError)
+    assert "No space" in (batch.sequences[unsaved].error or "")
+    for _ in batch:
+        pass
+    assert batch.sequences[0].statistics.token_ids == greedy_oracle(model[1], ONE, 200)

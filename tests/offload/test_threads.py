@@ -1,0 +1,89 @@
+"""The number of threads that decode follows what other processes leave: simulated machines, and a real run."""
+
+import itertools
+
+import pytest
+import torch
+from tiny import random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.threads import DecodingThreads, Usage
+from triforce.tp.errors import UsageError
+
+
+class Machine:
+    """Cores, and processes that take as much of them as they get; a round is 10 ms of work on each of two cores."""
+
+    def __init__(self, cores, monkeypatch):
+        self.cores, self.others, self.threads = cores, 0, cores
+        self.now = Usage(0.0, 0.0, 0)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(self, "threads", number))
+
+    def usage(self):
+        return self.now
+
+    def round(self, chosen):
+        with chosen.in_use():
+            crowded = self.threads + self.others > self.cores
+            got = self.threads * min(1.0, self.cores / (self.threads + self.others))
+            seconds = 0.02 / self.threads * (8 if crowded and self.threads > 1 else 1)
+            interrupts = round(100 * seconds) + 1 if crowded else 0
+            self.now = Usage(
+                self.now.seconds + seconds, self.now.core_s + got * seconds, self.now.interrupts + interrupts
+            )
+        assert self.threads == self.cores, "between rounds all are there"
+        return seconds
+
+
+@pytest.mark.parametrize(("cores", "others", "want"), [(2, 0, 2), (2, 1, 1), (2, 2, 1), (16, 1, 15), (16, 8, 8)])
+def test_there_are_as_many_threads_as_cores_that_others_leave(cores, others, want, monkeypatch):
+    machine = Machine(cores, monkeypatch)
+    chosen = DecodingThreads(True, machine.usage)
+    machine.others = others
+    for _ in range(400):
+        machine.round(chosen)
+    assert chosen.number == want
+
+
+def test_trials_cost_little_and_notice_that_the_cores_are_free_again(monkeypatch):
+    machine = Machine(2, monkeypatch)
+    chosen = DecodingThreads(True, machine.usage)
+    machine.others = 1
+    took = [machine.round(chosen) for _ in range(5000)]
+    assert sum(seconds for seconds in took if seconds > 0.02) < 0.02 * sum(took)
+    assert "other programs took cores" in chosen.warnings[0]
+    machine.others, free = 0, machine.now.seconds
+    while chosen.number == 1:
+        machine.round(chosen)
+    assert machine.now.seconds - free < 9
+
+
+def test_waiting_for_a_link_is_no_reason_for_fewer_threads(monkeypatch):
+    machine = Machine(2, monkeypatch)
+    chosen = DecodingThreads(True, machine.usage)
+    for i in range(100):
+        with chosen.in_use():
+            machine.now = Usage(0.2 * (i + 1), 0.05 * (i + 1), i)
+    assert chosen.number == 2 and not chosen.warnings
+
+
+def test_a_run_has_the_same_tokens_whatever_the_threads(tmp_path, monkeypatch):
+    save_llama(tmp_path, seed=1)
+    prompt = random_tokens(300, seed=3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    clock = itertools.count()
+    crowded = lambda: ((now := next(clock)) and Usage(now, 1.2 * now, 99 * now)) or Usage(0.0, 0.0, 0)  # noqa: E731
+    texts = []
+    for threads, usage in ((1, Usage.now), (2, Usage.now), (None, crowded)):
+        monkeypatch.setattr(DecodingThreads.__init__, "__defaults__", (usage,))
+        engine = Engine.load(tmp_path, device="cpu", dtype="float32", threads=threads)
+        run = engine.stream(prompt, Sampling(0.0), 20, ignore_eos=True)
+        texts.append([token for event in run for token in event.tokens])
+    assert texts[0] == texts[1] == texts[2]
+    assert run.stats()["warnings"], "the last one was made to believe that others took the cores"
+
+
+def test_a_number_of_threads_below_one_is_refused(tmp_path):
+    save_llama(tmp_path, seed=1)
+    with pytest.raises(UsageError, match="threads is 0"):
+        Engine.load(tmp_path, device="cpu", threads=0)
