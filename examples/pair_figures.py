@@ -3,8 +3,8 @@
     python examples/pair_figures.py --pair tp/embedded --book BOOKS/emma.txt --json figures.json
 
 Loss and loss by position come from plain PyTorch; recall, answers about logs and acceptance come from the engine, as
-a user meets them. `--only loss recall logs values acceptance sample` picks parts; figures print as they arrive and
-are written after every part.
+a user meets them. `--only loss recall logs values opening acceptance sample` picks parts; figures print as they
+arrive and are written after every part.
 """
 
 import argparse
@@ -13,15 +13,25 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pair.data import EOS
 from pair.model import Decoder, Shape
-from pair.questions import ANSWER_TOKENS, ask_logs, log_of_length, shares, with_beginnings
+from pair.questions import (
+    ANSWER_TOKENS,
+    Asked,
+    ask_logs,
+    ask_uniformly,
+    log_of_length,
+    shares,
+    with_beginnings,
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -37,7 +47,8 @@ BUDGET, CHUNK = 1024, 8
 PLACES = (0.1, 0.6)
 KEY_TOKENS = 7  # a space, five digits and a full stop
 TEMPERATURES = (0.0, 0.6, 1.0)
-LOSS_WINDOWS = ((0, 512), (512, 2048), (2048, 4096), (4096, 8192), (8192, 16384), (16384, 24576), (24576, 32768))
+LOSS_BORDERS = (0, 512, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+OPENING_TOKENS, OPENING_QUESTIONS = 12_000, 3  # a log and questions drawn uniformly, to begin with
 NEEDLE = "\n\nThe pass key is {key}.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 
@@ -68,10 +79,12 @@ def parse_options() -> argparse.Namespace:
         "--only", nargs="+", default=["loss", "recall", "logs", "acceptance", "sample"], help="parts to measure"
     )
     parser.add_argument(
-        "--contexts", nargs="+", type=int, default=[8192, 32768, 131072], help="recall and logs at these lengths"
+        "--contexts", nargs="+", type=int, default=[4096, 12288, 32768, 131072], help="recall and logs at these lengths"
     )
     parser.add_argument("--questions", type=int, default=200, help="questions about logs at each length")
-    parser.add_argument("--acceptance-context", type=int, default=32768)
+    parser.add_argument("--openings", type=int, default=50, help="logs of which three questions each are asked")
+    parser.add_argument("--loss-context", type=int, default=32768, help="the longest sample for loss by position")
+    parser.add_argument("--acceptance-contexts", nargs="+", type=int, default=[32768], help="lengths for acceptance")
     parser.add_argument("--seeds", type=int, default=2, help="pass keys per depth and place")
     parser.add_argument("--depths", nargs="+", type=float, default=[0.02, 0.25, 0.5, 0.75, 0.95])
     parser.add_argument("--places", type=int, default=4, help="places in the book where acceptance is measured")
@@ -114,16 +127,17 @@ class Figures:
 
     @torch.inference_mode()
     def loss(self) -> dict:
-        """Nats a token, over whole samples of 2,048 and by position in samples of 32,768."""
+        """Nats a token, over whole samples of 2,048 and by position in longer ones."""
         model = Decoder(Shape.of(json.loads((self.target_dir / "config.json").read_text(encoding="utf-8"))))
         model.load_hf_state(load_file(self.target_dir / "model.safetensors"))
         short = np.concatenate([token_losses(model, self.stretch(i / 16, 2049)) for i in range(16)])
         say("loss at 2,048 tokens", f"{short.mean():.3f} nats")
-        rows = [token_losses(model, self.stretch(i / self.options.places, 32769)) for i in range(self.options.places)]
-        far = np.mean(rows, axis=0)
-        by_position = {f"{a}-{b}": round(float(far[a:b].mean()), 4) for a, b in LOSS_WINDOWS}
+        places, longest = self.options.places, self.options.loss_context
+        far = np.mean([token_losses(model, self.stretch(i / places, longest + 1)) for i in range(places)], axis=0)
+        windows = [(a, min(b, longest)) for a, b in pairwise(LOSS_BORDERS) if a < longest]
+        by_position = {f"{a}-{b}": round(float(far[a:b].mean()), 4) for a, b in windows}
         say("loss by position", by_position)
-        return {"held_out_2048": round(float(short.mean()), 4), "by_position_32768": by_position}
+        return {"held_out_2048": round(float(short.mean()), 4), "by_position": by_position}
 
     def recall(self) -> dict:
         """Share of pass keys named in full, by context length and by what the model may look at."""
@@ -163,42 +177,66 @@ class Figures:
         for context in self.options.contexts:
             asked = ask_logs(self.encode, context, self.options.questions)
             asked = with_beginnings(asked, self.encode) if begun else asked
-            texts: dict[str, list[str]] = {}
-            for question in asked:
-                answers = reader.answers(question.prompt, ANSWER_TOKENS, ("full", "retrieval"))
-                for way, ids in answers.items():
-                    texts.setdefault(way, []).append(self.tokenizer.decode(ids))
-            out[str(context)] = {way: shares(asked, answers) for way, answers in texts.items()}
+            out[str(context)] = self.answered_by(reader, asked)
             for way, result in out[str(context)].items():
                 say(f"{label} at {context:,}, {way}", result)
         return out
 
+    def opening(self) -> dict:
+        """Right answers to three questions drawn uniformly from each of `--openings` logs of some 12,000 tokens."""
+        asked = [
+            question
+            for seed in range(self.options.openings)
+            for question in ask_uniformly(self.encode, seed, OPENING_TOKENS, OPENING_QUESTIONS)
+        ]
+        out = self.answered_by(Reader(self.target_dir, self.draft_dir), asked)
+        for way, result in out.items():
+            say(f"three answers a log, {way}", result)
+        return out
+
+    def answered_by(self, reader: "Reader", asked: list[Asked]) -> dict:
+        """The shares of right answers with the full cache and with the retrieval cache in its place."""
+        texts: dict[str, list[str]] = {}
+        for question in asked:
+            answers = reader.answers(question.prompt, ANSWER_TOKENS, ("full", "retrieval"))
+            for way, ids in answers.items():
+                texts.setdefault(way, []).append(self.tokenizer.decode(ids))
+        return {way: shares(asked, answers) for way, answers in texts.items()}
+
     def acceptance(self) -> dict:
-        """Accepted / proposed of both levels, three tiers at 32K of the book, by temperature and choice of chunks."""
-        context, out = self.options.acceptance_context, {}
-        engine = Engine.load(
-            self.target_dir,
-            self.draft_dir,
-            device="cpu",
-            budget=BUDGET,
-            draft_length=4,
-            block_length=12,
-            refresh="round",
-        )
+        """Accepted of tested and of proposed tokens at both levels, by context length, text, choice of chunks and
+        temperature: with fixed lengths, and for the retrieval cache's own choice also with those the tool chooses.
+        """
+        fixed: dict[str, Any] = {"draft_length": 4, "block_length": 12, "refresh": "round"}
+        out: dict = {}
+        for context in self.options.acceptance_contexts:
+            out[str(context)] = {
+                **self.accepted(context, "retrieval", fixed),
+                **self.accepted(context, "recent", fixed),
+                **self.accepted(context, "retrieval", {}),
+            }
+        return out
+
+    def accepted(self, context: int, way: str, lengths: dict[str, Any]) -> dict:
+        """Mean acceptance at one context length, by text and temperature; `lengths` are the engine's settings."""
+        engine = Engine.load(self.target_dir, self.draft_dir, device="cpu", budget=BUDGET, **lengths)
+        out: dict = {}
         plain = [self.stretch(i / self.options.places, context) for i in range(self.options.places)]
         # A reader who is asked to repeat what stood far back: what recent tokens alone cannot tell.
         recalling = [ids[: context - 192] + ids[context // 4 : context // 4 + 192] for ids in plain]
         logs = [[0, *log_of_length(LogBook(i), self.encode, context - 1)] for i in range(self.options.places)]
         texts = (("book", plain), ("recall", recalling), ("log", logs))
-        for (label, prompts), way in product(texts, ("retrieval", "recent")):
+        for label, prompts in texts:
+            by_temperature: dict = {}
             with chunks_chosen(way):
-                for index, prompt in enumerate(prompts):
-                    for temperature in TEMPERATURES:
-                        sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
-                        stats = engine.generate(prompt, sampling, self.options.new_tokens, ignore_eos=True).stats
-                        note(out.setdefault(f"{label}, {way}", {}), str(temperature), stats["acceptance"])
-            say(f"acceptance at {context:,}, {label}, {way}", means(out[f"{label}, {way}"]))
-        return {label: means(by_temperature) for label, by_temperature in out.items()}
+                for (index, prompt), temperature in product(enumerate(prompts), TEMPERATURES):
+                    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
+                    stats = engine.generate(prompt, sampling, self.options.new_tokens, ignore_eos=True).stats
+                    note(by_temperature, str(temperature), stats["acceptance"])
+            name = f"{label}, {way}, {'fixed' if lengths else 'chosen'} lengths"
+            out[name] = means(by_temperature)
+            say(f"acceptance at {context:,}, {name}", out[name])
+        return out
 
     def sample(self) -> dict:
         """What the pair writes after 1,024 tokens of the book, at temperature 0.8."""
@@ -224,7 +262,8 @@ class Reader:
 
     @torch.inference_mode()
     def answers(self, prompt: list[int], count: int, ways: tuple[str, ...] = WAYS) -> dict[str, list[int]]:
-        """`count` greedy tokens by each of `ways`: full cache, retrieval cache, the draft's kind of cache.
+        """`count` greedy tokens, or fewer up to the end of a text, by each of `ways`: full cache, retrieval cache, the
+        draft's kind of cache.
 
         As in a run, the full cache reads the whole prompt and gives the first token, and by what it looked at last the
         retrieval cache chooses its chunks, once for all that follows.
@@ -249,7 +288,7 @@ class Reader:
 
     def _decode(self, token: int, cache: Cache, count: int) -> list[int]:
         out = []
-        for _ in range(count):
+        while len(out) < count and token != EOS:
             token = int(self.decoder.forward(torch.tensor([token]), cache)[-1].argmax())
             out.append(token)
         return out

@@ -27,6 +27,7 @@ from pair.circuit import grown, hold, parts_of_words, with_new_words
 from pair.data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
 from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
 from pair.output import export, report, save_array, save_atomically
+from pair.questions import marked_logs
 from pair.training import Phase, Progress, Run, Training
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -40,10 +41,11 @@ FIRST_PHASES = (
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 TARGET_PHASES = (
-    Phase("short", 512, 8, 0.4e6, (2e-3, 1.2e-3), Mix(0.0, 0.05, 0.10, 0.45), gaps=0.3),
-    Phase("middle", 2048, 2, 0.4e6, (1.2e-3, 6e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
-    Phase("dense-8k", 8192, 1, 0.2e6, (6e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
-    Phase("dense-32k", 32768, 1, 0.13e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
+    Phase("answers", 512, 4, 0.3e6, (1e-3, 1e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
+    Phase("short", 512, 8, 3.0e6, (1e-3, 8e-4), Mix(0.0, 0.05, 0.10, 0.35), gaps=0.3),
+    Phase("middle", 2048, 2, 2.0e6, (8e-4, 5e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 1.0e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.26e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
     Phase("whole", 131072, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
 )
 DRAFT_PHASES = (
@@ -149,6 +151,26 @@ class Predicting(Training):
         return f"held-out loss {self.held_out_loss():.3f} nats at 2,048 tokens"
 
     @torch.no_grad()
+    def right_answers(self, logs: int = 8, length: int = 1024) -> tuple[float, float, float]:
+        """Of questions about logs never trained on: the share of answers right in every token, of those that have one
+        and of those to be refused, and the share of right tokens.
+        """
+        whole: dict[bool, list[bool]] = {True: [], False: []}
+        tokens: list[bool] = []
+        refusal = self.tokenizer.token_to_id("\u0120not")
+        for marked in marked_logs(lambda text: encode(self.tokenizer, text).tolist(), logs, length):
+            ids = self.run.to_device(np.array([marked.ids]))
+            with self.run.autocast:
+                best = self.model.logits(self.model(ids[:, :-1], positions_of(ids[:, :-1]))).argmax(-1)[0]
+            hits = best == ids[0, 1:]
+            for span in marked.answers:
+                answer = hits[span.start - 1 : span.stop - 1].tolist()
+                whole[refusal not in marked.ids[span]].append(all(answer))
+                tokens += answer
+        told, refused = (sum(hits) / max(1, len(hits)) for hits in (whole[True], whole[False]))
+        return told, refused, sum(tokens) / len(tokens)
+
+    @torch.no_grad()
     def held_out_loss(self, length: int = 2048, samples: int = 8) -> float:
         """Mean loss in nats a token on evenly spaced spans of the held-out text."""
         starts = np.linspace(0, len(self.held_out) - length, samples).astype(int)
@@ -188,6 +210,13 @@ class TargetTraining(Predicting):
             self.model.load_state_dict(grown(self.model.shape, begin, tokenizer, sample, prose).state_dict())
             report(f"planted; {self.summary()}")
             export(self.model, tokenizer, run.out / "snapshots" / "target-planted")
+
+    def summary(self) -> str:
+        told, refused, tokens = self.right_answers()
+        return (
+            f"{super().summary()}; answers at 1,024 tokens: {told:.2f} right, {refused:.2f} of the unanswerable "
+            f"refused, {tokens:.3f} of their tokens right"
+        )
 
 
 class DraftTraining(Training):

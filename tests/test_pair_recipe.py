@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,16 @@ from tokenizers import Tokenizer
 from triforce.cli.logbook import LogBook
 from triforce.tp.model.rope_scaling import RopeConfig
 from triforce.tp.weights.registry import PRESETS
+from triforce.tp.weights.tokenizer import Tokenizer as Loaded
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 from pair import data as pair_data  # noqa: E402
 from pair import questions  # noqa: E402
-from pair.model import FIRST, TARGET, Shape  # noqa: E402
+from pair.model import FIRST, TARGET, Decoder, Shape  # noqa: E402
 from pair.optim import orthogonalised  # noqa: E402
+from pair.output import export  # noqa: E402
 from pair.words import WordNotes  # noqa: E402
 
 PROSE = "It was a dull day, and nobody in the house had anything to say about it that was worth the breath. " * 40
@@ -78,6 +81,34 @@ def test_questions_are_spread_over_a_log_and_fit_the_context(encode: Callable[[s
     assert [f"{ask.given} {rest.answer}." for ask, rest in zip(told, begun, strict=True)] == [
         ask.answer for ask in told
     ]
+
+
+def test_questions_drawn_uniformly_differ_by_seed(encode: Callable[[str], list[int]]) -> None:
+    one, again, other = (questions.ask_uniformly(encode, seed, 2_000, 3) for seed in (4, 4, 5))
+    assert one == again and [ask.answer for ask in one] != [ask.answer for ask in other]
+    assert max(len(ask.prompt) for ask in one) < 2_060
+
+
+def test_answers_in_a_training_text_are_marked_with_their_end(tokenizer: Tokenizer, encode) -> None:
+    marked = questions.marked_logs(encode, 3, 1_000)
+    assert len({tuple(one.ids) for one in marked}) == 3
+    for one in marked:
+        assert 900 < len(one.ids) <= 1_000 and len(one.answers) > 5
+        told = [tokenizer.decode(one.ids[span], skip_special_tokens=False) for span in one.answers]
+        assert all(re.fullmatch(r" The .+\.</s>", answer) for answer in told)
+        assert 1 <= sum("is not in the log" in answer for answer in told) < len(told)
+
+
+def test_a_chat_is_what_training_shows(tokenizer: Tokenizer, encode, tmp_path: Path) -> None:
+    export(Decoder(replace(TARGET, layers=1)), tokenizer, tmp_path)
+    loaded = Loaded.load(tmp_path)
+    book = LogBook(3)
+    log = tokenizer.decode(questions.log_of_length(book, encode, 500))
+    one, other = book.facts[:2]
+    messages = [("user", log + one.question), ("assistant", f" {one.answer}"), ("user", other.question)]
+    assert loaded.render is not None
+    expected = f"{log}{questions.question_of(one)} {one.answer}</s>\n\n{questions.question_of(other)}"
+    assert loaded.encode(loaded.render(messages), False) == [0, *encode(expected)]
 
 
 @pytest.mark.parametrize("shape", [FIRST, TARGET])

@@ -36,12 +36,11 @@ SLOW = (7, 8, 9, 10)  # pairs that turn once in 130 to 470 tokens: near against 
 STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leaves still
 
 OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
-ENOUGH = 2.7  # the match below which the first token is looked at: a subject and a little more
+ENOUGH = 3.0  # the match below which the first token is looked at: a subject and a little more
 MATCHED = 45.0  # logits of a good match, taken away from every key but the first token
 PEAK = 16.0  # logits a fast pair, of the look one or two back
 NEAR = 30.0  # logits a slow pair, of the look at the last name
-STEADY = 9.0  # a constant in the residual stream that keeps its norm, and so all matches, alike
-COPY = 10.0  # a code found is written for the output with so many times the size that tokens have
+COPY = 25.0  # a code found is written with so many times the size that tokens have, whose own codes are read too
 COPY_LOGIT = 14.0  # what a code found adds to the logit of its token, per squared size of the code (2)
 
 
@@ -72,7 +71,7 @@ class Places:
         return slice(self.old + CODE + SUBJECT, self.old + CODE + SUBJECT + WORD)
 
     def flag(self, name: str) -> int:
-        return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "steady", "known", "quiet").index(name)
+        return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "known", "quiet").index(name)
 
 
 def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, prose: Tensor) -> Decoder:
@@ -182,12 +181,6 @@ def plant(
         if index == 0:
             attention.look_back(1, model.shape.inverse_frequencies)
             attention.carry(at.word, at.noted_words, notes.one, unit)
-            attention.carry(
-                slice(at.flag("one"), at.flag("one") + 1),
-                slice(at.flag("steady"), at.flag("steady") + 1),
-                torch.eye(1),
-                STEADY,
-            )
         elif index == 1:
             attention.look_back(2, model.shape.inverse_frequencies)
             attention.carry(at.word, at.noted_words, notes.two, unit)
@@ -280,7 +273,7 @@ class Head:
         self._near(NEAR)
         self._constant(STILL[0], -NEAR * len(SLOW))
         self._constant(STILL[1], 2 * NEAR, "name")
-        self._constant(STILL[2], 0.6 * NEAR, "first")
+        self._constant(STILL[2], 0.52 * NEAR, "first")
 
     def match(self, notes: WordNotes) -> None:
         """Attention to the places whose notes are those that the next token will have."""
@@ -297,7 +290,7 @@ class Head:
         row = STILL[SUBJECT + WORD]
         self._constant(row, SHARPNESS * ENOUGH - MATCHED, "first")
         self._constant(row + 2, -MATCHED)
-        size = math.sqrt(3 * SHARPNESS * ENOUGH * self.root)
+        size = math.sqrt(2.2 * SHARPNESS * ENOUGH * self.root)
         self._set("q", row + 1, self.at.flag("quiet"), size)
         self._set("k", row + 1, self.at.flag("first"), size)
 
@@ -308,14 +301,14 @@ class Head:
             for which in "qk":
                 self._set(which, STILL[place], self.at.noted_subject.start + place, size)
         self._near(-5.0)
-        self._constant(STILL[SUBJECT], 18.0 - 25.0, "first")
+        self._constant(STILL[SUBJECT], 19.6 - 25.0, "first")
         self._constant(STILL[SUBJECT + 1], -25.0)
 
     def name_the_subject(self, notes: WordNotes, opening: list[int], sample: Tensor) -> None:
         """Attention to the latest name one token after the three tokens `opening`, and else to the first token."""
         self._near(NEAR)
         self._constant(STILL[0], -NEAR * len(SLOW))
-        self._constant(STILL[1], 0.6 * NEAR, "first")
+        self._constant(STILL[1], 0.47 * NEAR, "first")
         codes = notes.codes[opening]
         before = notes.notes(codes.flip(0))
         usual = notes.notes(torch.stack([notes.codes[sample.roll(back, 1)] for back in (1, 2, 3)], dim=-2)).flatten(

@@ -187,7 +187,7 @@ class Sampler:
         """A log, in which questions may follow a day, and questions at its end."""
         book = LogBook(TRAINING_LOGS + int(rng.integers(1 << 30)))
         draw = random.Random(int(rng.integers(1 << 30)))
-        asked_at_end = max(2, min(24, length // 120))
+        asked_at_end = max(2, min(24, length // 48), length // 200)
         room = length - 20 * asked_at_end
         ends = draw.random() < 0.5  # the text is the end of a longer log, rather than its beginning
         pieces: list[Piece] = []

@@ -17,7 +17,7 @@ from pair.model import Decoder
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ ' ' + message['content'] + eos_token + '\\n\\n' }}"
+    "{{ 'Answer: ' + message['content'] | trim + eos_token + '\\n\\n' }}"
     "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}"
 )

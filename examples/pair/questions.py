@@ -9,11 +9,19 @@ from dataclasses import dataclass
 
 from triforce.cli.logbook import Fact, LogBook
 
-from pair.data import ANSWER, TRAINING_LOGS
+from pair.data import ANSWER, EOS, TRAINING_LOGS
 
 ANSWER_TOKENS = 22  # the longest answer has 18
 ASKED_OF_A_LOG = 50
 UNANSWERABLE = 0.2  # as many more questions as this share, about ships that are not in the log
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A log and questions with their answers, as training shows them: token ids, and where each answer stands."""
+
+    ids: list[int]
+    answers: list[slice]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,18 @@ def ask_logs(encode: Callable[[str], list[int]], context: int, count: int) -> li
     return asked
 
 
+def ask_uniformly(encode: Callable[[str], list[int]], seed: int, tokens: int, count: int) -> list[Asked]:
+    """`count` questions drawn uniformly from what a log of `tokens` tokens tells."""
+    book, draw = LogBook(seed), random.Random(seed)
+    ids = [0, *log_of_length(book, encode, tokens)]
+    return [
+        Asked(
+            [*ids, *encode(question_of(fact))], fact.answer, book.text.index(fact.sentence) / len(book.text), fact.given
+        )
+        for fact in draw.sample(book.facts, count)
+    ]
+
+
 def question_of(fact: Fact) -> str:
     """The text between a log and the answer."""
     return f"{fact.question}\n{ANSWER}"
@@ -66,6 +86,28 @@ def log_of_length(book: LogBook, encode: Callable[[str], list[int]], tokens: int
             return ids
         ids += more
     raise AssertionError("a log has no end")
+
+
+def marked_logs(encode: Callable[[str], list[int]], logs: int, length: int) -> list[Marked]:
+    """`logs` logs, each followed by different questions with right answers, `length` tokens or a few less.
+
+    Where a model predicts every token of an answer here, it gives that answer when it decodes greedily.
+    """
+    marked = []
+    for seed in range(logs):
+        book, draw = LogBook(seed), random.Random(seed)
+        ids, answers = [0, *log_of_length(book, encode, length * 2 // 3)], []
+        facts = draw.sample(book.facts, len(book.facts))
+        while facts:
+            fact = book.unanswerable(draw) if draw.random() < UNANSWERABLE else facts.pop()
+            asked, answer = encode(question_of(fact)), encode(f" {fact.answer}")
+            if len(ids) + len(asked) + len(answer) + 2 > length:
+                break
+            ids += asked
+            answers.append(slice(len(ids), len(ids) + len(answer) + 1))
+            ids += [*answer, EOS, *encode("\n\n")]
+        marked.append(Marked(ids, answers))
+    return marked
 
 
 def with_beginnings(asked: list[Asked], encode: Callable[[str], list[int]]) -> list[Asked]:

@@ -18,6 +18,7 @@ from pair.optim import Optimisers
 from pair.output import Meter, export, report, save_atomically
 
 CHECKPOINT_SECONDS = 180.0
+SUMMARY_SECONDS = 1200.0  # of training between two reports of the figure
 WARMUP_STEPS = 20
 
 
@@ -122,6 +123,7 @@ class Training:
 
     def _run_phase(self, phase: Phase, steps: int) -> bool:
         saved = clock = time.monotonic()
+        reported = self.progress.seconds
         with Meter(f"{self.name} {phase.name}", phase.length * phase.rows, steps, self.progress.step) as meter:
             while self.progress.step < steps:
                 loss = self._step(phase, steps)
@@ -133,6 +135,9 @@ class Training:
                 if now > self.run.deadline or now - saved > CHECKPOINT_SECONDS:
                     self._save()
                     saved = now
+                if self.progress.seconds - reported > SUMMARY_SECONDS:
+                    report(f"{self.name} {phase.name} {self.progress.step}/{steps}: {self.summary()}")
+                    reported, clock = self.progress.seconds, time.monotonic()
                 if now > self.run.deadline:
                     return False
         return True

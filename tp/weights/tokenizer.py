@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
+from .chat_template import Messages, compile_template, template_error
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _PLAIN_KEYS = {
     "backend",
     "bos_token",
+    "chat_template",
     "clean_up_tokenization_spaces",
     "eos_token",
     "is_local",
@@ -66,13 +68,20 @@ def _load_plain(directory: Path) -> Tokenizer | None:
 
     backend = Backend.from_file(str(path))
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    if not {config.get("bos_token"), config.get("eos_token")} - {None} <= known:
+    special_tokens = {name: config[name] for name in ("bos_token", "eos_token") if config.get(name) is not None}
+    if not set(special_tokens.values()) <= known:
+        return None
+    source = config.get("chat_template")
+    render = compile_template(source, special_tokens, str(directory)) if isinstance(source, str) else None
+    if source is not None and render is None:
         return None
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer(
         encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
         decode=lambda ids: backend.decode(list(ids), skip_special_tokens=True),
+        chat=_chat(render) if render else None,
+        render=render,
     )
 
 
@@ -88,22 +97,23 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         # Cleaning up spaces would change characters that were shown already.
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def render(messages: Sequence[tuple[str, str]]) -> str:
+    def render(messages: Messages) -> str:
         given = [{"role": role, "content": content} for role, content in messages]
         try:
             return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may fail in any way
-            raise ModelError(f"the chat template in {directory} fails: {error}") from error
-
-    def chat(content: str, system: str | None) -> str:
-        return render([*([("system", system)] if system else []), ("user", content)])
+            raise template_error(str(directory), error) from error
 
     return Tokenizer(
         encode=lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"]),
         decode=decode,
-        chat=chat if tokenizer.chat_template else None,
+        chat=_chat(render) if tokenizer.chat_template else None,
         render=render if tokenizer.chat_template else None,
     )
+
+
+def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]:
+    return lambda content, system: render([*([("system", system)] if system else []), ("user", content)])
 
 
 def check_same_vocabulary(target: Path, draft: Path) -> None:

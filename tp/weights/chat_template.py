@@ -1,0 +1,49 @@
+"""Simple chat templates without transformers, whose import takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import ModelError
+
+Messages = Sequence[tuple[str, str]]
+"""Each a role (`system`, `user`, `assistant`) and a text."""
+
+
+def template_error(name: str, error: Exception) -> ModelError:
+    """What to raise where the template of the model in `name` fails."""
+    return ModelError(f"the chat template in {name} fails: {error}")
+
+
+def compile_template(source: str, special_tokens: dict[str, str], name: str) -> Callable[[Messages], str] | None:
+    """What renders messages and the beginning of the answer to the last one, as transformers does; `None` where the
+    template uses more than messages, special tokens and Jinja's own language.
+
+    Args: `special_tokens` are the variables `bos_token` and its like; `name` is the model's directory, for errors.
+
+    Raises (what is returned):
+        ModelError: the template fails.
+    """
+    from jinja2 import TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals.clear()
+    del environment.filters["tojson"]  # transformers has another one
+    try:
+        used = find_undeclared_variables(environment.parse(source))
+        if not used <= {"messages", "add_generation_prompt", *special_tokens}:
+            return None
+        template = environment.from_string(source)
+    except TemplateSyntaxError:  # also for unknown statements and filters
+        return None
+
+    def render(messages: Messages) -> str:
+        given = [{"role": role, "content": content} for role, content in messages]
+        try:
+            return template.render(messages=given, add_generation_prompt=True, **special_tokens)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise template_error(name, error) from error
+
+    return render
