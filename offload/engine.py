@@ -381,7 +381,8 @@ class Engine:
         self._end_run()
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
         expected = max(1, min(order.most, sum(one.error is None for one in order.orders)))
-        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected)
+        seeded = any(one.sampling.seed is not None for one in order.orders)
+        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected, seeded)
         batch = Batch(order, opening, graphs, on_prefill, on_memory)
         self._running = batch
         if order.alone:

@@ -294,6 +294,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 raise
             self._fail(reading.sequence, error)
             self._leave(reading.sequence)
+            self._opening.forget(reading.sequence)
             self._reading = event = None
         self._read_until = time.perf_counter()
         return event
@@ -378,7 +379,7 @@ class Batch(Iterator[tuple[int, Round]]):
         drawn, decisions, joining, self._ended = self._agreement.agree(
             drawn, decisions, joining=joining, ends=self._asked_to_end
         )
-        each = len(decisions) // len(self.tiers)
+        each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
         for i, tier in enumerate(self.tiers):
             tier.decisions = decisions[i * each : (i + 1) * each]
         for sequence, one in zip(everyone, drawn, strict=True):

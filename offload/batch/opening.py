@@ -76,18 +76,21 @@ class Models:
 class Opening:
     """Opens the sequences of one batch."""
 
-    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
+    def __init__(
+        self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1, seeded: bool = False
+    ) -> None:
         """Args:
         tiers: 1 to 3.
         fresh_seed: starts the generator that tokens without a seed are drawn with.
         expected: sequences that memory is planned for at the start.
+        seeded: whether some of them are drawn with a seed: times then decide nothing, where they could change a token.
         """
         self._models, self._graphs, self._num_tiers = models, graphs, tiers
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._first: BatchSequence | None = None
-        self._expected = expected
+        self._expected, self._seeded = expected, seeded
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
@@ -120,6 +123,13 @@ class Opening:
         self._first.forget_prompt()
         self._first = None
         return True
+
+    def forget(self, sequence: BatchSequence) -> None:
+        """Sees to it that nobody goes on from what a sequence has read whose prefill failed: some layers may hold its
+        tokens already where others hold those before."""
+        sequence.forget_prompt()
+        if sequence is self._first:
+            self._models.kept.distrust()
 
     def is_kept(self, sequence: BatchSequence) -> bool:
         """Whether the sequence's full cache stays when it ends."""
@@ -163,7 +173,7 @@ class Opening:
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
             models.kept.context = prompt
-            self.tiers = self._make_tiers(order, request, plan)
+            self.tiers = self._make_tiers(request, plan)
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
             self._first = sequence
@@ -260,10 +270,10 @@ class Opening:
     def _passes(self, name: str, decoder: Decoder, cache: Any) -> Passes:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
 
-    def _make_tiers(self, order: Order, request: RunRequest, plan: RunPlan) -> list[Tier]:
+    def _make_tiers(self, request: RunRequest, plan: RunPlan) -> list[Tier]:
         """The tiers, with what passes are expected to cost."""
         models = self._models
-        adapts = order.sampling.seed is None or models.exact
+        adapts = models.exact or not self._seeded  # what joins later has to take it as it is
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         lengths = plan if adapts else make_plan(request)
         costs = PassTimes(replace(lengths, request=replace(lengths.request, sequences=1)), models.hardware).costs()
@@ -278,7 +288,8 @@ class Opening:
         for tier in tiers[2:]:
             tier.replicated = models.target.ranks.size > 1
         if self.looks_up:
-            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1], RETRIEVAL_DRAFT_TOKENS)]
+            most_by_model = lengths.retrieval_draft.fixed or RETRIEVAL_DRAFT_TOKENS
+            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1], most_by_model)]
         tiers[0].may_rest = models.settings.refresh != "never"
         expected = Assumptions().acceptance
         tiers[0].acceptance = Acceptance.starting_at(expected)

@@ -122,7 +122,7 @@ class Saver:
             return
         try:
             self._writing.result()
-        except (OSError, DamagedError) as error:
+        except (OSError, DamagedError, MemoryError, RuntimeError) as error:  # the last is PyTorch's where memory ends
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
         finally:
             self._writing = None

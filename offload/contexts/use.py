@@ -166,8 +166,8 @@ class ContextUse:
                         found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
                         break
 
-            # What goes to a GPU is staged, a layer at a time: there the heads of one are read at the same time.
-            by_layer = full.blocks.device.type == "cpu"
+            # What goes to a GPU, or is packed, is staged, a layer at a time, whose heads are read at the same time.
+            by_layer = full.blocks.device.type == "cpu" and not full.blocks.packed
             layers_at_once = _READERS if by_layer else 1
             with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
 

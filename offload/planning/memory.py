@@ -31,7 +31,8 @@ def plan_here(
         loaded: whether this process holds the weights already.
         given_back: bytes on the device that the run will not need any more.
     """
-    request = replace(request, triton="triton" in usable_packages(device))
+    triton = ranks.least([int("triton" in usable_packages(device))])[0]
+    request = replace(request, triton=bool(triton))
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
     held = given_back + (bare.weights if loaded else 0)

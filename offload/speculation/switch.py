@@ -162,7 +162,7 @@ class Switch:
         if not tokens:
             return 0, plain, None
         known_plain = self._plain_batch == step.batch and self._plain.count >= _ENOUGH
-        on = seconds < plain * (1.0 if self.on else _MARGIN)
+        on = seconds <= plain if self.on else seconds < plain * _MARGIN
         best = min(seconds, plain)
         if self._written < LEARNING:
             self.on = on

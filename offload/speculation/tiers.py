@@ -86,6 +86,7 @@ class Tier:
     confidence: Confidence = field(default_factory=Confidence)
     """How likely the tokens that this tier drafts are accepted."""
     switch: Switch = field(default_factory=Switch, init=False)
+    _steady: bool = field(default=True, init=False)  # whether nothing was compiled or captured in a step so far
     _last_drafted: int = field(default=0, init=False)
     _round: Upkeep = field(default=Upkeep.FULL, init=False)  # the upkeep of the last round
     _step: StepCost | None = field(default=None, init=False)  # what a step is expected to take
@@ -108,6 +109,7 @@ class Tier:
         wanted = [min(asked, limit - 1) for limit in limits]
         drafts: list[Emitted | None] = [None] * len(sequences)
         drafting = [i for i, count in enumerate(wanted) if count]
+        self.drafter._steady = True
         if drafting:
             found = self.drafter.extend(
                 [sequences[i] for i in drafting], [wanted[i] for i in drafting], self.least_chance
@@ -115,7 +117,6 @@ class Tier:
             for i, draft in zip(drafting, found, strict=True):
                 drafts[i] = draft
         proposed = [draft[0] if draft else [] for draft in drafts]
-
         drafted = time.perf_counter()
         rows = [len(tokens) + 1 for tokens in proposed]
         self._catch_up(sequences, sum(rows))
@@ -139,7 +140,10 @@ class Tier:
         steady = self._measure(sequences, 1, sum(len(tokens) for tokens in pending), now - drafted)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
             self._count_draft(sequence, len(tokens), accepted)
-        if self._step and steady and self.adapts_to_time:
+        self._steady &= steady and self.drafter._steady
+        if not (steady and self.drafter._steady):
+            self.switch.postpone()
+        elif self._step and self.adapts_to_time:
             longest, brought = max(map(len, proposed)), sum(len(tokens) for tokens, _ in emitted) / len(emitted)
             seconds = now - began + (self.after_round if longest else 0.0)
             self.switch.note(self._step, max(wanted), longest, brought, seconds)
@@ -209,16 +213,12 @@ class Tier:
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
             sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
             sequence.keep_logprobs(kept)
-        self._measure(sequences, steps, rows, time.perf_counter() - began)
+        self._steady &= self._measure(sequences, steps, rows, time.perf_counter() - began)
         return emitted
 
     def draw_ahead(self, sequences: Sequence[TokenSequence], count: int) -> tuple[Tensor, Tensor]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, and their distributions
-        `[sequences, count, vocab]`.
-
-        The tokens stay on the device, and the host never waits for it; `sampling.read` brings them to the host and
-        reports those that were drawn from NaN.
-        """
+        `[sequences, count, vocab]`. They stay on the device; `sampling.read` reports those that were drawn from NaN."""
         drawn, rows, _ = self._drawn(sequences, count, rated=False)
         return drawn, rows
 

@@ -40,12 +40,14 @@ class CudaRuntime:
     def lock_pages(self, address: int, size: int) -> int:
         """Page-locks `size` bytes from `address` on; CUDA's error code, 0 if that succeeded."""
         runtime: Any = torch.cuda.cudart()
-        return int(runtime.cudaHostRegister(address, size, 0))
+        with torch.cuda.device(self.device):  # which is a thread's own
+            return int(runtime.cudaHostRegister(address, size, 0))
 
     def unlock_pages(self, address: int) -> None:
         """Undoes `lock_pages`."""
         runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostUnregister(address)
+        with torch.cuda.device(self.device):
+            runtime.cudaHostUnregister(address)
 
     def clear_error(self) -> None:
         """Forgets the error of a call that was refused: CUDA keeps it, and PyTorch would raise it after the next kernel

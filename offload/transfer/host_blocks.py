@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
+from threading import Lock
 
 import psutil
 import torch
@@ -20,6 +21,12 @@ from ...kernels.packing import gather_packed, pack, unpack
 from ...tp.errors import CapacityError
 from ..planning.placement import block_slot
 from .link import Link
+
+_LEFT_FREE = 2**29
+"""Bytes of host memory that blocks which do not pack leave to everybody else."""
+
+_PACKED_TOGETHER = 4
+"""Blocks that are packed in one call, as plain PyTorch needs several times their memory for it."""
 
 
 class HostBlocks(ABC):
@@ -101,6 +108,7 @@ class Overflow:
     def __init__(self, link: Link, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._link, self._shape, self._dtype = link, shape, dtype
         self._free: list[Tensor] = []
+        self._lock = Lock()
         self.blocks = 0
         """That there is memory for."""
 
@@ -110,16 +118,19 @@ class Overflow:
         Raises:
             CapacityError: there is none.
         """
-        if self._free:
-            return self._free.pop()
+        with self._lock:  # layers are restored by several threads
+            if self._free:
+                return self._free.pop()
         size = prod(self._shape) * self._dtype.itemsize
-        if psutil.virtual_memory().available < size:
+        if psutil.virtual_memory().available < size + _LEFT_FREE:
             raise CapacityError(
                 f"{self.blocks + 1:,} blocks of the KV cache do not pack, and no memory is left to keep one more as it "
                 "is; give --pack off, free memory, or shorten the prompt"
             )
-        self.blocks += 1
-        return self._link.host_memory((1, *self._shape), self._dtype)[0]
+        block = self._link.host_memory((1, *self._shape), self._dtype)[0]
+        with self._lock:
+            self.blocks += 1
+        return block
 
     def give_back(self, block: Tensor) -> None:
         self._free.append(block)
@@ -176,11 +187,13 @@ class PackedBlocks(HostBlocks):
         return self._slots.new_empty((count, *self._shape), dtype=torch.bfloat16)
 
     def write(self, blocks: Tensor) -> None:
-        _, fits = pack(blocks.flatten(1, 2), self._slots[: len(blocks)])
-        for index, (block, fit) in enumerate(zip(blocks, fits.tolist(), strict=True)):
-            self._note(index, fit)
-            if not fit:
-                self._raw[index].copy_(block)
+        for first in range(0, len(blocks), _PACKED_TOGETHER):
+            several = blocks[first : first + _PACKED_TOGETHER]
+            _, fits = pack(several.flatten(1, 2), self._slots[first : first + len(several)])
+            for index, (block, fit) in enumerate(zip(several, fits.tolist(), strict=True), first):
+                self._note(index, fit)
+                if not fit:
+                    self._raw[index].copy_(block)
 
     def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
         num_kv_heads = self._shape[1]

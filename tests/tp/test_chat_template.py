@@ -8,6 +8,7 @@ from command import save_tokenizer
 from transformers import AutoTokenizer
 from triforce.tp.errors import ModelError
 from triforce.tp.weights import tokenizer as module
+from triforce.tp.weights.chat_template import compile_template
 from triforce.tp.weights.tokenizer import Tokenizer
 
 OF_THE_PAIR = (
@@ -63,3 +64,14 @@ def test_a_template_that_fails_says_whose_it_is(tmp_path):
     assert tokenizer.chat is not None
     with pytest.raises(ModelError, match=r"chat template in .*model.* fails"):
         tokenizer.chat("Why?", None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | tojson }}{% endif %}{% endfor %}",
+        "{{ messages | map('tojson') | join }}",
+    ],
+)
+def test_what_only_transformers_renders_is_left_to_it_even_where_it_is_reached_seldom(source):
+    assert compile_template(source, {}, "here") is None

@@ -30,13 +30,14 @@ def compile_template(source: str, special_tokens: dict[str, str], name: str) -> 
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals.clear()
-    del environment.filters["tojson"]  # transformers has another one
+    if "tojson" in source:  # transformers has another one
+        return None
     try:
         used = find_undeclared_variables(environment.parse(source))
         if not used <= {"messages", "add_generation_prompt", *special_tokens}:
             return None
         template = environment.from_string(source)
-    except TemplateSyntaxError:  # also for unknown statements and filters
+    except TemplateSyntaxError:  # also for unknown statements
         return None
 
     def render(messages: Messages) -> str:

@@ -69,7 +69,7 @@ def _load_plain(directory: Path) -> Tokenizer | None:
     backend = Backend.from_file(str(path))
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special_tokens = {name: config[name] for name in ("bos_token", "eos_token") if config.get(name) is not None}
-    if not set(special_tokens.values()) <= known:
+    if not all(isinstance(token, str) and token in known for token in special_tokens.values()):
         return None
     source = config.get("chat_template")
     render = compile_template(source, special_tokens, str(directory)) if isinstance(source, str) else None

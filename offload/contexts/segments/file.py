@@ -59,9 +59,12 @@ class SegmentFile:
         if flags_start < 0:
             raise DamagedError(f"it has {size:,} bytes, which is too few")
         flags = self._read(flags_start, prod(flags_shape(self.contents)))
-        if max(flags) > 1:
+        if not flags or max(flags) > 1:
             raise DamagedError("it does not say what of it is packed")
-        return PackedLayout.of(self.contents, flags), flags
+        try:
+            return PackedLayout.of(self.contents, flags), flags
+        except ValueError as error:
+            raise DamagedError(f"nothing can be packed like this: {error}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -60,7 +60,8 @@ class LookupTier(Tier):
         if self._model is not None and asked:
             most = self._most_by_model
             if not self._model.ends_early(self._upper.draft_tokens):
-                most, least_chance = max(1, self._upper.draft_tokens), 0.0
+                wanted = self._upper.draft_tokens or min(max(counts), most)  # a probe, where none are drafted
+                most, least_chance = max(1, wanted), 0.0
             drafted = self._model.extend(
                 [sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance
             )

@@ -360,3 +360,9 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
     assert [sequence.error for sequence in batch.sequences] == [None] * 3
     for prompt, sequence in zip(prompts, batch.sequences, strict=True):
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
+
+
+def test_a_batch_of_nothing_that_can_be_answered_ends(models):
+    batch = models.engine("llama").batch([Request([], GREEDY, 4), Request([10_000], GREEDY, 4)])
+    assert list(batch) == []
+    assert [bool(sequence.error) for sequence in batch.sequences] == [True, True]
