@@ -70,9 +70,9 @@ def test_a_run_takes_the_bytes_that_were_planned(resident, pack):
     on_host = sum(host.num_bytes for host in blocks._host) if isinstance(blocks, StreamedBlocks) else 0
     if pack == "on" and resident is not None:  # and memory for blocks that do not pack, of which there are none here
         assert isinstance(blocks, StreamedBlocks) and blocks._overflow.blocks == 0
-        on_host += planned.room_for_unpacked
         whole = (planned.placement.num_blocks - planned.placement.num_resident) * planned.placement.block_size
-        assert on_host < 0.79 * whole * request.token_bytes
+        assert on_host < 0.77 * whole * request.token_bytes
+        on_host += planned.room_for_unpacked
     assert on_host == planned.streamed_kv and streams == (resident is not None)
     moved = (run.stats()["link"]["bytes_streamed"] - before) / rounds
     assert moved == planned.streamed_per_pass
