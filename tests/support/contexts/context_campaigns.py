@@ -61,15 +61,18 @@ def corruptions(tiny: TinyContexts, place: Path, count: int, seed: int) -> Campa
     return campaign
 
 
-def power_cuts(tiny: TinyContexts, place: Path, seed: int) -> Campaign:
-    """Cuts the recorded saving of a text in two steps, and of one that shares segments with it, after every event."""
+def power_cuts(tiny: TinyContexts, place: Path, seed: int, every: int = 1) -> Campaign:
+    """Cuts the recorded saving of a text in two steps, and of one that shares segments with it, after every event.
+
+    Args: `every`: after every so many events instead.
+    """
     campaign = Campaign("power cuts")
     root = place / "recorded" / "contexts"
     disk, events = recording()
     tiny.read(root, TEXT[:100], disk=disk)
     tiny.read(root, TEXT, disk=disk)
     tiny.read(root, TEXT[:140], name="alike", disk=disk)
-    for cut in range(len(events) + 1):
+    for cut in range(0, len(events) + 1, every):
         for index, how in enumerate(HOWS):
             rng, left = random.Random(f"{seed} {cut} {index}"), place / "left"
 
