@@ -31,15 +31,15 @@ def plan_here(
         loaded: whether this process holds the weights already.
         given_back: bytes on the device that the run will not need any more.
     """
-    triton = ranks.least([int("triton" in usable_packages(device))])[0]
-    request = replace(request, triton=bool(triton))
+    triton = "triton" in usable_packages(device)
+    request = replace(request, triton=triton)
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
     held = given_back + (bare.weights if loaded else 0)
     if device.type == "cuda":
         free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
-        free, total, host = ranks.least([free, total, host])
-        request = replace(request, gpu_bytes=free, gpu_total_bytes=total)
+        free, total, host, everywhere = ranks.least([free, total, host, int(triton)])
+        request = replace(request, gpu_bytes=free, gpu_total_bytes=total, triton=bool(everywhere))
     else:
         (host,) = ranks.least([host + held])
     return make_plan(replace(request, host_bytes=host, local_ranks=1))
