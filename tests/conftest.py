@@ -196,14 +196,12 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"left out: {left_out.total()} slow tests ({parts}); to run all: pytest --full")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread():
+    """Whatever the test before has set: a fork of a process that computed with two waits for a thread it has not."""
     import torch
 
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -127,8 +127,8 @@ class Opening:
     def forget(self, sequence: BatchSequence) -> None:
         """Sees to it that nobody goes on from what a sequence has read whose prefill failed: some layers may hold its
         tokens already where others hold those before."""
-        sequence.forget_prompt()
-        if sequence is self._first:
+        if sequence is self._first:  # what others read goes with them
+            sequence.forget_prompt()
             self._models.kept.distrust()
 
     def is_kept(self, sequence: BatchSequence) -> bool:

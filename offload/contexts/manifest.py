@@ -46,7 +46,7 @@ class Segment:
     first: int
     tokens: int
     chain: str
-    """Of all token ids up to the last of these; see `segment.chained`."""
+    """Of all token ids up to the last of these; see `segments.contents.chained`."""
     parts: tuple[Part, ...]
     packed: bool = False
     """Whether keys and values are packed in its files."""

@@ -20,7 +20,7 @@ from ..speculation.lengths import DraftTokens
 from .placement import LARGEST_BLOCK, Placement, place_resident, place_streamed
 from .request import RunRequest
 
-RUNTIME_BYTES = 400 * 2**20
+RUNTIME_BYTES = 350 * 2**20
 """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
 
 CUDA_CONTEXT = 2**29

@@ -48,7 +48,7 @@ def accept(
     Raises:
         ModelError: a distribution to draw the next token from holds NaN.
     """
-    return _tested(proposed, drafts, target, samplers, positions, None)[0]
+    return accept_and_rate(proposed, drafts, target, samplers, positions, None)[0]
 
 
 def accept_and_rate(
@@ -57,28 +57,16 @@ def accept_and_rate(
     target: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-    logits: Tensor,
+    logits: Tensor | None,
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
     """`accept`, and what else is wanted of its tokens on the host, brought there with them.
 
-    Args: `logits` `[rows, vocab]` are what `target` was made of.
+    Args: `logits` `[rows, vocab]` are what `target` was made of; `None` where nothing is to be rated.
 
     Returns:
         What `accept` returns, and of each sequence how sure `logits` are (see `sampling.certainties`) of its accepted
-        tokens and of the next one.
+        tokens and of the next one; nothing without them.
     """
-    return _tested(proposed, drafts, target, samplers, positions, logits)
-
-
-def _tested(
-    proposed: Sequence[Sequence[int]],
-    drafts: Sequence[Tensor | None],
-    target: Tensor,
-    samplers: Sequence[Sampler],
-    positions: Sequence[int],
-    logits: Tensor | None,
-) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """See `accept_and_rate`; nothing is rated without `logits`."""
     rows = [len(tokens) + 1 for tokens in proposed]
     by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
     if any(by_ratio):
@@ -109,7 +97,7 @@ def _accept_mixed(
     logits: Tensor | None,
     by_ratio: Sequence[bool],
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """`_tested` where some sequences, those of `by_ratio`, are tested with fresh noise."""
+    """`accept_and_rate` where some sequences, those of `by_ratio`, are tested with fresh noise."""
     outcomes: list[tuple[int, int]] = [(0, 0)] * len(proposed)
     ratings: list[list[float]] = [[]] * len(proposed)
     found = []
@@ -127,7 +115,7 @@ def _accept_mixed(
                 found.append(in_millionths(given[:-1], tested))
                 found.append(in_millionths(given.index_select(0, accepted), token))
         else:
-            (outcomes[i],), (ratings[i],) = _tested([tokens], [draft], part, [sampler], [positions[i]], given)
+            (outcomes[i],), (ratings[i],) = accept_and_rate([tokens], [draft], part, [sampler], [positions[i]], given)
     numbers = iter(torch.cat(found).tolist())
     for i, tokens in enumerate(proposed):
         if by_ratio[i]:

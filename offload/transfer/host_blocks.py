@@ -38,7 +38,7 @@ class HostBlocks(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Host memory that was taken for all of them."""
+        """Host memory that was taken for all of them, but for those that do not fit into their slots."""
 
     @abstractmethod
     def at(self, index: int) -> Tensor:

@@ -60,14 +60,14 @@ class StreamedBlocks:
         self._overflow = Overflow(link, self._block, dtype)
         self._host: list[HostBlocks] = []
         for layer in layers:
-            self._host.append(self._host_blocks(self._num_blocks - num_resident, placement.packed))
+            self._host.append(self._host_blocks())
             if on_memory:
                 on_memory((layer + 1) / config.num_layers)
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
-        unpacked = on_device(*self._block) if placement.packed else None
+        unpacked = on_device(*self._block) if self.packed else None
         self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)], unpacked)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
@@ -75,9 +75,10 @@ class StreamedBlocks:
         self._first_row = 0  # position of the first row that attends in it
         self._seen = 0  # position behind the last token that rows attend to in it
 
-    def _host_blocks(self, count: int, packed: bool) -> HostBlocks:
+    def _host_blocks(self) -> HostBlocks:
         """Host memory for the blocks of a layer."""
-        if not packed:
+        count = self._num_blocks - self.num_resident
+        if not self.packed:
             return RawBlocks(self._link.host_memory((count, *self._block), self.dtype))
         slots = self._link.host_memory((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
         return PackedBlocks(slots, self._overflow, self._block)

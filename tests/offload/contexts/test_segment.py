@@ -83,15 +83,21 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_what_is_read_is_what_was_written(tmp_path, seed):
-    case = Case(tmp_path / "segment.safetensors", seed)
+def check_reads(case):
+    """Some heads of each layer, of all tokens and of some, are read as they were written."""
     contents, rng = case.contents, case.rng
     for layer in range(contents.shape.num_layers):
         heads = sorted(rng.sample(range(contents.heads), rng.randint(1, contents.heads)))
         for stop in (contents.tokens, rng.randint(1, contents.tokens)):
             want = case.kv[layer][:, heads, :stop]
             assert torch.equal(bits(case.read(layer, heads, stop)), bits(want))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_read_is_what_was_written(tmp_path, seed):
+    case = Case(tmp_path / "segment.safetensors", seed)
+    check_reads(case)
+    contents = case.contents
     with SegmentFile(case.path, contents, case.checksum) as file:
         assert file.token_ids(case.before) == case.token_ids
         with pytest.raises(DamagedError, match="token ids"):
@@ -156,12 +162,8 @@ PACKED_KINDS = ["normal", "any bits", "some zeros", "few any bits"]
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_read_from_a_packed_segment_is_what_was_written(tmp_path, seed, kind):
     case = Case(tmp_path / "segment.safetensors", seed, packed=True, kind=kind)
-    contents, rng = case.contents, case.rng
-    for layer in range(contents.shape.num_layers):
-        heads = sorted(rng.sample(range(contents.heads), rng.randint(1, contents.heads)))
-        for stop in (contents.tokens, rng.randint(1, contents.tokens)):
-            want = case.kv[layer][:, heads, :stop]
-            assert torch.equal(bits(case.read(layer, heads, stop)), bits(want))
+    check_reads(case)
+    contents = case.contents
     with SegmentFile(case.path, contents, case.checksum) as file:
         assert file.token_ids(case.before) == case.token_ids
         for layer in range(contents.shape.num_layers):
