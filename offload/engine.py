@@ -78,6 +78,7 @@ class Engine:
         dtype: str = "auto",
         gpus: int = 1,
         resident: float | None = None,
+        host_memory: float | None = None,
         link_gbps: float | None = None,
         capacity: int | None = None,
         room: int = 0,
@@ -110,16 +111,16 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, pack, threads: see
-                `Settings`; of what is left open, budget and chunk size are as published for the preset, or planned.
+            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, pack, host_memory,
+            threads: see `Settings`; if open, budget and chunk size are as published for the preset, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
-        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, exact, lookup)
-        settings = replace(settings, link_gbps=link_gbps, early_end=early_end, pack=pack, threads=threads)
+        others = exact, lookup, link_gbps, early_end, pack, host_memory, threads
+        settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, *others)
         set_threads(threads)
         settings = settings.with_defaults(published_cache(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
@@ -127,19 +128,19 @@ class Engine:
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None
         if draft_config:
             check_draft(target_config, draft_config)
-        if place:
-            check_split(target_config, place.size)
+        check_split(target_config, place.size if place else 1)
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
-        plan_here(request, where, ranks).check()
+        store = store or user_store()
+        plan_here(request, where, ranks, free_disk=store.free_bytes).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
         engine = cls(target, small, settings, (str(model), str(draft or model) if small or lookup else None))
-        engine.contexts = ModelContexts(store or user_store(), target_directory, str(model), target, settings.pack)
-        engine._context, engine._kept.room = ContextRequest(name=context), room
+        engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)
+        engine._kept.room, engine._kept.folder, engine._context = room, store.root, ContextRequest(name=context)
         return engine
 
     def generate(
@@ -299,9 +300,8 @@ class Engine:
             ContextError, UsageError, CapacityError: see `read`.
         """
         save = ContextRequest(save=name, frame=frame, required=True)
-        return self.stream(
-            token_ids, Sampling(0.0), 1, tiers=1, on_memory=on_memory, on_prefill=on_prefill, contexts=save
-        )
+        progress = {"on_memory": on_memory, "on_prefill": on_prefill}
+        return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **progress)
 
     def follow(self) -> Batch | None:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
@@ -396,4 +396,4 @@ class Engine:
     def plan(self, context: int) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
         now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
-        return plan_here(self._models.request(context), self.target.device, loaded=True)
+        return self._kept.planned_alone(self._models.request(context))

@@ -27,6 +27,7 @@ def run_identity(
     budget: int,
     exact: bool,
     resident_bytes: int,
+    disk_bytes: int,
     packed: bool,
 ) -> dict[str, Any]:
     """The part of a run's document that is known before it.
@@ -36,7 +37,7 @@ def run_identity(
         tiers, budget: of this run; the budget in tokens, 0 without a retrieval cache.
         seed: that the run draws with, given or not.
         exact: whether its tokens cannot depend on lengths and tiers.
-        resident_bytes: of the KV cache, on the device.
+        resident_bytes, disk_bytes: of the KV cache, on the device and on a disk.
         packed: whether what of it streams from host memory is packed.
     """
     device = target.device
@@ -58,6 +59,7 @@ def run_identity(
             "refresh": settings.refresh,
             "exact": exact,
             "resident_bytes": resident_bytes,
+            "disk_bytes": disk_bytes,
             "packed": packed,
         },
     }
@@ -95,6 +97,7 @@ def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warni
         "tokens_per_s": whole.tokens_per_s,
         "rounds": whole.rounds,
         "link": link_document(whole.link),
+        "disk": disk_document(whole.link),
         "memory": memory_document(whole.device_peak_bytes, whole.host_peak_bytes, whole.kv_bytes),
         "settings": begun[0]["settings"] if begun else {},
         "warnings": list(warnings),
@@ -137,6 +140,7 @@ def _measured(s: Statistics) -> dict[str, Any]:
             "other": s.other_s,
         },
         "link": link_document(s.link),
+        "disk": disk_document(s.link),
         "kv_read": {
             "bytes": s.kv_read_bytes,
             "s": s.kv_read_s,
@@ -154,6 +158,18 @@ def link_document(traffic: Traffic) -> dict[str, Any]:
         "busy_s": traffic.busy_s,
         "waited_s": traffic.waited_s,
         "gb_per_s": traffic.bytes_in / traffic.busy_s / 1e9 if traffic.busy_s else None,
+    }
+
+
+def disk_document(traffic: Traffic) -> dict[str, Any]:
+    """What was read from a disk, of the KV cache that exceeds host memory, and written to it."""
+    seconds = traffic.disk_busy_s
+    return {
+        "bytes_read": traffic.disk_bytes_in,
+        "bytes_written": traffic.disk_bytes_out,
+        "busy_s": seconds,
+        "waited_s": traffic.disk_waited_s,
+        "gb_per_s": traffic.disk_bytes_in / seconds / 1e9 if seconds else None,
     }
 
 

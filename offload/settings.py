@@ -46,6 +46,10 @@ class Settings:
     stream from there. `on`, `off`, or `auto`: in contexts where compiled kernels pack, in host memory where a GPU packs
     with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd chunk sizes have them."""
 
+    host_memory: float | None = None
+    """GiB of host memory that a run may take, on each host; `None`: what is free. What of the KV cache exceeds it is on
+    a disk."""
+
     threads: int | None = None
     """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
 
@@ -68,7 +72,8 @@ class Settings:
                 f"budget is {self.budget} tokens, less than one chunk of {self.planned_chunk_size}; "
                 "raise it or lower chunk-size"
             )
-        for name, value in (("resident", self.resident), ("link-gbps", self.link_gbps)):
+        of_range = ("resident", self.resident), ("link-gbps", self.link_gbps), ("host-memory", self.host_memory)
+        for name, value in of_range:
             if value is not None and not 0 <= value < float("inf"):
                 raise UsageError(f"{name} is {value}; it must be 0 or more")
         if self.exact not in ("auto", "on", "off"):

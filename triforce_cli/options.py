@@ -171,6 +171,12 @@ PACK = option(
     "they stream from host memory. auto does so where compiled kernels do it, but not where they stream on a CPU, "
     "which gains nothing.",
 )
+HOST_MEMORY = option(
+    MACHINE,
+    AUTO_OR_GIB,
+    "GiB of host memory to take, for all GPUs or processes of a host together; auto is what is free. What of the KV "
+    "cache exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
+)
 CONTEXT = option(
     PROMPT,
     NAME,
@@ -301,12 +307,13 @@ class Request(ModelRequest):
     ] = "auto"
 
     pack: Annotated[str, PACK] = "auto"
+    host_memory: Annotated[float | None, HOST_MEMORY] = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
-        named = {name: getattr(self, name) for name in ("refresh", "resident", "exact", "early_end", "pack")}
-        return self.lengths | named
+        names = ("refresh", "resident", "exact", "early_end", "pack", "host_memory")
+        return self.lengths | {name: getattr(self, name) for name in names}
 
     @property
     def sampling(self) -> dict[str, Any]:

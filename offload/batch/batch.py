@@ -123,7 +123,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """What the batch had to do without so far, a line each."""
         failure = self._graphs.failure
         found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
-        found += self._opening.threads.warnings
+        found += self._opening.warnings
         for sequence in self.sequences:
             found += sequence.warnings
         return found
@@ -149,7 +149,7 @@ class Batch(Iterator[tuple[int, Round]]):
         return batch_document(whole, [self.document(i) for i in range(len(self.sequences))], self.warnings)
 
     def traffic(self) -> Traffic:
-        """What crossed this rank's link so far, since the engine was loaded."""
+        """What crossed this rank's link, or was read from a disk, so far, since the engine was loaded."""
         return self._opening.traffic()
 
     def kv_bytes(self) -> int:

@@ -98,8 +98,13 @@ class Opening:
         """What rounds are computed with; chosen once a sequence was opened."""
 
     def traffic(self) -> Traffic:
-        """What crossed the link so far."""
+        """What crossed the link, or was read from a disk, so far."""
         return self._models.kept.traffic()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What rounds had to do without so far, a line each."""
+        return self.threads.warnings + self._models.kept.disk.warnings
 
     @property
     def kept(self) -> FullCache | None:
@@ -321,5 +326,6 @@ class Opening:
             budget=budget,
             exact=models.exact,
             resident_bytes=sum(holder.blocks.resident_bytes for holder in full.holders),
+            disk_bytes=sum(holder.blocks.disk_bytes for holder in full.holders),
             packed=any(holder.blocks.packed for holder in full.holders),
         )

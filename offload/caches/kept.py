@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 
 from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
+from ..contexts.home import contexts_root
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
-from ..planning.run_plan import RunPlan
+from ..planning.run_plan import RunPlan, make_plan
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.make import make_blocks, make_link
+from ..transfer.staged.block_file import DiskSpace
 from .full import FullCache
 from .recent_mass import RECENT_ROWS
+
+_MORE_ON_DISK = 1.25
+"""Sequences that are decoded together may push so many times as much of their text to a disk as one alone does."""
 
 
 class KeptCache:
@@ -22,6 +29,8 @@ class KeptCache:
 
     def __init__(self, decoder: Decoder, link_gbps: float | None = None) -> None:
         self._decoder, self._link_gbps = decoder, link_gbps
+        self.folder: Path | None = None
+        """Where what exceeds host memory is kept; `None`: beside the user's saved contexts."""
         self.room = 0
         """Tokens that a new cache has room for beyond a run's, where that changes nothing else: a longer run after it
         then need not move anything."""
@@ -31,9 +40,14 @@ class KeptCache:
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
 
+    @cached_property
+    def disk(self) -> DiskSpace:
+        """Where blocks of the cache are that exceed host memory."""
+        return DiskSpace(self.folder or contexts_root())
+
     def traffic(self) -> Traffic:
-        """What crossed the link so far."""
-        return self._link.traffic() if self._link else Traffic()
+        """What crossed the link, or was read from the disk, so far."""
+        return (self._link.traffic() if self._link else Traffic()) + self.disk.traffic()
 
     def rotate_for(self, prompt_length: int) -> None:
         """Has keys rotated for a prompt of so many tokens; what the cache holds is forgotten where that differs."""
@@ -68,7 +82,8 @@ class KeptCache:
             plan = self._plan(request, replaces=old)
         if old:
             beside = self._plan(request, replaces=None)
-            if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device:
+            more = beside.disk_kv > plan.disk_kv  # every pass would read it, for as long as the cache is kept
+            if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device and not more:
                 plan = beside  # the shared tokens move while both are there
             else:
                 self._drop()
@@ -82,14 +97,14 @@ class KeptCache:
 
     def beside(self, request: RunRequest, prefix: FullCache | None) -> tuple[FullCache, RunPlan]:
         """Another full cache, for a sequence that is decoded beside the one whose cache is kept, and the plan of its
-        memory. It is its sequence's alone, and lasts as long. Every rank calls it.
+        memory. It is its sequence's alone, and lasts as long; none of it is on a disk. Every rank calls it.
 
         Args: `prefix` holds the first `request.shared` tokens.
 
         Raises:
             CapacityError: there is not so much memory.
         """
-        plan = self._plan(request, replaces=None)
+        plan = self._plan(request, replaces=None, on_disk=False)
         return self._make(plan, prefix=prefix), plan
 
     def _make(
@@ -106,7 +121,7 @@ class KeptCache:
             self._link = make_link(decoder.device, self._link_gbps)
         with shortage_explained(decoder.device):
             kind = {"dtype": decoder.dtype, "device": decoder.device}
-            blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory)
+            blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory, disk=self.disk)
         start = plan.request.shared
         return FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size, prefix=prefix, start=start)
 
@@ -117,22 +132,43 @@ class KeptCache:
             return request
         larger = replace(request, context=most)
         found = self._plan(larger, replaces=old)
-        return larger if found.fits and found.placement.streams == plan.placement.streams else request
+        as_planned = found.placement.streams == plan.placement.streams and found.disk_kv == plan.disk_kv == 0
+        return larger if found.fits and as_planned else request
 
     def fits(self, request: RunRequest) -> bool:
-        """Whether there is memory for such a run, in place of the cache that is kept. Every rank calls it."""
-        return self._plan(request, replaces=self.cache).fits
+        """Whether there is memory for such a run, in place of the cache that is kept, with hardly more on a disk than
+        its first sequence has there alone. Every rank calls it."""
+        plan = self._plan(request, replaces=self.cache)
+        return plan.fits and (
+            not plan.disk_kv or plan.disk_kv <= _MORE_ON_DISK * make_plan(replace(plan.request, sequences=1)).disk_kv
+        )
+
+    def planned_alone(self, request: RunRequest) -> RunPlan:
+        """The plan of a run as this rank alone sees the memory that is free."""
+        return plan_here(request, self._decoder.device, loaded=True, free_disk=self.disk.free_bytes)
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
         if self.cache and not self.cache.blocks.all_on_device:
             self.context = []
 
-    def _plan(self, request: RunRequest, *, replaces: FullCache | None) -> RunPlan:
-        """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included."""
-        given_back = replaces.blocks.device_bytes if replaces else 0
-        decoder = self._decoder
-        return plan_here(request, decoder.device, decoder.ranks, loaded=True, given_back=given_back)
+    def _plan(self, request: RunRequest, *, replaces: FullCache | None, on_disk: bool = True) -> RunPlan:
+        """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included; what
+        exceeds host memory may be on a disk, unless it says otherwise."""
+        blocks, decoder = replaces.blocks if replaces else None, self._decoder
+
+        def free_disk() -> int:
+            return self.disk.free_bytes() + (blocks.disk_bytes if blocks else 0)
+
+        return plan_here(
+            request,
+            decoder.device,
+            decoder.ranks,
+            loaded=True,
+            given_back=blocks.device_bytes if blocks else 0,
+            given_back_on_host=blocks.host_bytes if blocks else 0,
+            free_disk=free_disk if on_disk else None,
+        )
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""

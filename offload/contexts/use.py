@@ -166,8 +166,9 @@ class ContextUse:
                         found.append(_Damage(segment.first, damaged(prefix.name, segment, part.file, error)))
                         break
 
-            # What goes to a GPU, or is packed, is staged, a layer at a time, whose heads are read at the same time.
-            by_layer = full.blocks.device.type == "cpu" and not full.blocks.packed
+            # What is packed, or goes to a GPU or a disk, is staged: a layer at a time, whose heads are read at once.
+            blocks = full.blocks
+            by_layer = blocks.device.type == "cpu" and not blocks.packed and not blocks.disk_bytes
             layers_at_once = _READERS if by_layer else 1
             with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
 
@@ -176,7 +177,7 @@ class ContextUse:
                     def read_heads(pieces: list[Tensor]) -> None:
                         list((map if by_layer else of_heads.map)(partial(read, layer, pieces), held))
 
-                    full.blocks.restore(layer, stop, read_heads)
+                    blocks.restore(layer, stop, read_heads)
 
                 try:
                     for done in [of_layers.submit(restore, layer) for layer in range(manifest.shape.num_layers)]:

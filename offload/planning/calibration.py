@@ -13,6 +13,8 @@ from itertools import combinations
 
 import torch
 
+from .cards import DISK_BANDWIDTH
+
 
 @dataclass(frozen=True)
 class MeasuredPass:
@@ -52,6 +54,8 @@ class MeasuredMachine:
     """Of a step of the draft model; `None` if none was measured."""
     round_seconds: float
     """What a round of speculation takes besides its passes: the refresh, agreement between ranks."""
+    disk_bandwidth: float = DISK_BANDWIDTH
+    """Bytes a second; not measured."""
 
     def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
         return self.line.seconds(read, multiplied)

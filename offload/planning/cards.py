@@ -17,6 +17,10 @@ PCIE4 = 24.5
 PCIE5 = 49.0
 """GB/s of PCIe 5.0 x16: twice the lanes' rate at the same efficiency."""
 
+DISK_BANDWIDTH = 5e9
+"""Bytes a second of large direct reads, assumed of an NVMe disk on four lanes of PCIe 4.0. Data sheets say 7e9 and
+more (Samsung 990 PRO: 7.45e9)."""
+
 
 @dataclass(frozen=True)
 class Card:

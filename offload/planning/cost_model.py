@@ -3,6 +3,7 @@
 A pass takes as long as the slowest of three things that go on at once:
 
 * the **link**: bytes of keys and values that do not live on the GPU, over the link's bandwidth. Nothing hides it;
+* the **disk**: bytes of those that exceed host memory, of all GPUs of a host, over the disk's bandwidth;
 * the **GPU**: weights and keys and values read from its memory (or multiplied, if that takes longer), and on several
   GPUs the two sums of every layer;
 * the **launches**: Python and PyTorch starting each layer's kernels, while the GPU waits or works.
@@ -22,7 +23,7 @@ import torch
 
 from ...tp.model.config import ModelConfig
 from ..speculation.lengths import LOOKUP_SECONDS, Acceptance, PassCost, expected_tokens, fastest_length
-from .cards import Card, card_named
+from .cards import DISK_BANDWIDTH, Card, card_named
 from .request import RunRequest
 from .run_plan import RunPlan
 
@@ -53,6 +54,11 @@ class Hardware(Protocol):
         ...
 
     @property
+    def disk_bandwidth(self) -> float:
+        """Bytes a second of large reads from the disk that a host's ranks share."""
+        ...
+
+    @property
     def round_seconds(self) -> float:
         """What a round of speculation takes besides its passes."""
         ...
@@ -78,6 +84,7 @@ class Machine:
     launch_seconds: float = LAUNCH_SECONDS
     """Per layer; 0 for kernels that are launched as CUDA graphs."""
     round_seconds: float = 0.0
+    disk_bandwidth: float = DISK_BANDWIDTH
 
     @classmethod
     def of(cls, card: Card) -> Machine:
@@ -107,6 +114,7 @@ class HostMachine:
     launch_seconds: float = 0.1e-3
     """Per layer."""
     round_seconds: float = 0.0
+    disk_bandwidth: float = DISK_BANDWIDTH
 
     def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
         return layers * self.launch_seconds + read / self.memory_bandwidth + multiplied / self.flops
@@ -150,7 +158,7 @@ class Estimate:
 
     tiers: int
     floor_s: float
-    """The link's time of one pass over the full cache: no verification is faster."""
+    """The time of one pass over the full cache on the link, or on the disk: no verification is faster."""
     verify_s: float
     retrieval_s: float
     """One pass on the retrieval cache; 0 without."""
@@ -190,8 +198,10 @@ class PassTimes:
 
     @property
     def floor(self) -> float:
-        """The link's time of one pass over the full cache: no verification is faster."""
-        return self.plan.streamed_per_pass / self.hardware.link_bandwidth
+        """The time of one pass over the full cache on the link, or on the disk if that is longer: no verification is
+        faster."""
+        of_host = self.plan.disk_per_pass * self.plan.request.ranks_per_host
+        return max(self.plan.streamed_per_pass / self.hardware.link_bandwidth, of_host / self.hardware.disk_bandwidth)
 
     def verify(self, rows: int) -> float:
         """A pass over the full cache, whose streamed blocks arrive while it works; `rows` of each sequence."""

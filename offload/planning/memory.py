@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,14 @@ from .run_plan import CUDA_CONTEXT, RUNTIME_BYTES, RunPlan, make_plan
 
 
 def plan_here(
-    request: RunRequest, device: torch.device, ranks: Ranks = ALONE, *, loaded: bool = False, given_back: int = 0
+    request: RunRequest,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    *,
+    loaded: bool = False,
+    given_back: int = 0,
+    given_back_on_host: int = 0,
+    free_disk: Callable[[], int] | None = None,
 ) -> RunPlan:
     """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
     ranks find, the least counts for all, so that every rank makes the same plan.
@@ -29,12 +36,14 @@ def plan_here(
     Args:
         request: its memory is filled in here.
         loaded: whether this process holds the weights already.
-        given_back: bytes on the device that the run will not need any more.
+        given_back, given_back_on_host: bytes on the device, and in host memory besides, that the run will not need any
+            more.
+        free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
     """
     triton = "triton" in usable_packages(device)
     request = replace(request, triton=triton)
     bare = make_plan(request)
-    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0)
+    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0) + given_back_on_host
     held = given_back + (bare.weights if loaded else 0)
     if device.type == "cuda":
         free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
@@ -42,7 +51,13 @@ def plan_here(
         request = replace(request, gpu_bytes=free, gpu_total_bytes=total, triton=bool(everywhere))
     else:
         (host,) = ranks.least([host + held])
-    return make_plan(replace(request, host_bytes=host, local_ranks=1))
+    if request.settings.host_memory is not None:
+        host = min(host, int(request.settings.host_memory * 2**30) // ranks.local_size)
+    plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
+    if free_disk is None or plan.host_total <= host:
+        return plan
+    (disk,) = ranks.least([free_disk() // ranks.local_size])  # all ranks come here, or none does
+    return make_plan(replace(plan.request, disk_bytes=disk))
 
 
 @contextmanager

@@ -31,6 +31,10 @@ RING_BUFFERS = 3
 """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block whose
 attention takes longer than its copy."""
 
+STAGING_BUFFERS = 6
+"""Blocks in host memory on their way from a disk: one in use, one being copied on, and four being read, which a disk
+needs for its full speed."""
+
 OPEN_SLACK = 512
 """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
 
@@ -47,6 +51,8 @@ class Placement:
     """Room of each layer's open stretch, which holds the newest tokens on the device; 0 where nothing streams."""
     packed: bool = False
     """Whether blocks in host memory are packed (`transfer.host_blocks`)."""
+    num_disk: int = 0
+    """Of the blocks that are not resident, those on a disk: the first ones, so that the newest are in memory."""
 
     @classmethod
     def streaming(
@@ -67,6 +73,11 @@ class Placement:
         return self.num_blocks * self.block_size
 
     @property
+    def num_host(self) -> int:
+        """Blocks of a layer in host memory."""
+        return self.num_blocks - self.num_resident - self.num_disk
+
+    @property
     def ring_buffers(self) -> int:
         """Blocks that can be on their way through the ring; 0 where nothing streams."""
         return min(RING_BUFFERS, self.num_blocks) if self.streams else 0
@@ -81,6 +92,14 @@ class Placement:
         if self.packed:
             return block_slot(part.num_kv_heads, self.block_size, part.head_dim).slot_bytes
         return self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
+
+    def staging_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes of the buffers that blocks on a disk are read into."""
+        return STAGING_BUFFERS * self.host_block_bytes(part, dtype) if self.num_disk else 0
+
+    def disk_blocks(self, context: int) -> int:
+        """Blocks of a layer that are read from a disk in one pass over `context` tokens."""
+        return min(self.num_disk, self.streamed_blocks(context))
 
     def streamed_blocks(self, context: int) -> int:
         """Blocks of a layer that cross the link in one pass over `context` tokens: the last one, which is not full yet,

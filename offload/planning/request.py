@@ -38,6 +38,8 @@ class RunRequest:
     """All memory of each GPU, of which a share stays free; default `gpu_bytes`."""
     host_bytes: int | None = None
     """Host memory that `ranks_per_host` ranks may take together; `None` leaves it unchecked."""
+    disk_bytes: int | None = None
+    """Disk space that `ranks_per_host` ranks may take together for blocks that exceed host memory; `None`: none do."""
     local_ranks: int | None = None
     """Ranks that share one host's memory; default `gpus`."""
     triton: bool = True

@@ -54,6 +54,10 @@ RETRIEVAL_SHARE = 1 / 8
 TAIL_TOKENS = 2048
 """Tokens that are planned for each further sequence's own question and answer."""
 
+LEFT_TO_OTHERS = 1 / 16
+"""Of the free host memory: what stays free where blocks that exceed it are on a disk, unless it is set by hand. Other
+programs live there, and a system without any would write pages to the same disk."""
+
 UNPACKED_SHARE = 1 / 64
 """Of packed blocks: those that memory is planned for as if they did not fit into their slots."""
 
@@ -76,6 +80,10 @@ class RunPlan:
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
     """Blocks of the full cache in host memory, from which they stream, and `room_for_unpacked`."""
+    disk_kv: int
+    """Blocks of the full cache on a disk, as they exceed host memory."""
+    staging: int
+    """Buffers in host memory that they are read into."""
     room_for_unpacked: int
     """Memory for packed blocks that turn out not to fit into their slots. If there are more of them than
     `UNPACKED_SHARE`, memory is taken for each as it comes."""
@@ -89,6 +97,8 @@ class RunPlan:
     retrieval cache never take their memory at the same time."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
+    disk_per_pass: int
+    """What it reads from a disk, for one rank."""
     verify_draft: DraftTokens
     """For a pass over the full cache (γ2)."""
 
@@ -112,7 +122,7 @@ class RunPlan:
     @property
     def kv(self) -> int:
         """The whole full cache."""
-        return self.resident_kv + self.streamed_kv
+        return self.resident_kv + self.streamed_kv + self.disk_kv
 
     @property
     def working(self) -> int:
@@ -138,9 +148,8 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        if self.request.on_gpu:
-            return self.streamed_kv + self.index + RUNTIME_BYTES
-        return self.weights + self.kv + self.working + self.index + RUNTIME_BYTES
+        everywhere = self.streamed_kv + self.staging + self.index + RUNTIME_BYTES
+        return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
     def fits(self) -> bool:
@@ -157,6 +166,8 @@ class RunPlan:
             needed, where = self.host_total * request.ranks_per_host, "host memory" if request.on_gpu else "memory"
             if needed > request.host_bytes:
                 found.append(Shortage(where, self.host_total, request.host_bytes // request.ranks_per_host))
+        if request.disk_bytes is not None and self.disk_kv * request.ranks_per_host > request.disk_bytes:
+            found.append(Shortage("disk space", self.disk_kv, request.disk_bytes // request.ranks_per_host))
         return found
 
     def check(self) -> None:
@@ -176,15 +187,23 @@ class RunPlan:
         else:
             remedy = "free memory or choose a smaller model"
         per_rank = " on each rank" if request.gpus > 1 else ""
-        if shortage.where == "host memory":
+        if shortage.where == "disk space":
+            parts = "the part of the KV cache that exceeds host memory"
+        elif shortage.where == "host memory":
             parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(RUNTIME_BYTES)}"
         else:
-            kv = self.resident_kv if request.on_gpu else self.kv
+            kv = self.resident_kv if request.on_gpu else self.resident_kv + self.streamed_kv
             rest = shortage.needed - self.weights - kv
             parts = f"weights {gib(self.weights)}, KV cache {gib(kv)}, the rest {gib(rest)}"
+        available = f"{gib(shortage.available)} is available"
+        if shortage.where in ("host memory", "memory") and request.settings.host_memory is not None:
+            available = f"--host-memory leaves it {gib(shortage.available)}"
+            least = f"{gib(shortage.needed)}{' for each rank' if request.gpus > 1 else ''}"
+            remedy = f"give --host-memory at least {least}, or {remedy}"
+        on_disk = f", with {gib(self.disk_kv)} on disk" if self.disk_kv and shortage.where != "disk space" else ""
         return (
             f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
-            f"({parts}), but {gib(shortage.available)} is available; {remedy}"
+            f"({parts}{on_disk}), but {available}; {remedy}"
         )
 
 
@@ -215,7 +234,7 @@ def make_plan(request: RunRequest) -> RunPlan:
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         host_block = placement.host_block_bytes(part, request.dtype) * part.num_layers
-        away = placement.num_blocks - placement.num_resident
+        away = placement.num_host + placement.num_disk
         unpacked = math.ceil(UNPACKED_SHARE * away * part.num_layers) if placement.packed else 0
         room_for_unpacked = unpacked * block // part.num_layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
@@ -231,19 +250,41 @@ def make_plan(request: RunRequest) -> RunPlan:
             chunk_size=chunk_size,
             weights=weights,
             resident_kv=placement.num_resident * block,
-            streamed_kv=away * host_block + room_for_unpacked,
+            streamed_kv=placement.num_host * host_block + room_for_unpacked,
+            disk_kv=placement.num_disk * host_block,
+            staging=placement.staging_bytes(part, request.dtype),
             room_for_unpacked=room_for_unpacked,
             retrieval=request.sequences * retrieval if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
+            disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,
         )
 
-    def streamed(resident_bytes: float) -> RunPlan:
+    def streamed(resident_bytes: float, num_disk: int = 0) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
-        return plan(place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=request.packs))
+        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=request.packs)
+        return plan(replace(place, num_disk=min(num_disk, place.num_host)))
+
+    def within_host_memory(found: RunPlan) -> RunPlan:
+        """`found`, or as much of its cache on a disk as exceeds host memory."""
+        if request.host_bytes is None or request.disk_bytes is None:
+            return found
+        room = request.host_bytes // request.ranks_per_host
+        if found.host_total <= room or not (found.placement.streams or not request.on_gpu):
+            return found
+        room -= int(LEFT_TO_OTHERS * room) if settings.host_memory is None else 0
+        if not found.placement.streams:  # where the CPU computes: what is not resident is on the disk
+            everything = found.placement.capacity
+            bare = streamed(0.0, everything)
+            return streamed(max(0, room - bare.host_total), everything)
+        place = found.placement
+        one = plan(replace(place, num_disk=min(1, place.num_host)))
+        host_block = place.host_block_bytes(part, request.dtype) * part.num_layers
+        num_disk = 1 + max(0, -(-(one.host_total - room) // host_block))
+        return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
     one_block = request.on_gpu and request.triton
     whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block))
@@ -251,11 +292,11 @@ def make_plan(request: RunRequest) -> RunPlan:
         return whole  # a tail of less than a block is not worth streaming
     if settings.resident is not None:
         wanted = settings.resident * 2**30
-        return whole if wanted >= whole.kv else streamed(wanted)
+        return within_host_memory(whole if wanted >= whole.kv else streamed(wanted))
     if request.gpu_bytes is None or whole.device_total <= request.gpu_bytes:
-        return whole
+        return within_host_memory(whole)
     bare = streamed(0.0)
-    return streamed(max(0, request.gpu_bytes - bare.device_total))
+    return within_host_memory(streamed(max(0, request.gpu_bytes - bare.device_total)))
 
 
 def planned_budget(settings: Settings, context: int) -> int:

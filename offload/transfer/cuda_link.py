@@ -23,6 +23,8 @@ from .page_locking import locked_memory
 class CudaLink:
     """Copies between page-locked host memory and one GPU. See `link.Link` for the interface."""
 
+    direct = False
+
     def __init__(self, device: torch.device, *, runtime: CudaRuntime | None = None) -> None:
         """Args:
         runtime: CUDA, or what stands for it in tests.
@@ -98,3 +100,6 @@ class _Arrival:
 
     def wait(self) -> None:
         self._link.wait(self._done)
+
+    def wait_on_host(self) -> None:
+        self._done.synchronize()

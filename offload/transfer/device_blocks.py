@@ -54,8 +54,18 @@ class Blocks(Protocol):
         """Bytes of keys and values that live on the device."""
         ...
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes taken in host memory, where that is not the device's."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes taken on a disk, by what exceeds host memory."""
+        ...
+
     def traffic(self) -> Traffic:
-        """What crossed a link so far."""
+        """What crossed a link, or was read from a disk, so far."""
         ...
 
     def prepare(
@@ -156,6 +166,14 @@ class DeviceBlocks:
     @property
     def resident_bytes(self) -> int:
         return self.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def disk_bytes(self) -> int:
+        return 0
 
     def traffic(self) -> Traffic:
         return Traffic()

@@ -21,6 +21,7 @@ from ...kernels.packing import gather_packed, pack, unpack
 from ...tp.errors import CapacityError
 from ..planning.placement import block_slot
 from .link import Link
+from .staged.staging import Source
 
 _LEFT_FREE = 2**29
 """Bytes of host memory that blocks which do not pack leave to everybody else."""
@@ -41,11 +42,11 @@ class HostBlocks(ABC):
         """Host memory that was taken for all of them, but for those that do not fit into their slots."""
 
     @abstractmethod
-    def at(self, index: int) -> Tensor:
+    def at(self, index: int) -> Source:
         """What crosses the link of a block: the block, or its slot, `[slot_bytes]` uint8."""
 
     @abstractmethod
-    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         """Puts `block`, on the device, into `buffer` there, as it will lie in host memory: what to copy from there, and
         where to. A block of this index has no copies under way."""
 
@@ -54,12 +55,12 @@ class HostBlocks(ABC):
         """Blocks `first` to `stop` in host memory: themselves, or copies."""
 
     @abstractmethod
-    def room(self, count: int) -> Tensor:
+    def room(self, count: int) -> Sequence[Tensor]:
         """Host memory in which `count` blocks can be put together for `write`."""
 
     @abstractmethod
-    def write(self, blocks: Tensor) -> None:
-        """Takes over the first blocks, from host memory."""
+    def write(self, blocks: Sequence[Tensor]) -> None:
+        """Takes over the first blocks, from host memory: of `room`, or others."""
 
     @abstractmethod
     def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
@@ -91,12 +92,13 @@ class RawBlocks(HostBlocks):
     def read(self, first: int, stop: int) -> Tensor:
         return self.blocks[first:stop]
 
-    def room(self, count: int) -> Tensor:
-        return self.blocks[:count]
+    def room(self, count: int) -> Sequence[Tensor]:
+        return list(self.blocks[:count])
 
-    def write(self, blocks: Tensor) -> None:
-        if blocks.data_ptr() != self.blocks.data_ptr():
-            self.blocks[: len(blocks)] = blocks
+    def write(self, blocks: Sequence[Tensor]) -> None:
+        for own, block in zip(self.blocks, blocks, strict=False):
+            if own.data_ptr() != block.data_ptr():
+                own.copy_(block)
 
     def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
         return gather_chunks(self.blocks[:, part], chunks, chunk_size)
@@ -111,6 +113,11 @@ class Overflow:
         self._lock = Lock()
         self.blocks = 0
         """That there is memory for."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of that memory."""
+        return self.blocks * prod(self._shape) * self._dtype.itemsize
 
     def take(self) -> Tensor:
         """Memory for a block.
@@ -135,6 +142,17 @@ class Overflow:
     def give_back(self, block: Tensor) -> None:
         self._free.append(block)
 
+    def note(self, raw: dict[int, Tensor], index: int, fits: bool) -> None:
+        """Whether the block of this index is in its slot; if not, there is memory for it in `raw` afterwards.
+
+        Raises:
+            CapacityError: see `take`.
+        """
+        if fits and index in raw:
+            self.give_back(raw.pop(index))
+        elif not fits and index not in raw:
+            raw[index] = self.take()
+
 
 class PackedBlocks(HostBlocks):
     """Blocks in slots, but for those that do not fit into them."""
@@ -147,7 +165,7 @@ class PackedBlocks(HostBlocks):
         self._slots, self._overflow, self._shape = slots, overflow, shape
         self._layout = block_slot(*shape[1:])
         slots[:, self._layout.starts : self._layout.exceptions].zero_()  # unwritten ones have no exceptions
-        self._raw: dict[int, Tensor] = {}
+        self._raw: dict[int, Tensor] = {}  # those that do not fit into their slots
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -162,36 +180,29 @@ class PackedBlocks(HostBlocks):
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
         slot = slot_in(buffer, self._layout.slot_bytes)
         _, fits = pack(block.flatten(0, 1), slot)
-        self._note(index, bool(fits))
+        self._overflow.note(self._raw, index, bool(fits))
         if index not in self._raw:
             return slot, self._slots[index]
         buffer.copy_(block)
         return buffer, self._raw[index]
 
-    def _note(self, index: int, fits: bool) -> None:
-        """Whether a block is in its slot; memory for it elsewhere if not."""
-        if fits and index in self._raw:
-            self._overflow.give_back(self._raw.pop(index))
-        elif not fits and index not in self._raw:
-            self._raw[index] = self._overflow.take()
-
     def read(self, first: int, stop: int) -> Tensor:
-        found = self.room(stop - first)
+        found = self._slots.new_empty((stop - first, *self._shape), dtype=torch.bfloat16)
         unpack(self._slots[first:stop], found.flatten(1, 2))
         for index in range(first, stop):
             if index in self._raw:
                 found[index - first] = self._raw[index]
         return found
 
-    def room(self, count: int) -> Tensor:
-        return self._slots.new_empty((count, *self._shape), dtype=torch.bfloat16)
+    def room(self, count: int) -> Sequence[Tensor]:
+        return list(self._slots.new_empty((count, *self._shape), dtype=torch.bfloat16))
 
-    def write(self, blocks: Tensor) -> None:
+    def write(self, blocks: Sequence[Tensor]) -> None:
         for first in range(0, len(blocks), _PACKED_TOGETHER):
-            several = blocks[first : first + _PACKED_TOGETHER]
+            several = torch.stack(tuple(blocks[first : first + _PACKED_TOGETHER]))
             _, fits = pack(several.flatten(1, 2), self._slots[first : first + len(several)])
             for index, (block, fit) in enumerate(zip(several, fits.tolist(), strict=True), first):
-                self._note(index, fit)
+                self._overflow.note(self._raw, index, fit)
                 if not fit:
                     self._raw[index].copy_(block)
 

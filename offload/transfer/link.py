@@ -7,11 +7,13 @@ Neither knows what is copied, nor in which order it will be wanted.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol
 
 import torch
@@ -26,7 +28,7 @@ class LinkError(TriforceError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What crossed a link so far."""
+    """What crossed a link so far, and what was read from a disk before."""
 
     bytes_in: int = 0
     """To the device."""
@@ -36,10 +38,21 @@ class Traffic:
     """Seconds in which something crossed it towards the device."""
     waited_s: float = 0.0
     """Seconds in which computation waited for it."""
+    disk_bytes_in: int = 0
+    """Read from a disk."""
+    disk_bytes_out: int = 0
+    """Written to it."""
+    disk_busy_s: float = 0.0
+    """Seconds in which it was read."""
+    disk_waited_s: float = 0.0
+    """Seconds in which computation waited for that."""
 
     def since(self, earlier: Traffic) -> Traffic:
         """What crossed it after `earlier`."""
         return Traffic(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(one + more for one, more in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 class Arrival(Protocol):
@@ -53,13 +66,24 @@ class Arrival(Protocol):
         """
         ...
 
+    def wait_on_host(self) -> None:
+        """Returns when the copy is done. Any thread may call it.
+
+        Raises:
+            LinkError: it failed.
+        """
+        ...
+
 
 class Link(Protocol):
     """Copies in the order they are asked for, each direction on its own; a fetch comes after all earlier stores."""
 
+    direct: bool
+    """Whether the device computes on host memory itself, so that what is there need not be copied."""
+
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that the link copies from and to at its full speed: `shape[0]` blocks, each of
-        which is copied whole or in part."""
+        which is copied whole or in part. It begins at the border of a page."""
         ...
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
@@ -92,6 +116,7 @@ class ThreadLink:
     """A link within host memory: a thread that copies, no faster than `bytes_per_s` where that is given."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
+        self.direct = bytes_per_s is None
         self._bytes_per_s = bytes_per_s
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -102,7 +127,7 @@ class ThreadLink:
         self._thread.start()
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return aligned_memory(shape, dtype)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
         return self._ask(_Copy(self, source, buffer, inwards=True))
@@ -176,5 +201,17 @@ class _Copy:
             began = time.perf_counter()
             self.done.wait()
             self._link.note_wait(time.perf_counter() - began)
+        self.wait_on_host()
+
+    def wait_on_host(self) -> None:
+        self.done.wait()
         if self.error:
             raise LinkError(f"copying a block of the KV cache failed: {self.error}") from self.error
+
+
+def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory from the border of a page on."""
+    size = prod(shape) * dtype.itemsize
+    memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
+    first = -memory.data_ptr() % mmap.PAGESIZE
+    return memory[first : first + size].view(dtype).view(*shape)

@@ -10,6 +10,7 @@ from ...tp.model.config import ModelConfig
 from ..planning.placement import Placement
 from .device_blocks import Blocks, DeviceBlocks
 from .link import Link, ThreadLink
+from .staged.block_file import DiskSpace
 from .streamed_blocks import StreamedBlocks
 
 
@@ -34,15 +35,16 @@ def make_blocks(
     dtype: torch.dtype,
     device: torch.device,
     on_memory: Callable[[float], None] | None = None,
+    disk: DiskSpace | None = None,
 ) -> Blocks:
-    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream. `on_memory`:
-    see `StreamedBlocks`.
+    """Takes the memory for the blocks of one rank's part of a model; `link` is needed where some stream, and `disk`
+    where some are on one. `on_memory`: see `StreamedBlocks`.
 
     Raises:
-        CapacityError: the system does not page-lock so much host memory.
+        CapacityError: the system does not page-lock so much host memory, or the disk has no room.
     """
     if not placement.streams:
         capacity, size = placement.capacity, placement.block_size
         return DeviceBlocks(part, dtype=dtype, device=device, capacity=capacity, block_size=size)
     assert link is not None
-    return StreamedBlocks(part, link, placement, dtype=dtype, device=device, on_memory=on_memory)
+    return StreamedBlocks(part, link, placement, dtype=dtype, device=device, on_memory=on_memory, disk=disk)

@@ -2,7 +2,8 @@
 
 It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
 layers too. What comes packed is unpacked into one more buffer. Between passes, blocks that become whole on the device
-leave through the same buffers. It knows neither CUDA nor what a block means.
+leave through the same buffers. Blocks that the link cannot copy from where they lie go through `staging` as well. It
+knows neither CUDA nor what a block means.
 """
 
 from __future__ import annotations
@@ -10,24 +11,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import cast
 
 from torch import Tensor
 
 from ...kernels.packing import unpack
 from .host_blocks import HostBlocks, slot_in
 from .link import Arrival, Link
+from .staged.staging import Crossing, Source, Staged, Staging
 
 
 class Ring:
     """Buffers that blocks pass through in an order known beforehand."""
 
-    def __init__(self, link: Link, buffers: Sequence[Tensor], unpacked: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        buffers: Sequence[Tensor],
+        unpacked: Tensor | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         """Args:
         buffers: they have a block's shape; with two or more, one is filled while another is in use.
         unpacked: another one, for blocks that come packed.
+        staging: what blocks pass through that are away.
         """
-        self._link, self.buffers, self.unpacked = link, list(buffers), unpacked
-        self._coming: Iterator[Tensor] = iter(())
+        self._link, self.buffers, self.unpacked, self._staging = link, list(buffers), unpacked, staging
+        self._coming: Iterator[Tensor | Staged] = iter(())
         self._under_way: deque[tuple[Tensor, Tensor, Arrival]] = deque()
         self._leaving: deque[tuple[Tensor, Arrival]] = deque()
 
@@ -39,16 +49,31 @@ class Ring:
         else:
             buffer, departure = self._leaving.popleft()
             departure.wait()
-        self._leaving.append((buffer, self._link.store(*host.leave(index, block, buffer))))
+        source, target = host.leave(index, block, buffer)
+        if isinstance(target, Tensor):
+            self._leaving.append((buffer, self._link.store(source, target)))
+        else:
+            assert self._staging
+            self._leaving.append((buffer, self._staging.store(source, target)))
+
+    def wait_for_stores(self) -> None:
+        """Returns when all blocks that were sent are in their places.
+
+        Raises:
+            LinkError: a copy failed.
+        """
+        self._link.wait_for_stores()
+        if self._staging:
+            self._staging.wait_for_writes()
 
     @property
     def memory(self) -> list[Tensor]:
         """All that it takes on the device."""
         return self.buffers if self.unpacked is None else [*self.buffers, self.unpacked]
 
-    def bring(self, block: Tensor) -> Tensor:
-        """A block in host memory, or its slot, on the device: there until the next one is asked for. What is left of
-        those that were begun is dropped.
+    def bring(self, block: Source) -> Tensor:
+        """A block in host memory or away, or its slot, on the device: there until the next one is asked for. What is
+        left of those that were begun is dropped.
 
         Raises:
             LinkError: the copy failed.
@@ -66,21 +91,32 @@ class Ring:
         self._coming = iter(())
         for _, _, arrival in under_way:
             arrival.wait()
+        if self._staging:
+            self._staging.stop()
 
-    def begin(self, blocks: Iterator[Tensor]) -> None:
-        """Starts on `blocks`, in host memory, or their slots; what is left of earlier ones is dropped.
+    def begin(self, blocks: Iterator[Source]) -> None:
+        """Starts on `blocks`, in host memory or away, or their slots; what is left of earlier ones is dropped.
 
         A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
         again.
         """
-        self._coming = blocks
         self._under_way.clear()
-        for buffer, block in zip(self.buffers, islice(blocks, len(self.buffers)), strict=False):
+        self._coming = self._staging.begin(blocks) if self._staging else cast(Iterator[Tensor], blocks)
+        for buffer, block in zip(self.buffers, islice(self._coming, len(self.buffers)), strict=False):
             self._fetch(block, buffer)
 
-    def _fetch(self, source: Tensor, buffer: Tensor) -> None:
-        place = buffer if source.dtype == buffer.dtype else slot_in(buffer, len(source))
-        self._under_way.append((buffer, place, self._link.fetch(source, place)))
+    def _fetch(self, source: Tensor | Staged, buffer: Tensor) -> None:
+        if isinstance(source, Staged) and self._link.direct:  # it is used where it was read
+            self._under_way.append((buffer, source.place, source))
+            return
+        comes = source.place if isinstance(source, Staged) else source
+        place = buffer if comes.dtype == buffer.dtype else slot_in(buffer, len(comes))
+        if isinstance(source, Staged):
+            assert self._staging
+            arrival: Arrival = Crossing(self._link, self._staging, source, place)
+        else:
+            arrival = self._link.fetch(source, place)
+        self._under_way.append((buffer, place, arrival))
 
     def next_blocks(self, count: int) -> Iterator[Tensor]:
         """The next `count` blocks, each on the device and there until the next one is asked for.
@@ -91,17 +127,20 @@ class Ring:
         for _ in range(count):
             buffer, place, arrival = self._under_way.popleft()
             arrival.wait()
-            if place is buffer:
-                yield buffer
-                self._go_on(buffer)
+            if place.dtype == buffer.dtype:
+                yield place
+                self._go_on(buffer, arrival)
             else:
                 assert self.unpacked is not None
                 unpack(place, self.unpacked.flatten(0, 1))
-                self._go_on(buffer)
+                self._go_on(buffer, arrival)
                 yield self.unpacked
 
-    def _go_on(self, buffer: Tensor) -> None:
-        """Fetches the next block into a buffer that is done with."""
+    def _go_on(self, buffer: Tensor, arrival: Arrival) -> None:
+        """Fetches the next block into a buffer that is done with, as is that of staging if it came from there."""
+        if isinstance(arrival, Staged):
+            assert self._staging
+            self._staging.give_back(arrival)
         following = next(self._coming, None)
         if following is not None:
             self._fetch(following, buffer)

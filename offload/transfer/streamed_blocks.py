@@ -1,4 +1,5 @@
 """Blocks of keys and values in host memory, of which as many as fit are resident on the device; the rest flows through.
+What exceeds host memory is on a disk: the first of the blocks that are not resident, so that the newest are in memory.
 
 The newest tokens stay on the device in an *open* stretch per layer, so what a verification adds crosses the link only
 once its block is full. Between two passes nothing crosses. A pass over a few tokens reads every block once, the
@@ -17,11 +18,14 @@ from torch import Tensor
 from ...kernels.chunks import copy_chunks
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ..planning.placement import Placement, block_slot
+from ..planning.placement import STAGING_BUFFERS, Placement, block_slot
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
 from .link import Link, Traffic
 from .ring import Ring
+from .staged.block_file import BlockFile, DiskSpace
+from .staged.disk_blocks import DiskBlocks
+from .staged.staging import Source, Staging
 
 
 class StreamedBlocks:
@@ -38,13 +42,16 @@ class StreamedBlocks:
         dtype: torch.dtype,
         device: torch.device,
         on_memory: Callable[[float], None] | None = None,
+        disk: DiskSpace | None = None,
     ) -> None:
         """Takes the memory for the blocks of `placement`.
 
-        Args: `on_memory` is called with the share of the host memory that is taken, 0 to 1; locking it takes seconds.
+        Args:
+            on_memory: called with the share of the host memory that is taken, 0 to 1; locking it takes seconds.
+            disk: where blocks are that exceed host memory, if there are any.
 
         Raises:
-            CapacityError: the system does not page-lock so much host memory.
+            CapacityError: the system does not page-lock so much host memory, or the disk has no room.
         """
         block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
@@ -58,9 +65,18 @@ class StreamedBlocks:
 
         layers = range(config.num_layers)
         self._overflow = Overflow(link, self._block, dtype)
+        self._num_disk, self._disk = placement.num_disk, disk
+        self._file: BlockFile | None = None
+        staging: Staging | None = None
+        if self._num_disk:
+            assert disk
+            slot_bytes = placement.host_block_bytes(config, dtype)
+            self._file = BlockFile(disk, config.num_layers * self._num_disk, slot_bytes)
+            staging = Staging(link, self._file.slot_bytes, disk.pool, disk.note_wait, STAGING_BUFFERS)
+        self._staging = staging
         self._host: list[HostBlocks] = []
         for layer in layers:
-            self._host.append(self._host_blocks())
+            self._host.append(self._host_blocks(layer))
             if on_memory:
                 on_memory((layer + 1) / config.num_layers)
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
@@ -68,20 +84,26 @@ class StreamedBlocks:
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
         unpacked = on_device(*self._block) if self.packed else None
-        self._ring = Ring(link, [on_device(*self._block) for _ in range(placement.ring_buffers)], unpacked)
+        buffers = [on_device(*self._block) for _ in range(placement.ring_buffers)]
+        self._ring = Ring(link, buffers, unpacked, staging)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
         self._first_row = 0  # position of the first row that attends in it
         self._seen = 0  # position behind the last token that rows attend to in it
 
-    def _host_blocks(self) -> HostBlocks:
-        """Host memory for the blocks of a layer."""
-        count = self._num_blocks - self.num_resident
-        if not self.packed:
-            return RawBlocks(self._link.host_memory((count, *self._block), self.dtype))
-        slots = self._link.host_memory((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
-        return PackedBlocks(slots, self._overflow, self._block)
+    def _host_blocks(self, layer: int) -> HostBlocks:
+        """Host memory for the blocks of a layer, and slots in the file for those on a disk."""
+        count = self._num_blocks - self.num_resident - self._num_disk
+        if self.packed:
+            slots = self._link.host_memory((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
+            blocks: HostBlocks = PackedBlocks(slots, self._overflow, self._block)
+        else:
+            blocks = RawBlocks(self._link.host_memory((count, *self._block), self.dtype))
+        if self._file is None:
+            return blocks
+        first, overflow = layer * self._num_disk, self._overflow if self.packed else None
+        return DiskBlocks(self._file, first, self._num_disk, blocks, self._block, self.dtype, overflow)
 
     @property
     def capacity(self) -> int:
@@ -94,6 +116,15 @@ class StreamedBlocks:
     @property
     def resident_bytes(self) -> int:
         return sum(t.nbytes for t in self._resident)
+
+    @property
+    def host_bytes(self) -> int:
+        staging = self._staging.memory.nbytes if self._staging else 0
+        return staging + self._overflow.num_bytes + sum(host.num_bytes for host in self._host)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._file.num_bytes if self._file else 0
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
@@ -126,7 +157,7 @@ class StreamedBlocks:
 
     def drain(self) -> None:
         self._ring.stop()  # a pass that was broken off has left copies under way
-        self._link.wait_for_stores()
+        self._ring.wait_for_stores()
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
         edge, size, base = self.num_resident * self.block_size, self.block_size, self._base
@@ -162,12 +193,12 @@ class StreamedBlocks:
         self._base, self._workspace = whole * self.block_size, None
 
     def traffic(self) -> Traffic:
-        return self._link.traffic()
+        return self._link.traffic() + (self._disk.traffic() if self._disk else Traffic())
 
     def prepare(
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
-        self._link.wait_for_stores()  # one that failed is an error before anything is read from where it went
+        self._ring.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
@@ -191,7 +222,7 @@ class StreamedBlocks:
         self._start, self._stop, self._first_row, self._seen, self._worked = paused.state
         self._workspace = paused.workspace
 
-    def _streamed(self, layer: int, host: HostBlocks) -> Iterator[Tensor]:
+    def _streamed(self, layer: int, host: HostBlocks) -> Iterator[Source]:
         first, stop = self._range(layer)
         return map(host.at, range(first - self.num_resident, stop - self.num_resident))
 
@@ -302,7 +333,7 @@ class StreamedBlocks:
 
     def gather(self, layer: int, chunks: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
         """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
-        self._link.wait_for_stores()  # blocks may be on their way there
+        self._ring.wait_for_stores()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
         away = self._host[layer]
         there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, len(away) * per_block - 1)
@@ -321,6 +352,9 @@ class StreamedBlocks:
         if length >= self._base:
             return
         self._workspace = None
+        if not length:  # nothing of any block is left
+            self._base = 0
+            return
         index = length // self.block_size
         for layer, stretch in enumerate(self._open):
             if index < self.num_resident:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from oracles import kv_block
 from tiny import random_tokens
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Cache, Decoder
+
+SIZE, CHUNK, CAPACITY = 128, 8, 1500
+"""Of the blocks of `Twins`, in tokens."""
 
 
 def full_cache(decoder: Decoder) -> FullCache:
@@ -37,3 +46,91 @@ def append(decoder: Decoder, cache: Cache, tokens: Sequence[int]) -> None:
     """Runs `tokens`, if there are any, through the decoder into `cache`."""
     if tokens:
         decoder.forward(torch.tensor(tokens), cache)
+
+
+def bits(values):
+    return values.contiguous().view(torch.int16)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """How blocks stream."""
+
+    packed: bool = False
+    disk: int = 0
+    """Blocks of a layer on a disk."""
+
+
+class Twins:
+    """The same keys and values, in bfloat16, in blocks that stream in different ways: packed and raw, if nothing else
+    is said."""
+
+    def __init__(self, part, link, resident, kind, seed, twins=(Twin(packed=True), Twin()), space=None):
+        self.part, self.rng, self.length = part, random.Random(seed), 0
+        self.link, self.resident, self.twins, self.space = link, resident, twins, space
+        shape = (2, part.num_layers, part.num_kv_heads, CAPACITY, part.head_dim)
+        self.kv = kv_block(kind, shape, seed)
+        self.all = [self.make(CAPACITY, twin) for twin in twins]
+
+    def make(self, capacity, twin) -> Any:
+        placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, packed=twin.packed)
+        placement = replace(placement, num_disk=min(twin.disk, placement.num_host))
+        given = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "disk": self.space}
+        return StreamedBlocks(self.part, self.link, placement, **given)
+
+    def same(self, what):
+        """What all give is the same."""
+        for one, *others in zip(*map(what, self.all), strict=True):
+            assert all(torch.equal(bits(one), bits(other)) for other in others)
+
+    def add(self, n):
+        """A pass over so many tokens, a prefill if they are many."""
+        n = min(n, CAPACITY - self.length)
+        for blocks in self.all:
+            blocks.prepare(self.length, n)
+        for layer in range(self.part.num_layers):
+            k, v = self.kv[:, layer, :, self.length : self.length + n]
+            for blocks in self.all:
+                blocks.append(layer, self.length, k, v)
+            self.same(lambda blocks: [b.clone() for _, b in blocks.pieces(layer, 0, self.length + n)])  # noqa: B023
+        self.length += n
+
+    def step(self):
+        kind = self.rng.choice(["few", "few", "few", "many", "rollback", "gather", "export", "restore", "grow"])
+        layer = self.rng.randrange(self.part.num_layers)
+        if kind in ("few", "many") or not self.length:
+            self.add(self.rng.randint(1, 90) if kind == "few" else self.rng.randint(513, 700))
+        elif kind == "rollback":
+            self.length = max(0, self.length - self.rng.choice([1, 60, 200, 500]))
+            for blocks in self.all:
+                blocks.rollback(self.length)
+        elif kind == "gather" and self.length >= CHUNK:
+            g = torch.Generator().manual_seed(self.rng.randrange(2**31))
+            chunks = torch.randint(self.length // CHUNK, (self.part.num_kv_heads, 9), generator=g)
+            self.same(lambda blocks: blocks.gather(layer, chunks, CHUNK))
+        elif kind in ("export", "restore"):
+            for blocks in self.all:
+                blocks.drain()
+            start = self.rng.randint(0, self.length) if kind == "export" else 0
+            self.same(lambda blocks: [torch.cat(blocks.export(layer, start, self.length)(), dim=2)])
+            if kind == "restore":
+                self.restore(self.rng.randint(1, self.length))
+        elif kind == "grow":
+            grown = [self.make(CAPACITY, twin) for twin in self.twins]
+            for blocks, old in zip(grown, self.all, strict=True):
+                assert blocks.move_from(old, self.length)
+            self.all = grown
+
+    def restore(self, stop):
+        self.length = stop
+        for layer in range(self.part.num_layers):
+
+            def read(pieces, of=self.kv[:, layer]):
+                at = 0
+                for piece in pieces:
+                    piece.copy_(of[:, :, at : at + piece.shape[2]])
+                    at += piece.shape[2]
+                assert at == stop
+
+            for blocks in self.all:
+                blocks.restore(layer, stop, read)

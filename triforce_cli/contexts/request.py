@@ -11,6 +11,7 @@ from ..options import (
     DEVICE,
     DTYPE,
     GPUS,
+    HOST_MEMORY,
     OUTPUT,
     PACK,
     PROMPT,
@@ -51,6 +52,7 @@ class ReadRequest(ReportRequest):
     gpus: Annotated[int, GPUS] = 1
     resident: Annotated[float | None, RESIDENT] = None
     pack: Annotated[str, PACK] = "auto"
+    host_memory: Annotated[float | None, HOST_MEMORY] = None
 
     @property
     def draft(self) -> str | None:
@@ -67,7 +69,7 @@ class ReadRequest(ReportRequest):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"resident": self.resident, "pack": self.pack}
+        return {"resident": self.resident, "pack": self.pack, "host_memory": self.host_memory}
 
 
 _CONTEXT = argument("NAME", "The name of a saved context.")

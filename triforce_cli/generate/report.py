@@ -58,6 +58,9 @@ def report_choices(
         "tiers": " → ".join(tiers),
         "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
     }
+    if plan.disk_kv:
+        folder = f" ({engine.contexts.store.root})" if engine.contexts else ""
+        rows["memory"] += f"; {gib(plan.disk_kv)} of it on disk{folder}, read in every verification"
     print_rows(console, rows)
 
 
@@ -148,6 +151,8 @@ def report_statistics(console: Console, stats: dict[str, Any]) -> None:
             rows["KV read"] = f"{read['bytes'] / 1e9:.2f} GB{_at(read['gb_per_s'])}"
         if stats["link"]["bytes_streamed"]:
             rows["link"] = describe_link(stats["link"])
+        if stats["disk"]["bytes_read"]:
+            rows["disk"] = describe_disk(stats["disk"])
     if stats["new_tokens"]:
         rows["memory"] = f"{describe_memory(memory)}; KV cache {gib(memory['kv_bytes'])}"
     if stats["warnings"]:
@@ -159,6 +164,11 @@ def describe_link(link: dict[str, Any]) -> str:
     """What crossed the link, from the JSON."""
     crossed = f"{link['bytes_streamed'] / 1e9:.2f} GB{_at(link['gb_per_s'])}"
     return f"{crossed}; computation waited {link['waited_s']:.2f} s"
+
+
+def describe_disk(disk: dict[str, Any]) -> str:
+    """What was read from a disk, from the JSON."""
+    return f"{disk['bytes_read'] / 1e9:.2f} GB read{_at(disk['gb_per_s'])}; computation waited {disk['waited_s']:.2f} s"
 
 
 def describe_memory(memory: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ...tp.units import gib
 from ..terminal.tables import make_table
-from .report import describe_link, describe_memory, print_rows
+from .report import describe_disk, describe_link, describe_memory, print_rows
 
 _ENDINGS = {"eos": "end", "stop": "end", "length": "length", "interrupted": "interrupted"}
 
@@ -31,6 +31,8 @@ def report_several(console: Console, document: dict[str, Any], names: Sequence[s
         rows["together"] = f"{speed}; reading took {document['prefill_s']:.2f} s"
     if document["link"]["bytes_streamed"]:
         rows["link"] = describe_link(document["link"])
+    if document["disk"]["bytes_read"]:
+        rows["disk"] = describe_disk(document["disk"])
     rows["memory"] = f"{describe_memory(document['memory'])}; KV cache {gib(document['memory']['kv_bytes'])}"
     if document["warnings"]:
         rows["warning"] = "; ".join(document["warnings"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...offload.planning.calibration import MeasuredMachine
 from ...offload.planning.cards import Card
-from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, estimate
+from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, PassTimes, estimate
 from ...offload.planning.remedies import Remedy, remedies, shortfalls
 from ...offload.planning.request import RunRequest
 from ...offload.planning.run_plan import RUNTIME_BYTES, RunPlan
@@ -43,6 +45,8 @@ class Plan:
     remedies: list[Remedy]
     calibration: Calibration | None
     """What was measured in place of the card's figures, if anything was."""
+    disk_is_assumed: bool
+    """Whether the disk's bandwidth is not known."""
 
     def document(self) -> dict[str, Any]:
         """The JSON; docs/plan.md says what its keys mean."""
@@ -90,17 +94,25 @@ class Plan:
                 "streamed_kv": run.streamed_kv * request.gpus,
                 "runtime": RUNTIME_BYTES * request.gpus,
                 "index": run.index * request.gpus,
+                "staging": run.staging * request.gpus,
                 "total": run.host_total * request.gpus,
+            },
+            "disk": {
+                "kv_bytes": run.disk_kv * request.gpus,
+                "gb_per_s": self.hardware.disk_bandwidth / 1e9,
+                "assumed": self.disk_is_assumed,
             },
             "blocks": {
                 "tokens": placement.block_size,
                 "count": placement.num_blocks,
                 "resident": placement.num_resident,
+                "on_disk": placement.num_disk,
                 "packed": placement.packed,
             },
             "verification": {
                 "streamed_bytes_per_gpu": run.streamed_per_pass,
-                "floor_ms": run.streamed_per_pass / self.hardware.link_bandwidth * 1e3,
+                "disk_bytes_per_gpu": run.disk_per_pass,
+                "floor_ms": PassTimes(run, self.hardware).floor * 1e3,
             },
             "modelled": [_modelled(tiers, estimate) for tiers, estimate in self.estimates.items()],
             "assumed": asdict(self.assumed),
@@ -127,7 +139,8 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
     target, small = shapes(model, draft)
     lookup = request.tiers == 3 and parse_draft(draft)[1]
     tiers = min(request.tiers, 3 if small or lookup else 2)
-    settings = Settings(tiers=tiers, resident=request.resident, lookup=lookup, pack=request.pack, **request.lengths)
+    given = {"resident": request.resident, "pack": request.pack, "host_memory": request.host_memory}
+    settings = Settings(tiers=tiers, lookup=lookup, **given, **request.lengths)
     run = RunRequest(
         target=target,
         draft=small,
@@ -137,16 +150,19 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         gpus=request.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
         host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),
+        disk_bytes=sys.maxsize,  # what exceeds host memory is on one, as in a run
         sequences=request.batch,
     )
     calibration = None
     if measured is None:
-        hardware: Hardware = Machine.of(card)
+        hardware: Machine | MeasuredMachine = Machine.of(card)
         assumed = Assumptions.of(*request.acceptance)
     else:
         measured.check(run, model)
         calibration = measured.machine(run, card.link_gb_per_s * 1e9)
         hardware, assumed = calibration.machine, calibration.assumptions(*request.acceptance)
+    if request.disk_gbps is not None:
+        hardware = replace(hardware, disk_bandwidth=request.disk_gbps * 1e9)
     estimates = {}
     for count in range(1, run.settings.tiers + 1):
         lesser = replace(run, settings=replace(run.settings, tiers=count))
@@ -162,6 +178,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         shortfalls=shortfalls(run),
         remedies=remedies(run),
         calibration=calibration,
+        disk_is_assumed=request.disk_gbps is None,
     )
 
 

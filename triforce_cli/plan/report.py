@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ...offload.planning.cost_model import PassTimes
 from ...offload.planning.run_plan import RUNTIME_BYTES
 from ...tp.units import gib
 from ..terminal.tables import make_table
@@ -73,11 +74,13 @@ def _memory_table(plan: Plan) -> Table:
             if 0 < size < larger
         ),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
+        *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
         ("left free", _size(run.reserve), "-"),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
         ("available", gib(request.gpu_bytes or 0), host),
+        *([("on a disk, of the KV cache", "-", f"({gib(run.disk_kv * request.gpus)})")] if run.disk_kv else []),
     ]
     return make_table(("memory", "each GPU" if request.gpus > 1 else "GPU", "host"), rows, left=("memory",))
 
@@ -91,8 +94,13 @@ def _verification(plan: Plan) -> str:
     if not run.streamed_per_pass:
         return "A verification moves nothing over the link: the whole KV cache is resident."
     each = " over each link" if plan.run.request.gpus > 1 else " over the link"
-    floor = run.streamed_per_pass / plan.hardware.link_bandwidth * 1e3
-    return f"A verification moves {gib(run.streamed_per_pass)}{each}: {floor:,.0f} ms at least (the floor)."
+    floor = PassTimes(run, plan.hardware).floor * 1e3
+    moved = f"A verification moves {gib(run.streamed_per_pass)}{each}"
+    if run.disk_per_pass:
+        kind = "assumed" if plan.disk_is_assumed else "given"
+        speed = f"{plan.hardware.disk_bandwidth / 1e9:.3g} GB/s, {kind}"
+        moved += f", of them {gib(run.disk_per_pass)} read from a disk ({speed})"
+    return f"{moved}: {floor:,.0f} ms at least (the floor)."
 
 
 def _assumptions(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...offload.planning.cards import CARDS, DEFAULT_CARD
+from ...offload.planning.cards import CARDS, DEFAULT_CARD, DISK_BANDWIDTH
 from ...tp.weights.registry import EMBEDDED
 from ..options import ASSUMED, HARDWARE, MACHINE, PACK, TIERS, ModelRequest, option
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
@@ -68,7 +68,22 @@ class PlanRequest(ModelRequest):
         ),
     ] = None
     host_memory: Annotated[
-        float | None, option(HARDWARE, AUTO_OR_GIB, "Free memory of the host, in GiB; auto does not check it.")
+        float | None,
+        option(
+            HARDWARE,
+            AUTO_OR_GIB,
+            "Free memory of the host, in GiB; auto does not check it. What exceeds it of the KV cache is read from a "
+            "disk in every pass.",
+        ),
+    ] = None
+    disk_gbps: Annotated[
+        float | None,
+        option(
+            HARDWARE,
+            AUTO_OR_POSITIVE,
+            "Bandwidth of large reads from the disk of what exceeds host memory, in GB/s; auto assumes an NVMe disk "
+            f"with {DISK_BANDWIDTH / 1e9:g}.",
+        ),
     ] = None
     measured: Annotated[
         Path | None,

@@ -7,19 +7,18 @@ import pytest
 import torch
 from oracles import kv_block
 from tiny import random_tokens, save_llama
+from tiny_caches import SIZE, Twins, bits
 from triforce.kernels.packing import pack
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.planning.placement import Placement, block_slot
+from triforce.offload.planning.placement import block_slot
 from triforce.offload.transfer import host_blocks
 from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
 from triforce.offload.transfer.link import ThreadLink
-from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
-SIZE, CHUNK, CAPACITY = 128, 8, 1500
 
 
 @pytest.fixture
@@ -34,84 +33,6 @@ def part(tmp_path_factory) -> ModelConfig:
     directory = tmp_path_factory.mktemp("model")
     save_llama(directory, num_key_value_heads=2, num_hidden_layers=2)
     return Decoder.load(directory, dtype=torch.bfloat16, device=CPU).part
-
-
-def bits(values):
-    return values.contiguous().view(torch.int16)
-
-
-class Twins:
-    """The same keys and values in blocks that stream packed and in blocks that stream raw."""
-
-    def __init__(self, part, link, resident, kind, seed):
-        self.part, self.rng, self.length = part, random.Random(seed), 0
-        self.link, self.resident = link, resident
-        shape = (2, part.num_layers, part.num_kv_heads, CAPACITY, part.head_dim)
-        self.kv = kv_block(kind, shape, seed)
-        self.all = [self.make(CAPACITY, packed) for packed in (True, False)]
-
-    def make(self, capacity, packed) -> Any:
-        placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, packed=packed)
-        return StreamedBlocks(self.part, self.link, placement, dtype=torch.bfloat16, device=CPU)
-
-    def same(self, what):
-        """What both give is the same."""
-        one, other = map(what, self.all)
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(bits(a), bits(b))
-
-    def add(self, n):
-        """A pass over so many tokens, a prefill if they are many."""
-        n = min(n, CAPACITY - self.length)
-        for blocks in self.all:
-            blocks.prepare(self.length, n)
-        for layer in range(self.part.num_layers):
-            k, v = self.kv[:, layer, :, self.length : self.length + n]
-            for blocks in self.all:
-                blocks.append(layer, self.length, k, v)
-            self.same(lambda blocks: [b.clone() for _, b in blocks.pieces(layer, 0, self.length + n)])  # noqa: B023
-        self.length += n
-
-    def step(self):
-        kind = self.rng.choice(["few", "few", "few", "many", "rollback", "gather", "export", "restore", "grow"])
-        layer = self.rng.randrange(self.part.num_layers)
-        if kind in ("few", "many") or not self.length:
-            self.add(self.rng.randint(1, 90) if kind == "few" else self.rng.randint(513, 700))
-        elif kind == "rollback":
-            self.length = max(0, self.length - self.rng.choice([1, 60, 200, 500]))
-            for blocks in self.all:
-                blocks.rollback(self.length)
-        elif kind == "gather" and self.length >= CHUNK:
-            g = torch.Generator().manual_seed(self.rng.randrange(2**31))
-            chunks = torch.randint(self.length // CHUNK, (self.part.num_kv_heads, 9), generator=g)
-            self.same(lambda blocks: blocks.gather(layer, chunks, CHUNK))
-        elif kind in ("export", "restore"):
-            for blocks in self.all:
-                blocks.drain()
-            start = self.rng.randint(0, self.length) if kind == "export" else 0
-            found = [torch.cat(blocks.export(layer, start, self.length)(), dim=2) for blocks in self.all]
-            assert torch.equal(*map(bits, found))
-            if kind == "restore":
-                self.restore(self.rng.randint(1, self.length))
-        elif kind == "grow":
-            grown = [self.make(CAPACITY, packed) for packed in (True, False)]
-            for blocks, old in zip(grown, self.all, strict=True):
-                assert blocks.move_from(old, self.length)
-            self.all = grown
-
-    def restore(self, stop):
-        self.length = stop
-        for layer in range(self.part.num_layers):
-
-            def read(pieces, of=self.kv[:, layer]):
-                at = 0
-                for piece in pieces:
-                    piece.copy_(of[:, :, at : at + piece.shape[2]])
-                    at += piece.shape[2]
-                assert at == stop
-
-            for blocks in self.all:
-                blocks.restore(layer, stop, read)
 
 
 @pytest.mark.parametrize("kind", ["normal", "some zeros", "any bits"])

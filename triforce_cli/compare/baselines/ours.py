@@ -121,7 +121,9 @@ def _engine(job: Job) -> Engine:
     settings: dict[str, Any] = dict(job.options)
     alone = job.system == "autoregressive"
     if alone:
-        settings = {name: value for name, value in settings.items() if name in ("resident", "exact", "pack")}
+        settings = {
+            name: value for name, value in settings.items() if name in ("resident", "exact", "pack", "host_memory")
+        }
     return Engine.load(
         job.asked_model,
         draft="none" if alone else job.asked_draft,

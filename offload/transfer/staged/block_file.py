@@ -1,0 +1,202 @@
+"""A file of blocks that host memory has no room for: on a disk, without a name, and with all its space from the start.
+
+Nothing is left of it whatever happens to the process, nobody can shorten it, and a disk that is too full is an error
+before anything is computed. It is read and written past the system's page cache where the file system allows that:
+each block is read once in a pass, so pages that stay behind would take memory for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ....tp.errors import CapacityError
+from ....tp.units import gib
+from ..link import LinkError, Traffic
+
+ALIGNMENT = 4096
+"""Bytes that slots, and the memory they are read into, are multiples of: what direct reads ask for."""
+
+THREADS = 6
+"""That read and write. Each has one block under way; a disk is at its full speed with about four large reads."""
+
+
+SLOW = 1e9
+"""Bytes a second. A disk that is read more slowly is mentioned: solid-state disks on PCIe are several times faster."""
+
+_ENOUGH = 2**28
+"""Bytes after which a disk's speed is known."""
+
+
+class DiskError(LinkError):
+    """Reading or writing blocks on a disk failed."""
+
+
+class DiskSpace:
+    """The folder in which caches keep blocks that exceed host memory, and what was read and written there so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool: Any = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+        """Runs reads and writes."""
+        self._lock = threading.Lock()
+        self._bytes_in = self._bytes_out = 0
+        self._reading, self._reading_since, self._busy_s, self._waited_s = 0, 0.0, 0.0, 0.0
+
+    def free_bytes(self) -> int:
+        """What the disk has room for."""
+        place = self.folder
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def traffic(self) -> Traffic:
+        """What was read and written so far."""
+        with self._lock:
+            return Traffic(
+                disk_bytes_in=self._bytes_in,
+                disk_bytes_out=self._bytes_out,
+                disk_busy_s=self._busy_s + (time.perf_counter() - self._reading_since if self._reading else 0.0),
+                disk_waited_s=self._waited_s,
+            )
+
+    @property
+    def warnings(self) -> list[str]:
+        """That the disk is slow, once it is known."""
+        read = self.traffic()
+        if read.disk_bytes_in < _ENOUGH or read.disk_bytes_in >= SLOW * read.disk_busy_s:
+            return []
+        speed = read.disk_bytes_in / read.disk_busy_s
+        return [
+            f"the disk at {self.folder} is read at {speed / 1e6:,.0f} MB/s: {2**30 / speed:.1f} s in every pass for "
+            f"each GiB of the KV cache there; computation waited {read.disk_waited_s:.1f} s for it"
+        ]
+
+    def note_wait(self, seconds: float) -> None:
+        """Adds to the time that computation waited for reads."""
+        with self._lock:
+            self._waited_s += seconds
+
+    def note_written(self, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes_out += num_bytes
+
+    @contextmanager
+    def reading(self, num_bytes: int) -> Iterator[None]:
+        """Counts a read of `num_bytes`, and the time in which at least one is under way."""
+        with self._lock:
+            if not self._reading:
+                self._reading_since = time.perf_counter()
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self._bytes_in += num_bytes
+                if not self._reading:
+                    self._busy_s += time.perf_counter() - self._reading_since
+
+
+class BlockFile:
+    """So many slots of as many bytes each, in a folder. Threads may read and write different slots at a time."""
+
+    def __init__(self, space: DiskSpace, num_slots: int, slot_bytes: int) -> None:
+        """Args: `slot_bytes` is rounded up to a multiple of `ALIGNMENT`.
+
+        Raises:
+            CapacityError: the disk has no room for them, or the folder cannot be written to.
+        """
+        self.space = space
+        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        size = num_slots * self.slot_bytes
+        try:
+            space.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Readable by its owner only; as long as the cache lives.
+            self._file = tempfile.TemporaryFile(dir=space.folder, buffering=0)  # noqa: SIM115
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, 0, size)
+            else:
+                os.ftruncate(self._descriptor, size)
+        except OSError as error:
+            raise CapacityError(
+                f"{gib(size)} of the KV cache exceed host memory, and {space.folder} has no room for them "
+                f"({error.strerror}; {gib(space.free_bytes())} free): free some, set TRIFORCE_HOME to a directory on "
+                "another disk, free memory, or shorten the prompt (--truncate)"
+            ) from error
+        self.num_bytes = size
+        self.direct = _pass_page_cache(self._descriptor)
+        """Whether it is read past the page cache; else what was read is dropped from there."""
+
+    @property
+    def _descriptor(self) -> int:
+        return self._file.fileno()
+
+    def read(self, slot: int, memory: Tensor, offset: int = 0) -> None:
+        """Fills `memory`, `[bytes]` uint8 that begins at a multiple of `ALIGNMENT`, from a slot.
+
+        Args: `offset` in the slot, `ALIGNMENT` times a whole number, as is the size of `memory`.
+
+        Raises:
+            DiskError: the system could not read it.
+        """
+        start = slot * self.slot_bytes + offset
+        with self.space.reading(len(memory)):
+            self._whole(os.preadv, memory, start, "reading")
+        self._forget(start, len(memory))
+
+    def write(self, slot: int, memory: Tensor) -> None:
+        """Writes a slot from `memory`; see `read`.
+
+        Raises:
+            DiskError: the system could not write it.
+        """
+        start = slot * self.slot_bytes
+        self._whole(os.pwritev, memory, start, "writing")
+        self.space.note_written(len(memory))
+        self._forget(start, len(memory))
+
+    def _whole(self, move: Callable[..., int], memory: Tensor, start: int, what: str) -> None:
+        rest = memoryview(memory.numpy())
+        while len(rest):
+            try:
+                moved = move(self._descriptor, [rest], start)
+            except OSError as error:
+                raise self._failed(what, f"{error.strerror} (error {error.errno})") from error
+            if not moved:
+                raise self._failed(what, "the file ends too early")
+            rest, start = rest[moved:], start + moved
+
+    def _failed(self, what: str, why: str) -> DiskError:
+        return DiskError(
+            f"{what} a block of the KV cache in {self.space.folder} failed: {why}; see the system's log about this "
+            "disk, set TRIFORCE_HOME to a directory on another one, or give --host-memory more, so that less is there"
+        )
+
+    def _forget(self, start: int, size: int) -> None:
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def _pass_page_cache(descriptor: int) -> bool:
+    """Has a file read and written past the page cache; whether its file system does that."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    import fcntl
+
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True

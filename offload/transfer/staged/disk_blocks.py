@@ -1,0 +1,199 @@
+"""The blocks of one layer of which the first ones are on a disk and the others in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ....kernels.packing import gather_packed, pack, unpack
+from ...planning.placement import block_slot
+from ..host_blocks import HostBlocks, Overflow, slot_in
+from ..link import aligned_memory
+from .block_file import ALIGNMENT, THREADS, BlockFile
+from .staging import Source
+
+Found = TypeVar("Found")
+
+
+class DiskBlocks(HostBlocks):
+    """`count` blocks in slots of a file, raw or packed, and those after them elsewhere. Blocks that do not fit into
+    packed slots are kept in host memory."""
+
+    def __init__(
+        self,
+        file: BlockFile,
+        first_slot: int,
+        count: int,
+        rest: HostBlocks,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        overflow: Overflow | None,
+    ) -> None:
+        """Args:
+        first_slot: of the file, which holds the first block.
+        rest: the blocks after the `count` that are in the file.
+        shape, dtype: of a block.
+        overflow: where packed blocks go that do not fit; `None` where blocks are raw.
+        """
+        self._file, self._first, self._count, self._rest = file, first_slot, count, rest
+        self._shape, self._dtype, self._overflow = tuple(shape), dtype, overflow
+        self._block_bytes = prod(shape) * dtype.itemsize
+        self._layout = None if overflow is None else block_slot(*self._shape[1:])
+        self._raw: dict[int, Tensor] = {}  # those that do not fit into their slots
+
+    def __len__(self) -> int:
+        return self._count + len(self._rest)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rest.num_bytes
+
+    def at(self, index: int) -> Source:
+        if index >= self._count:
+            return self._rest.at(index - self._count)
+        return self._raw[index] if index in self._raw else _Slot(self, index)
+
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
+        if index >= self._count:
+            return self._rest.leave(index - self._count, block, buffer)
+        if self._overflow is not None and self._layout is not None:
+            slot = slot_in(buffer, self._layout.slot_bytes)
+            _, fits = pack(block.flatten(0, 1), slot)
+            self._overflow.note(self._raw, index, bool(fits))
+            if index not in self._raw:
+                return slot, _Slot(self, index)
+        buffer.copy_(block)
+        return buffer, self._raw[index] if index in self._raw else _Slot(self, index)
+
+    def read(self, first: int, stop: int) -> Tensor:
+        edge = min(max(first, self._count), stop)
+        parts = [torch.stack(list(self._each(self._read_one, range(first, edge))))] if first < edge else []
+        if edge < stop or not parts:
+            parts.append(self._rest.read(max(edge - self._count, 0), max(stop - self._count, 0)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_one(self, index: int) -> Tensor:
+        """A block, in memory of its own, or where it is kept raw."""
+        if index in self._raw:
+            return self._raw[index]
+        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+        self._file.read(self._first + index, memory)
+        place = self.place(memory)
+        if self._layout is None:
+            return place
+        block = torch.empty(self._shape, dtype=self._dtype)
+        unpack(place, block.flatten(0, 1))
+        return block
+
+    def place(self, memory: Tensor) -> Tensor:
+        """The block, or its slot, in the memory of a slot of the file."""
+        if self._layout is not None:
+            return memory[: self._layout.slot_bytes]
+        return memory[: self._block_bytes].view(self._dtype).view(self._shape)
+
+    def read_slot(self, index: int, memory: Tensor) -> None:
+        self._file.read(self._first + index, memory)
+
+    def write_slot(self, index: int, memory: Tensor) -> None:
+        self._file.write(self._first + index, memory)
+
+    def room(self, count: int) -> Sequence[Tensor]:
+        here = min(count, self._count)
+        away = list(torch.empty((here, *self._shape), dtype=self._dtype))
+        return [*away, *self._rest.room(count - here)]
+
+    def write(self, blocks: Sequence[Tensor]) -> None:
+        here = min(len(blocks), self._count)
+        list(self._each(lambda index: self._write_one(index, blocks[index]), range(here)))
+        if here < len(blocks):
+            self._rest.write(blocks[here:])
+
+    def _write_one(self, index: int, block: Tensor) -> None:
+        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+        place = self.place(memory)
+        if self._overflow is None:
+            place.copy_(block)
+        else:
+            _, fits = pack(block.flatten(0, 1), place)
+            self._overflow.note(self._raw, index, bool(fits))
+            if index in self._raw:
+                self._raw[index].copy_(block)
+        if index not in self._raw:
+            self._file.write(self._first + index, memory)
+
+    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
+        """See `HostBlocks`. Each block of the file that has some of the chunks is read: of a raw one, the half that has
+        keys or values. What is packed is gathered from the slot."""
+        num_heads, size, head_dim = self._shape[1:]
+        per_block = size // chunk_size
+        blocks = chunks // per_block
+        if len(self._rest):
+            found = self._rest.gather(part, (chunks - self._count * per_block).clamp(min=0), chunk_size)
+        else:
+            found = torch.empty((num_heads, chunks.shape[1] * chunk_size, head_dim), dtype=self._dtype)
+        by_chunk = found.view(num_heads, -1, chunk_size, head_dim)
+        wanted = [index for index in blocks.unique().tolist() if index < self._count]
+
+        def rows_of(index: int) -> tuple[Tensor, Tensor, Tensor]:
+            head, place = (blocks == index).nonzero(as_tuple=True)
+            return head, place, self._chunks_of(index, part, head, chunks[head, place] % per_block, chunk_size)
+
+        for head, place, rows in self._each(rows_of, wanted):
+            by_chunk[head, place] = rows
+        return found
+
+    def _chunks_of(self, index: int, part: int, head: Tensor, chunk: Tensor, chunk_size: int) -> Tensor:
+        """Chunks of one block, one of each `head`: `[count, chunk_size, head_dim]`."""
+        num_heads, _, head_dim = self._shape[1:]
+        half = self._block_bytes // 2
+        if index in self._raw:
+            keys = self._raw[index][part]
+        elif self._layout is not None:
+            memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+            self._file.read(self._first + index, memory)
+            tokens = (chunk.unsqueeze(1) * chunk_size + torch.arange(chunk_size)).flatten()
+            every = tokens.expand(num_heads, -1)
+            slot = self.place(memory).unsqueeze(0)
+            picked = gather_packed(slot, self._layout, part * num_heads, every.contiguous())
+            return picked.view(num_heads, -1, chunk_size, head_dim)[head, torch.arange(len(head))]
+        elif half % ALIGNMENT:
+            keys = self._read_one(index)[part]
+        else:
+            memory = aligned_memory((half,), torch.uint8)
+            self._file.read(self._first + index, memory, part * half)
+            keys = memory.view(self._dtype).view(self._shape[1:])
+        return keys.view(num_heads, -1, chunk_size, head_dim)[head, chunk]
+
+    def _each(self, work: Callable[[int], Found], indices: Sequence[int]) -> Iterator[Found]:
+        """What `work` makes of each index, in their order: by several threads, which hold few results at a time."""
+        with_mode = partial(_in_inference_mode, work)
+        for first in range(0, len(indices), THREADS):
+            yield from self._file.space.pool.map(with_mode, indices[first : first + THREADS])
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A block on the disk. See `staging.Away`."""
+
+    blocks: DiskBlocks
+    index: int
+
+    def place(self, memory: Tensor) -> Tensor:
+        return self.blocks.place(memory)
+
+    def read(self, memory: Tensor) -> None:
+        self.blocks.read_slot(self.index, memory)
+
+    def write(self, memory: Tensor) -> None:
+        self.blocks.write_slot(self.index, memory)
+
+
+@torch.inference_mode()  # which is a thread's own
+def _in_inference_mode(work: Callable[[int], Found], index: int) -> Found:
+    return work(index)

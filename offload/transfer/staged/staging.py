@@ -1,0 +1,224 @@
+"""Staging: a few buffers of host memory through which blocks pass that the link cannot copy from where they lie.
+
+Such a block is on a disk, or in memory that the system does not page-lock. Threads fill the buffers in the order of the
+pass, ahead of the ring and independently of it, so that a disk is read while blocks in memory are attended to; the ring
+copies them on to the device. Where the device computes on host memory itself, blocks are attended to in these buffers.
+On the way back threads empty them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..link import Arrival, Link
+
+
+class Away(Protocol):
+    """A block, or its slot, where the link cannot copy it. Two are equal, and have one hash, if they are one place."""
+
+    def place(self, memory: Tensor) -> Tensor:
+        """The block, or its slot, in a buffer `[num_bytes]` uint8."""
+        ...
+
+    def read(self, memory: Tensor) -> None:
+        """Fills a buffer. Any thread may call it.
+
+        Raises:
+            LinkError: that failed.
+        """
+        ...
+
+    def write(self, memory: Tensor) -> None:
+        """Takes over what is in a buffer. Any thread may call it.
+
+        Raises:
+            LinkError: that failed.
+        """
+        ...
+
+
+Source = Tensor | Away
+"""What the ring is given: host memory that the link copies from, or what has to be staged."""
+
+
+class Staging(Iterator["Tensor | Staged"]):
+    """Buffers of host memory. An iterator over the sources of a pass, of which those that are away are being read."""
+
+    def __init__(self, link: Link, num_bytes: int, pool: Any, note_wait: Callable[[float], None], buffers: int) -> None:
+        """Args:
+        num_bytes: of a buffer.
+        pool: an executor, whose threads fill and empty buffers.
+        note_wait: is told the seconds that somebody waited for a buffer to be filled.
+        buffers: at least two more than the ring has, or those would wait for one another.
+        """
+        self.memory = link.host_memory((buffers, num_bytes), torch.uint8)
+        self.pool, self.note_wait = pool, note_wait
+        self._link = link
+        self._free: deque[tuple[Tensor, Callable[[], object] | None]] = deque((buffer, None) for buffer in self.memory)
+        self._lent: dict[Staged, None] = {}  # in the order of the pass
+        self._writes: dict[Away, Any] = {}
+        self._coming: Iterator[Source] = iter(())
+        self._waiting: Source | None = None  # for a buffer
+        self._ahead: deque[Tensor | Staged] = deque()
+
+    def begin(self, sources: Iterator[Source]) -> Staging:
+        """Starts to read those of `sources` that are away; what is left of earlier ones is dropped."""
+        self.stop()
+        self._coming = sources
+        self._look_ahead()
+        return self
+
+    def __next__(self) -> Tensor | Staged:
+        self._look_ahead()
+        if not self._ahead:
+            raise StopIteration
+        return self._ahead.popleft()
+
+    def _look_ahead(self) -> None:
+        """Begins as many reads as there are buffers for."""
+        while True:
+            if self._waiting is None:
+                self._waiting = next(self._coming, None)
+            source = self._waiting
+            if source is None:
+                return
+            if isinstance(source, Tensor):
+                self._ahead.append(source)
+            elif self._free:
+                memory, before = self._free.popleft()
+                staged = Staged(self, source, memory, before, self._writes.get(source))
+                self._lent[staged] = None
+                self._ahead.append(staged)
+            else:
+                return
+            self._waiting = None
+
+    def give_back(self, staged: Staged, copied: Arrival | None = None) -> None:
+        """Says that a buffer can be filled anew, as soon as `copied` is done."""
+        del self._lent[staged]
+        self._free.append((staged.memory, copied.wait_on_host if copied else None))
+        self._look_ahead()
+
+    def store(self, source: Tensor, target: Away) -> Arrival:
+        """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there."""
+        if not self._free:  # a pass that was broken off has left them lent
+            self.stop()
+        memory, before = self._free.popleft()
+        if before:
+            before()
+        arrival = self._link.store(source, target.place(memory))
+        write = self.pool.submit(_empty, target, memory, arrival)
+        self._writes[target] = write
+        self._free.append((memory, write.exception))
+        return arrival
+
+    def wait_for_writes(self) -> None:
+        """Returns when all that was stored is where it belongs.
+
+        Raises:
+            LinkError: it could not be written.
+        """
+        writes, self._writes = self._writes, {}
+        for write in writes.values():
+            write.result()
+
+    def stop(self) -> None:
+        """Drops what is left of the sources that were begun."""
+        self._coming, self._waiting = iter(()), None
+        self._ahead.clear()
+        lent, self._lent = self._lent, {}
+        self._free.extend((staged.memory, staged.drop()) for staged in lent)
+
+
+class Staged:
+    """A block that is being read into a buffer. An `Arrival`, for who computes on host memory."""
+
+    def __init__(
+        self, staging: Staging, source: Away, memory: Tensor, before: Callable[[], object] | None, write: Any
+    ) -> None:
+        """Args:
+        before: returns when the buffer is not in use any more.
+        write: the future of the last write to the source, if that may be under way.
+        """
+        self.memory, self.place = memory, source.place(memory)
+        self._before = before
+        self._note_wait = staging.note_wait
+        self._read = staging.pool.submit(_fill, source, memory, before, write)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has been read."""
+        return self._read.done() and self._read.exception() is None
+
+    def wait(self) -> None:
+        """Returns when it has been read.
+
+        Raises:
+            LinkError: that failed.
+        """
+        if not self._read.done():
+            began = time.perf_counter()
+            self._read.exception()
+            self._note_wait(time.perf_counter() - began)
+        self._read.result()
+
+    wait_on_host = wait
+
+    def drop(self) -> Callable[[], object] | None:
+        """Sees to it that nothing is read into the buffer any more; what to wait for before it is used again."""
+        if self._read.cancel():
+            return self._before
+        self._read.exception()
+        return None
+
+
+class Crossing:
+    """A block on its way through staging and over the link: an `Arrival`.
+
+    Its copy over the link is asked for as soon as somebody looks who finds it read: here, or in `wait`.
+    """
+
+    def __init__(self, link: Link, staging: Staging, staged: Staged, buffer: Tensor) -> None:
+        """Args: `buffer` on the device, of what crosses."""
+        self._link, self._staging, self._staged, self._buffer = link, staging, staged, buffer
+        self._copied: Arrival | None = None
+        if staged.is_there:
+            self._begin()
+
+    def _begin(self) -> Arrival:
+        self._copied = self._link.fetch(self._staged.place, self._buffer)
+        self._staging.give_back(self._staged, self._copied)
+        return self._copied
+
+    def wait(self) -> None:
+        """See `Arrival`."""
+        if self._copied is None:
+            self._staged.wait()
+        (self._copied or self._begin()).wait()
+
+    def wait_on_host(self) -> None:
+        """See `Arrival`."""
+        if self._copied is None:
+            self._staged.wait()
+        (self._copied or self._begin()).wait_on_host()
+
+
+@torch.inference_mode()  # which is a thread's own
+def _fill(source: Away, memory: Tensor, before: Callable[[], object] | None, write: Any) -> None:
+    if before:
+        before()
+    if write:  # which began before, as the pool starts what it is given in order
+        write.result()
+    source.read(memory)
+
+
+@torch.inference_mode()
+def _empty(target: Away, memory: Tensor, arrival: Arrival) -> None:
+    arrival.wait_on_host()
+    target.write(memory)

@@ -1,0 +1,185 @@
+"""A KV cache that exceeds host memory is on a disk, as far as it does: the same tokens, and what was asked for is kept."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from spmd import run_jobs
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.planning import placement, run_plan
+from triforce.offload.planning.memory import plan_here
+from triforce.offload.transfer.staged import block_file
+from triforce.offload.transfer.staged.block_file import DiskError
+from triforce.tp.errors import CapacityError, UsageError
+
+PROMPT = random_tokens(2900, seed=3)
+NEW_TOKENS = 40
+GREEDY = Sampling(temperature=0.0)
+GIB = 2**30
+ROOM = 2.6e6 / GIB
+"""In which two blocks of each layer are resident."""
+
+
+def shrink(patch):
+    patch.setattr(run_plan, "RUNTIME_BYTES", 0)
+    patch.setattr(placement, "LARGEST_BLOCK", 256)
+
+
+@pytest.fixture(autouse=True)
+def small_process(monkeypatch):
+    """The tiny models' cache is what counts."""
+    shrink(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target's directory, a draft's, and greedy tokens according to transformers."""
+    root = tmp_path_factory.mktemp("models")
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    model = save_llama(root / "target", seed=1, num_hidden_layers=8, max_position_embeddings=4096)
+    return root / "target", root / "draft", greedy_oracle(model, PROMPT, NEW_TOKENS)
+
+
+def load(models, **settings) -> Any:
+    settings = {"dtype": "float32", "budget": 64} | settings
+    return Engine.load(models[0], models[1], device="cpu", **settings)
+
+
+def least(models, tokens=len(PROMPT) + NEW_TOKENS, **settings):
+    """The GiB that a run needs at least, with all of its cache on a disk but for the newest tokens."""
+    engine = load(models, **settings)
+    request = engine._models.request(tokens)
+    request = run_plan.replace(request, settings=run_plan.replace(request.settings, host_memory=0.0))
+    plan = plan_here(request, engine.target.device, free_disk=lambda: GIB)
+    assert not plan.fits and not plan.resident_kv
+    return plan.host_total / GIB
+
+
+@pytest.fixture(scope="module")
+def little(models):
+    """GiB of memory in which a fifth of the cache has room."""
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        return least(models) + ROOM
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+@pytest.mark.slow(keep=2)
+def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers):
+    engine = load(models, host_memory=little, tiers=tiers, refresh="round")
+    stats = engine.generate(PROMPT, GREEDY, NEW_TOKENS).stats
+    assert stats["token_ids"] == models[2]
+    on_disk, resident = stats["settings"]["disk_bytes"], stats["settings"]["resident_bytes"]
+    assert on_disk > 3 * resident > 0
+    rounds = stats["rounds"]
+    assert stats["disk"]["bytes_read"] == rounds * (stats["disk"]["bytes_read"] // rounds) > 0
+    assert stats["disk"]["gb_per_s"] > 0 and stats["link"]["bytes_streamed"] == 0
+
+
+@pytest.mark.parametrize("options", [{"resident": 0}, {"resident": 0, "link_gbps": 50.0}, {"dtype": "bfloat16"}])
+@pytest.mark.slow(keep=1)
+def test_host_memory_disk_and_a_link_together_give_the_same_tokens(models, options):
+    """With blocks in memory that stream over a link, and blocks on a disk that do so after they were read."""
+    want = load(models, **{**options, "link_gbps": None, "resident": None}).generate(PROMPT, GREEDY, NEW_TOKENS)
+    for pack in ("off", "on") if "dtype" in options else ("off",):
+        given = options | {"pack": pack}
+        found = load(models, **given, host_memory=least(models, **given) + ROOM)
+        got = found.generate(PROMPT, GREEDY, NEW_TOKENS)
+        assert got.token_ids == want.token_ids
+        assert got.stats["settings"]["disk_bytes"] and got.stats["settings"]["packed"] == (pack == "on")
+        if pack == "off":  # blocks that do not pack are in memory
+            assert bool(got.stats["link"]["bytes_streamed"]) == ("resident" in options)
+
+
+def test_follow_ups_longer_ones_too_find_their_book_on_the_disk(models, little):
+    engine = load(models, host_memory=little)
+    first = engine.generate(PROMPT, GREEDY, NEW_TOKENS)
+    for question in (random_tokens(20, seed=5), random_tokens(700, seed=6)):
+        prompt = PROMPT + first.token_ids[:30] + question
+        again = engine.generate(prompt, GREEDY, NEW_TOKENS // 2)
+        assert again.token_ids == load(models).generate(prompt, GREEDY, NEW_TOKENS // 2).token_ids
+        assert again.stats["settings"]["disk_bytes"]
+        if len(question) == 20:
+            assert again.stats["reused_tokens"] >= len(PROMPT)
+
+
+def test_a_saved_context_goes_to_the_disk_and_comes_from_there(models, little, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    engine = load(models, host_memory=little)
+    engine.read(PROMPT, "book")
+    again = load(models, host_memory=little, context="book")
+    stats = again.generate([*PROMPT, 5, 6, 7], GREEDY, NEW_TOKENS).stats
+    want = load(models).generate([*PROMPT, 5, 6, 7], GREEDY, NEW_TOKENS)
+    assert stats["token_ids"] == want.token_ids
+    assert stats["context"] == "book" and stats["reused_tokens"] > 500 and stats["settings"]["disk_bytes"]
+    names = sorted(entry.name for entry in (tmp_path / "home" / "contexts").iterdir())
+    assert "book" in names and all(name.startswith(".") or name == "book" for name in names)
+
+
+def test_several_sequences_share_what_is_on_the_disk(models, little):
+    questions = [random_tokens(n, seed=n) for n in (9, 60, 20)]
+    engine = load(models, host_memory=1.2 * little)
+    batch = engine.batch([Request(PROMPT + question, GREEDY, 20, ignore_eos=True) for question in questions])
+    list(batch)
+    assert batch.stats()["disk"]["bytes_read"] > 0
+    for sequence, question in zip(batch.sequences, questions, strict=True):
+        want = load(models).generate(PROMPT + question, GREEDY, 20, ignore_eos=True)
+        assert sequence.statistics.token_ids == want.token_ids
+
+
+def test_too_little_memory_is_an_error_that_says_how_much_is_enough(models):
+    enough = least(models)
+    with pytest.raises(CapacityError, match=r"on disk\), but --host-memory leaves it .*give --host-memory at least"):
+        load(models, host_memory=enough / 2).generate(PROMPT, GREEDY, 4)
+    with pytest.raises(UsageError, match="host-memory is -1"):
+        load(models, host_memory=-1.0)
+
+
+def test_a_disk_without_room_is_an_error_that_says_so(models, little, monkeypatch):
+    engine = load(models, host_memory=little)
+    monkeypatch.setattr(type(engine._kept.disk), "free_bytes", lambda _: 1000)
+    with pytest.raises(CapacityError, match=r"of disk space .*exceeds host memory"):
+        engine.generate(PROMPT, GREEDY, 4)
+
+
+def test_what_was_written_before_a_disk_failed_is_kept_and_the_engine_can_go_on(models, little, monkeypatch):
+    engine = load(models, host_memory=little, block_length=2)
+    run = engine.stream(PROMPT, GREEDY, NEW_TOKENS)
+    tokens = next(run).tokens + next(run).tokens
+
+    def fail(*_):
+        raise OSError(5, os.strerror(5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_file.os, "preadv", fail)
+        with pytest.raises(DiskError, match="Input/output error"):
+            list(run)
+    assert run.statistics.token_ids[: len(tokens)] == tokens == models[2][: len(tokens)]
+    assert engine.generate(PROMPT, GREEDY, NEW_TOKENS).token_ids == models[2]
+
+
+def test_a_slow_disk_is_mentioned(models, little, monkeypatch):
+    engine = load(models, host_memory=little)
+    assert not engine.generate(PROMPT, GREEDY, 9).stats["warnings"]
+    monkeypatch.setattr(block_file, "SLOW", 1e15)
+    monkeypatch.setattr(block_file, "_ENOUGH", 1)
+    stats = engine.generate(PROMPT, GREEDY, 9).stats
+    (warning,) = stats["warnings"]
+    assert "MB/s" in warning and "each GiB" in warning and json.dumps(stats)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_memory_and_disk(models):
+    settings = {"budget": 64, "resident": 0.0, "host_memory": 0.7}
+    job = {"model": str(models[0]), "draft": str(models[1]), "prompt": PROMPT, "new_tokens": NEW_TOKENS}
+    (reports,) = run_jobs([job | {"settings": settings}], 2)
+    assert [report["token_ids"] for report in reports] == [models[2]] * 2
+
+
+def test_memory_that_suffices_leaves_the_disk_alone(models):
+    stats = load(models, host_memory=8.0).generate(PROMPT, GREEDY, NEW_TOKENS).stats
+    assert stats["settings"]["disk_bytes"] == stats["disk"]["bytes_read"] == 0 and stats["disk"]["gb_per_s"] is None
+    assert torch.get_num_threads() >= 1
