@@ -1,6 +1,6 @@
 """How fast a run would be, from bytes, bandwidths and a few published constants: modelled, never measured.
 
-A pass takes as long as the slowest of three things that go on at once:
+A pass takes as long as the slowest of four things that go on at once:
 
 * the **link**: bytes of keys and values that do not live on the GPU, over the link's bandwidth. Nothing hides it;
 * the **disk**: bytes of those that exceed host memory, of all GPUs of a host, over the disk's bandwidth;

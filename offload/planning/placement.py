@@ -32,8 +32,8 @@ RING_BUFFERS = 3
 attention takes longer than its copy."""
 
 STAGING_BUFFERS = 6
-"""Blocks in host memory on their way from a disk: one in use, one being copied on, and four being read, which a disk
-needs for its full speed."""
+"""Blocks in host memory on their way from a disk, or from memory that is not page-locked: one in use, one being copied
+on, and four being read, which a disk needs for its full speed."""
 
 OPEN_SLACK = 512
 """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
@@ -94,8 +94,9 @@ class Placement:
         return self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
 
     def staging_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes of the buffers that blocks on a disk are read into."""
-        return STAGING_BUFFERS * self.host_block_bytes(part, dtype) if self.num_disk else 0
+        """Bytes of the buffers that blocks on a disk are read into; those that do not pack fit there too."""
+        block_bytes = self.block_size * part.kv_bytes_per_token(dtype) // part.num_layers
+        return STAGING_BUFFERS * block_bytes if self.num_disk else 0
 
     def disk_blocks(self, context: int) -> int:
         """Blocks of a layer that are read from a disk in one pass over `context` tokens."""

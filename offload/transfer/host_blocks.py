@@ -20,7 +20,7 @@ from ...kernels.chunks import gather_chunks
 from ...kernels.packing import gather_packed, pack, unpack
 from ...tp.errors import CapacityError
 from ..planning.placement import block_slot
-from .link import Link
+from .staged.host_memory import HostMemory
 from .staged.staging import Source
 
 _LEFT_FREE = 2**29
@@ -71,9 +71,12 @@ class HostBlocks(ABC):
 class RawBlocks(HostBlocks):
     """Blocks as they are."""
 
-    def __init__(self, blocks: Tensor) -> None:
-        """Args: `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of the link's host memory."""
-        self.blocks = blocks
+    def __init__(self, blocks: Tensor, memory: HostMemory | None = None) -> None:
+        """Args:
+        blocks: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+        memory: what they are in; `None`: the link copies from them.
+        """
+        self.blocks, self._memory = blocks, memory
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -82,12 +85,12 @@ class RawBlocks(HostBlocks):
     def num_bytes(self) -> int:
         return self.blocks.nbytes
 
-    def at(self, index: int) -> Tensor:
-        return self.blocks[index]
+    def at(self, index: int) -> Source:
+        return self._memory.source(self.blocks[index]) if self._memory else self.blocks[index]
 
-    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         buffer.copy_(block)
-        return buffer, self.blocks[index]
+        return buffer, self.at(index)
 
     def read(self, first: int, stop: int) -> Tensor:
         return self.blocks[first:stop]
@@ -107,8 +110,9 @@ class RawBlocks(HostBlocks):
 class Overflow:
     """Blocks that did not fit into their slots, of all layers. Memory for them is taken a block at a time, and kept."""
 
-    def __init__(self, link: Link, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._link, self._shape, self._dtype = link, shape, dtype
+    def __init__(self, memory: HostMemory, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Args: `memory` is what is taken from, for blocks of this shape and dtype."""
+        self.memory, self._shape, self._dtype = memory, shape, dtype
         self._free: list[Tensor] = []
         self._lock = Lock()
         self.blocks = 0
@@ -134,7 +138,9 @@ class Overflow:
                 f"{self.blocks + 1:,} blocks of the KV cache do not pack, and no memory is left to keep one more as it "
                 "is; give --pack off, free memory, or shorten the prompt"
             )
-        block = self._link.host_memory((1, *self._shape), self._dtype)[0]
+        # Where all else is locked nothing is staged, so this has to be locked too.
+        locked = self.memory.refusal is None
+        block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=locked)[0]
         with self._lock:
             self.blocks += 1
         return block
@@ -159,7 +165,7 @@ class PackedBlocks(HostBlocks):
 
     def __init__(self, slots: Tensor, overflow: Overflow, shape: Sequence[int]) -> None:
         """Args:
-        slots: `[num_blocks, slot_bytes]` uint8 of the link's host memory.
+        slots: `[num_blocks, slot_bytes]` uint8, of the overflow's memory.
         shape: of a block.
         """
         self._slots, self._overflow, self._shape = slots, overflow, shape
@@ -174,17 +180,17 @@ class PackedBlocks(HostBlocks):
     def num_bytes(self) -> int:
         return self._slots.nbytes
 
-    def at(self, index: int) -> Tensor:
-        return self._raw.get(index, self._slots[index])
+    def at(self, index: int) -> Source:
+        return self._overflow.memory.source(self._raw[index] if index in self._raw else self._slots[index])
 
-    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         slot = slot_in(buffer, self._layout.slot_bytes)
         _, fits = pack(block.flatten(0, 1), slot)
         self._overflow.note(self._raw, index, bool(fits))
         if index not in self._raw:
-            return slot, self._slots[index]
+            return slot, self.at(index)
         buffer.copy_(block)
-        return buffer, self._raw[index]
+        return buffer, self.at(index)
 
     def read(self, first: int, stop: int) -> Tensor:
         found = self._slots.new_empty((stop - first, *self._shape), dtype=torch.bfloat16)

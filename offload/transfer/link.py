@@ -66,6 +66,10 @@ class Arrival(Protocol):
         """
         ...
 
+
+class Copy(Arrival, Protocol):
+    """A copy under way, which the host can wait for."""
+
     def wait_on_host(self) -> None:
         """Returns when the copy is done. Any thread may call it.
 
@@ -86,11 +90,11 @@ class Link(Protocol):
         which is copied whole or in part. It begins at the border of a page."""
         ...
 
-    def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
+    def fetch(self, source: Tensor, buffer: Tensor) -> Copy:
         """Begins to copy `source`, in host memory, over `buffer`, on the device, after what was computed before."""
         ...
 
-    def store(self, source: Tensor, target: Tensor) -> Arrival:
+    def store(self, source: Tensor, target: Tensor) -> Copy:
         """Begins to copy `source`, on the device, to `target`, in host memory, both contiguous, after what was computed
         before. `source` must not be overwritten or freed before the arrival's `wait` or `wait_for_stores`."""
         ...
@@ -129,10 +133,10 @@ class ThreadLink:
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return aligned_memory(shape, dtype)
 
-    def fetch(self, source: Tensor, buffer: Tensor) -> Arrival:
+    def fetch(self, source: Tensor, buffer: Tensor) -> Copy:
         return self._ask(_Copy(self, source, buffer, inwards=True))
 
-    def store(self, source: Tensor, target: Tensor) -> Arrival:
+    def store(self, source: Tensor, target: Tensor) -> Copy:
         self._stores.append(self._ask(_Copy(self, source, target, inwards=False)))
         return self._stores[-1]
 

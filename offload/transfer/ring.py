@@ -91,8 +91,6 @@ class Ring:
         self._coming = iter(())
         for _, _, arrival in under_way:
             arrival.wait()
-        if self._staging:
-            self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
         """Starts on `blocks`, in host memory or away, or their slots; what is left of earlier ones is dropped.

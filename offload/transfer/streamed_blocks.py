@@ -18,14 +18,14 @@ from torch import Tensor
 from ...kernels.chunks import copy_chunks
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ..planning.placement import STAGING_BUFFERS, Placement, block_slot
+from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
-from .host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
+from .host_blocks import HostBlocks, RawBlocks
 from .link import Link, Traffic
 from .ring import Ring
-from .staged.block_file import BlockFile, DiskSpace
-from .staged.disk_blocks import DiskBlocks
-from .staged.staging import Source, Staging
+from .staged.block_file import DiskSpace
+from .staged.not_resident import NotResident
+from .staged.staging import Source
 
 
 class StreamedBlocks:
@@ -64,46 +64,21 @@ class StreamedBlocks:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         layers = range(config.num_layers)
-        self._overflow = Overflow(link, self._block, dtype)
-        self._num_disk, self._disk = placement.num_disk, disk
-        self._file: BlockFile | None = None
-        staging: Staging | None = None
-        if self._num_disk:
-            assert disk
-            slot_bytes = placement.host_block_bytes(config, dtype)
-            self._file = BlockFile(disk, config.num_layers * self._num_disk, slot_bytes)
-            staging = Staging(link, self._file.slot_bytes, disk.pool, disk.note_wait, STAGING_BUFFERS)
-        self._staging = staging
-        self._host: list[HostBlocks] = []
-        for layer in layers:
-            self._host.append(self._host_blocks(layer))
-            if on_memory:
-                on_memory((layer + 1) / config.num_layers)
+        self._disk = disk
+        self._away = NotResident(config, link, placement, dtype, on_memory, disk)
+        self._host, self._overflow, self._staging = self._away.host, self._away.overflow, self._away.staging
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
         unpacked = on_device(*self._block) if self.packed else None
         buffers = [on_device(*self._block) for _ in range(placement.ring_buffers)]
-        self._ring = Ring(link, buffers, unpacked, staging)
+        self._ring = Ring(link, buffers, unpacked, self._staging)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
         self._first_row = 0  # position of the first row that attends in it
         self._seen = 0  # position behind the last token that rows attend to in it
-
-    def _host_blocks(self, layer: int) -> HostBlocks:
-        """Host memory for the blocks of a layer, and slots in the file for those on a disk."""
-        count = self._num_blocks - self.num_resident - self._num_disk
-        if self.packed:
-            slots = self._link.host_memory((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
-            blocks: HostBlocks = PackedBlocks(slots, self._overflow, self._block)
-        else:
-            blocks = RawBlocks(self._link.host_memory((count, *self._block), self.dtype))
-        if self._file is None:
-            return blocks
-        first, overflow = layer * self._num_disk, self._overflow if self.packed else None
-        return DiskBlocks(self._file, first, self._num_disk, blocks, self._block, self.dtype, overflow)
 
     @property
     def capacity(self) -> int:
@@ -119,12 +94,11 @@ class StreamedBlocks:
 
     @property
     def host_bytes(self) -> int:
-        staging = self._staging.memory.nbytes if self._staging else 0
-        return staging + self._overflow.num_bytes + sum(host.num_bytes for host in self._host)
+        return self._away.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        return self._file.num_bytes if self._file else 0
+        return self._away.file.num_bytes if self._away.file else 0
 
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):

@@ -13,22 +13,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ....tp.errors import CapacityError
 from ....tp.units import gib
 from ..link import LinkError, Traffic
+from .staging import make_pool
 
 ALIGNMENT = 4096
 """Bytes that slots, and the memory they are read into, are multiples of: what direct reads ask for."""
-
-THREADS = 6
-"""That read and write. Each has one block under way; a disk is at its full speed with about four large reads."""
 
 
 SLOW = 1e9
@@ -47,7 +43,7 @@ class DiskSpace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pool: Any = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+        self.pool = make_pool()
         """Runs reads and writes."""
         self._lock = threading.Lock()
         self._bytes_in = self._bytes_out = 0
@@ -118,7 +114,7 @@ class BlockFile:
             CapacityError: the disk has no room for them, or the folder cannot be written to.
         """
         self.space = space
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.slot_bytes = aligned_size(slot_bytes)
         size = num_slots * self.slot_bytes
         try:
             space.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -187,6 +183,11 @@ class BlockFile:
         if not self.direct and hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def aligned_size(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _pass_page_cache(descriptor: int) -> bool:

@@ -15,8 +15,8 @@ from ....kernels.packing import gather_packed, pack, unpack
 from ...planning.placement import block_slot
 from ..host_blocks import HostBlocks, Overflow, slot_in
 from ..link import aligned_memory
-from .block_file import ALIGNMENT, THREADS, BlockFile
-from .staging import Source
+from .block_file import ALIGNMENT, BlockFile
+from .staging import THREADS, Source
 
 Found = TypeVar("Found")
 
@@ -57,7 +57,9 @@ class DiskBlocks(HostBlocks):
     def at(self, index: int) -> Source:
         if index >= self._count:
             return self._rest.at(index - self._count)
-        return self._raw[index] if index in self._raw else _Slot(self, index)
+        if index in self._raw and self._overflow is not None:
+            return self._overflow.memory.source(self._raw[index])
+        return _Slot(self, index)
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         if index >= self._count:
@@ -67,9 +69,9 @@ class DiskBlocks(HostBlocks):
             _, fits = pack(block.flatten(0, 1), slot)
             self._overflow.note(self._raw, index, bool(fits))
             if index not in self._raw:
-                return slot, _Slot(self, index)
+                return slot, self.at(index)
         buffer.copy_(block)
-        return buffer, self._raw[index] if index in self._raw else _Slot(self, index)
+        return buffer, self.at(index)
 
     def read(self, first: int, stop: int) -> Tensor:
         edge = min(max(first, self._count), stop)
@@ -98,10 +100,10 @@ class DiskBlocks(HostBlocks):
         return memory[: self._block_bytes].view(self._dtype).view(self._shape)
 
     def read_slot(self, index: int, memory: Tensor) -> None:
-        self._file.read(self._first + index, memory)
+        self._file.read(self._first + index, memory[: self._file.slot_bytes])
 
     def write_slot(self, index: int, memory: Tensor) -> None:
-        self._file.write(self._first + index, memory)
+        self._file.write(self._first + index, memory[: self._file.slot_bytes])
 
     def room(self, count: int) -> Sequence[Tensor]:
         here = min(count, self._count)

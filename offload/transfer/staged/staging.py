@@ -11,12 +11,22 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..link import Arrival, Link
+from ..link import Arrival, Copy, Link
+
+THREADS = 6
+"""That fill and empty buffers, each one at a time; a disk is at its full speed with about four large reads."""
+
+
+def make_pool() -> Any:
+    """What runs them. PyTorch copies with one thread in each: they are several already."""
+    return ThreadPoolExecutor(THREADS, "staging", partial(torch.set_num_threads, 1))
 
 
 class Away(Protocol):
@@ -47,22 +57,35 @@ Source = Tensor | Away
 """What the ring is given: host memory that the link copies from, or what has to be staged."""
 
 
+class _Use(Protocol):
+    """What is done with a buffer."""
+
+    def wait_on_host(self) -> None:
+        """Returns when it is done. Any thread may call it."""
+        ...
+
+
 class Staging(Iterator["Tensor | Staged"]):
     """Buffers of host memory. An iterator over the sources of a pass, of which those that are away are being read."""
 
-    def __init__(self, link: Link, num_bytes: int, pool: Any, note_wait: Callable[[float], None], buffers: int) -> None:
+    def __init__(
+        self, link: Link, num_bytes: int, buffers: int, pool: Any, note_wait: Callable[[float], None] | None = None
+    ) -> None:
         """Args:
         num_bytes: of a buffer.
-        pool: an executor, whose threads fill and empty buffers.
-        note_wait: is told the seconds that somebody waited for a buffer to be filled.
         buffers: at least two more than the ring has, or those would wait for one another.
+        pool: an executor, whose threads fill and empty buffers; see `make_pool`.
+        note_wait: is told the seconds that somebody waited for a buffer to be filled.
+
+        Raises:
+            CapacityError: the system does not page-lock so much host memory.
         """
         self.memory = link.host_memory((buffers, num_bytes), torch.uint8)
         self.pool, self.note_wait = pool, note_wait
         self._link = link
-        self._free: deque[tuple[Tensor, Callable[[], object] | None]] = deque((buffer, None) for buffer in self.memory)
+        self._free: deque[tuple[Tensor, _Use | None]] = deque((buffer, None) for buffer in self.memory)
         self._lent: dict[Staged, None] = {}  # in the order of the pass
-        self._writes: dict[Away, Any] = {}
+        self._writes: dict[Away, _Write] = {}
         self._coming: Iterator[Source] = iter(())
         self._waiting: Source | None = None  # for a buffer
         self._ahead: deque[Tensor | Staged] = deque()
@@ -91,32 +114,32 @@ class Staging(Iterator["Tensor | Staged"]):
             if isinstance(source, Tensor):
                 self._ahead.append(source)
             elif self._free:
-                memory, before = self._free.popleft()
-                staged = Staged(self, source, memory, before, self._writes.get(source))
+                memory, use = self._free.popleft()
+                staged = Staged(self, source, memory, use, self._writes.get(source))
                 self._lent[staged] = None
                 self._ahead.append(staged)
             else:
                 return
             self._waiting = None
 
-    def give_back(self, staged: Staged, copied: Arrival | None = None) -> None:
+    def give_back(self, staged: Staged, copied: Copy | None = None) -> None:
         """Says that a buffer can be filled anew, as soon as `copied` is done."""
         del self._lent[staged]
-        self._free.append((staged.memory, copied.wait_on_host if copied else None))
+        self._free.append((staged.memory, copied))
         self._look_ahead()
 
     def store(self, source: Tensor, target: Away) -> Arrival:
         """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there."""
         if not self._free:  # a pass that was broken off has left them lent
             self.stop()
-        memory, before = self._free.popleft()
-        if before:
-            before()
-        arrival = self._link.store(source, target.place(memory))
-        write = self.pool.submit(_empty, target, memory, arrival)
+        memory, use = self._free.popleft()
+        if use:
+            use.wait_on_host()
+        copied = self._link.store(source, target.place(memory))
+        write = _Write(self.pool, target, memory, copied, self._writes.get(target))
         self._writes[target] = write
-        self._free.append((memory, write.exception))
-        return arrival
+        self._free.append((memory, write))
+        return copied
 
     def wait_for_writes(self) -> None:
         """Returns when all that was stored is where it belongs.
@@ -126,7 +149,7 @@ class Staging(Iterator["Tensor | Staged"]):
         """
         writes, self._writes = self._writes, {}
         for write in writes.values():
-            write.result()
+            write.finish()
 
     def stop(self) -> None:
         """Drops what is left of the sources that were begun."""
@@ -139,17 +162,23 @@ class Staging(Iterator["Tensor | Staged"]):
 class Staged:
     """A block that is being read into a buffer. An `Arrival`, for who computes on host memory."""
 
-    def __init__(
-        self, staging: Staging, source: Away, memory: Tensor, before: Callable[[], object] | None, write: Any
-    ) -> None:
+    def __init__(self, staging: Staging, source: Away, memory: Tensor, use: _Use | None, write: _Write | None) -> None:
         """Args:
-        before: returns when the buffer is not in use any more.
-        write: the future of the last write to the source, if that may be under way.
+        use: of the buffer, which may not be over.
+        write: the last one to the source, if that may be under way.
         """
         self.memory, self.place = memory, source.place(memory)
-        self._before = before
+        self._source, self._use, self._write = source, use, write
         self._note_wait = staging.note_wait
-        self._read = staging.pool.submit(_fill, source, memory, before, write)
+        self._read: Future[None] = staging.pool.submit(self._fill)
+
+    @torch.inference_mode()  # which is a thread's own
+    def _fill(self) -> None:
+        if self._use:
+            self._use.wait_on_host()
+        if self._write:  # it has begun, as the pool starts what it is given in order
+            self._write.finish()
+        self._source.read(self.memory)
 
     @property
     def is_there(self) -> bool:
@@ -162,20 +191,49 @@ class Staged:
         Raises:
             LinkError: that failed.
         """
-        if not self._read.done():
-            began = time.perf_counter()
-            self._read.exception()
-            self._note_wait(time.perf_counter() - began)
-        self._read.result()
+        began = None if self._read.done() else time.perf_counter()
+        try:
+            self._read.result()
+        finally:
+            if began is not None and self._note_wait:
+                self._note_wait(time.perf_counter() - began)
 
-    wait_on_host = wait
-
-    def drop(self) -> Callable[[], object] | None:
-        """Sees to it that nothing is read into the buffer any more; what to wait for before it is used again."""
+    def drop(self) -> _Use | None:
+        """Sees to it that nothing is read into the buffer any more; its use that may not be over."""
         if self._read.cancel():
-            return self._before
+            return self._use
         self._read.exception()
         return None
+
+
+class _Write:
+    """A buffer that is being emptied."""
+
+    def __init__(self, pool: Any, target: Away, memory: Tensor, copied: Copy, before: _Write | None) -> None:
+        """Args:
+        copied: what comes into the buffer.
+        before: the last write to the target, if that may be under way.
+        """
+        self._target, self._memory, self._copied, self._before = target, memory, copied, before
+        self._done: Future[None] = pool.submit(self._empty)
+
+    @torch.inference_mode()  # which is a thread's own
+    def _empty(self) -> None:
+        self._copied.wait_on_host()
+        if self._before:
+            self._before.wait_on_host()
+        self._target.write(self._memory)
+
+    def wait_on_host(self) -> None:
+        self._done.exception()
+
+    def finish(self) -> None:
+        """Returns when it is written.
+
+        Raises:
+            LinkError: that failed.
+        """
+        self._done.result()
 
 
 class Crossing:
@@ -187,38 +245,16 @@ class Crossing:
     def __init__(self, link: Link, staging: Staging, staged: Staged, buffer: Tensor) -> None:
         """Args: `buffer` on the device, of what crosses."""
         self._link, self._staging, self._staged, self._buffer = link, staging, staged, buffer
-        self._copied: Arrival | None = None
-        if staged.is_there:
-            self._begin()
+        self._copied = self._begin() if staged.is_there else None
 
-    def _begin(self) -> Arrival:
-        self._copied = self._link.fetch(self._staged.place, self._buffer)
-        self._staging.give_back(self._staged, self._copied)
-        return self._copied
+    def _begin(self) -> Copy:
+        copied = self._link.fetch(self._staged.place, self._buffer)
+        self._staging.give_back(self._staged, copied)
+        return copied
 
     def wait(self) -> None:
         """See `Arrival`."""
         if self._copied is None:
             self._staged.wait()
-        (self._copied or self._begin()).wait()
-
-    def wait_on_host(self) -> None:
-        """See `Arrival`."""
-        if self._copied is None:
-            self._staged.wait()
-        (self._copied or self._begin()).wait_on_host()
-
-
-@torch.inference_mode()  # which is a thread's own
-def _fill(source: Away, memory: Tensor, before: Callable[[], object] | None, write: Any) -> None:
-    if before:
-        before()
-    if write:  # which began before, as the pool starts what it is given in order
-        write.result()
-    source.read(memory)
-
-
-@torch.inference_mode()
-def _empty(target: Away, memory: Tensor, arrival: Arrival) -> None:
-    arrival.wait_on_host()
-    target.write(memory)
+            self._copied = self._begin()
+        self._copied.wait()

@@ -1,4 +1,4 @@
-"""A KV cache that exceeds host memory is on a disk, as far as it does: the same tokens, and what was asked for is kept."""
+"""What of a KV cache exceeds host memory is on a disk: the same tokens, clear errors, and nothing left behind."""
 
 import json
 import os
@@ -48,10 +48,10 @@ def load(models, **settings) -> Any:
     return Engine.load(models[0], models[1], device="cpu", **settings)
 
 
-def least(models, tokens=len(PROMPT) + NEW_TOKENS, **settings):
+def least(models, **settings):
     """The GiB that a run needs at least, with all of its cache on a disk but for the newest tokens."""
     engine = load(models, **settings)
-    request = engine._models.request(tokens)
+    request = engine._models.request(len(PROMPT) + NEW_TOKENS)
     request = run_plan.replace(request, settings=run_plan.replace(request.settings, host_memory=0.0))
     plan = plan_here(request, engine.target.device, free_disk=lambda: GIB)
     assert not plan.fits and not plan.resident_kv

@@ -14,6 +14,7 @@ from triforce.offload.planning.placement import block_slot
 from triforce.offload.transfer import host_blocks
 from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
 from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.staged.host_memory import HostMemory
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
@@ -72,7 +73,7 @@ def test_packed_blocks_cross_the_link_in_three_quarters_of_the_bytes(part, link,
 
 def test_a_block_that_does_not_pack_takes_memory_only_as_long_as_it_is_there(link):
     shape = (2, 2, 64, 16)
-    overflow = Overflow(link, shape, torch.bfloat16)
+    overflow = Overflow(HostMemory(link), shape, torch.bfloat16)
     slots = link.host_memory((3, block_slot(2, 64, 16).slot_bytes), torch.uint8)
     host, buffer = PackedBlocks(slots, overflow, shape), torch.zeros(shape, dtype=torch.bfloat16)
     fits, odd = kv_block("normal", shape, 1), kv_block("any bits", shape, 2)
@@ -90,7 +91,7 @@ def test_no_memory_for_a_block_that_does_not_pack_is_said(link, monkeypatch):
 
     monkeypatch.setattr(host_blocks.psutil, "virtual_memory", Nothing)
     with pytest.raises(CapacityError, match=r"1 blocks of the KV cache do not pack.*--pack off"):
-        Overflow(link, (2, 2, 64, 16), torch.bfloat16).take()
+        Overflow(HostMemory(link), (2, 2, 64, 16), torch.bfloat16).take()
 
 
 def test_what_is_gathered_from_packed_blocks_is_what_is_gathered_from_raw_ones(link):
@@ -98,7 +99,7 @@ def test_what_is_gathered_from_packed_blocks_is_what_is_gathered_from_raw_ones(l
     blocks = torch.stack([kv_block(kind, shape, 3) for kind in ("normal", "any bits", "some zeros", "far below")])
     raw = RawBlocks(blocks)
     packed = PackedBlocks(link.host_memory((4, block_slot(3, 128, 32).slot_bytes), torch.uint8),
-                          Overflow(link, shape, torch.bfloat16), shape)  # fmt: skip
+                          Overflow(HostMemory(link), shape, torch.bfloat16), shape)  # fmt: skip
     packed.write(blocks)
     assert pack(blocks.flatten(1, 2))[1].tolist()[:2] == [True, False]
     for chunk_size in (1, 8, 24, 64, 128):

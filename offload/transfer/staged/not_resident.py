@@ -1,0 +1,100 @@
+"""Where the blocks of a cache are that are not resident: host memory, page-locked or not, and a disk below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from ....tp.errors import CapacityError
+from ....tp.model.config import ModelConfig
+from ....tp.units import gib
+from ...planning.placement import STAGING_BUFFERS, Placement, block_slot
+from ..host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
+from ..link import Link
+from .block_file import BlockFile, DiskSpace, aligned_size
+from .disk_blocks import DiskBlocks
+from .host_memory import HostMemory
+from .staging import Staging, make_pool
+
+
+class NotResident:
+    """Memory and disk space for these blocks, and the staging that some of them need."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        link: Link,
+        placement: Placement,
+        dtype: torch.dtype,
+        on_memory: Callable[[float], None] | None,
+        disk: DiskSpace | None,
+    ) -> None:
+        """See `StreamedBlocks`."""
+        self._link, self._placement, self._dtype, self._disk = link, placement, dtype, disk
+        self._block = (2, config.num_kv_heads, placement.block_size, config.head_dim)
+        self._memory = HostMemory(link)
+        self.overflow = Overflow(self._memory, self._block, dtype)
+        self.host: list[HostBlocks] = []
+        """Of each layer."""
+        self._locked: list[int] = []  # layers whose memory is page-locked
+        self.file: BlockFile | None = None
+        self.staging: Staging | None = None
+        """What blocks pass through that the link cannot copy; `None` where there are none."""
+        if placement.num_disk:
+            assert disk
+            slot_bytes = placement.host_block_bytes(config, dtype)
+            self.file = BlockFile(disk, config.num_layers * placement.num_disk, slot_bytes)
+            self.staging = self._make_staging()
+        for layer in range(config.num_layers):
+            self.host.append(self._blocks(layer))
+            if self._memory.refusal is None and self.host[-1].num_bytes:
+                self._locked.append(layer)
+            if on_memory:
+                on_memory((layer + 1) / config.num_layers)
+        if self._memory.refusal and self.staging is None:
+            self.staging = self._make_staging()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes taken in host memory."""
+        staging = self.staging.memory.nbytes if self.staging else 0
+        return staging + self.overflow.num_bytes + sum(host.num_bytes for host in self.host)
+
+    def _blocks(self, layer: int) -> HostBlocks:
+        """Host memory for the blocks of a layer, and slots in the file for those on a disk."""
+        count, num_disk = self._placement.num_host, self._placement.num_disk
+        overflow: Overflow | None = None
+        if self._placement.packed:
+            overflow = self.overflow
+            slots = self._memory.take((count, block_slot(*self._block[1:]).slot_bytes), torch.uint8)
+            blocks: HostBlocks = PackedBlocks(slots, overflow, self._block)
+        else:
+            blocks = RawBlocks(self._memory.take((count, *self._block), self._dtype), self._memory)
+        if self.file is None:
+            return blocks
+        return DiskBlocks(self.file, layer * num_disk, num_disk, blocks, self._block, self._dtype, overflow)
+
+    def _make_staging(self) -> Staging:
+        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first.
+
+        Raises:
+            CapacityError: the system does not even lock so much.
+        """
+        size = aligned_size(prod(self._block) * self._dtype.itemsize)
+        pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk else (make_pool(), None)
+        while True:
+            try:
+                return Staging(self._link, size, STAGING_BUFFERS, pool, note_wait)
+            except CapacityError as error:
+                if not self._locked:
+                    raise CapacityError(
+                        f"the system does not page-lock {gib(STAGING_BUFFERS * size)} of host memory, which streaming "
+                        "needs at least; raise the limit (ulimit -l; in a container --ulimit memlock=-1), or shorten "
+                        "the prompt until the GPU holds all of the KV cache"
+                    ) from error
+            self._memory.refusal = self._memory.refusal or CapacityError("given up for staging")
+            layer = self._locked.pop()
+            self.host[layer] = RawBlocks(torch.empty(0))  # or both would be there for a moment
+            self.host[layer] = self._blocks(layer)
