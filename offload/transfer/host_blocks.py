@@ -139,8 +139,7 @@ class Overflow:
                 "is; give --pack off, free memory, or shorten the prompt"
             )
         # Where all else is locked nothing is staged, so this has to be locked too.
-        locked = self.memory.refusal is None
-        block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=locked)[0]
+        block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=not self.memory.refused)[0]
         with self._lock:
             self.blocks += 1
         return block

@@ -107,7 +107,7 @@ class DiskBlocks(HostBlocks):
 
     def room(self, count: int) -> Sequence[Tensor]:
         here = min(count, self._count)
-        away = list(torch.empty((here, *self._shape), dtype=self._dtype))
+        away = list(aligned_memory((here, *self._shape), self._dtype))
         return [*away, *self._rest.room(count - here)]
 
     def write(self, blocks: Sequence[Tensor]) -> None:

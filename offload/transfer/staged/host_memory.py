@@ -22,8 +22,8 @@ class HostMemory:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._ordinary: list[tuple[int, int]] = []  # addresses
-        self.refusal: CapacityError | None = None
-        """Why some of it is ordinary."""
+        self.refused = False
+        """Whether the system has refused to lock some."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, must_be_locked: bool = False) -> Tensor:
         """Memory for `shape[0]` blocks; see `Link.host_memory`. Once the system has refused to lock some, it is not
@@ -32,13 +32,13 @@ class HostMemory:
         Raises:
             CapacityError: it refuses now, and the memory must be locked.
         """
-        if self.refusal is None:
+        if not self.refused:
             try:
                 return self._link.host_memory(shape, dtype)
-            except CapacityError as error:
+            except CapacityError:
                 if must_be_locked:
                     raise
-                self.refusal = error
+                self.refused = True
         memory = aligned_memory(shape, dtype)
         self._ordinary.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
         return memory

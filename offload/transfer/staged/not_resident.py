@@ -49,11 +49,11 @@ class NotResident:
             self.staging = self._make_staging()
         for layer in range(config.num_layers):
             self.host.append(self._blocks(layer))
-            if self._memory.refusal is None and self.host[-1].num_bytes:
+            if not self._memory.refused and self.host[-1].num_bytes:
                 self._locked.append(layer)
             if on_memory:
                 on_memory((layer + 1) / config.num_layers)
-        if self._memory.refusal and self.staging is None:
+        if self._memory.refused and self.staging is None:
             self.staging = self._make_staging()
 
     @property
@@ -94,7 +94,7 @@ class NotResident:
                         "needs at least; raise the limit (ulimit -l; in a container --ulimit memlock=-1), or shorten "
                         "the prompt until the GPU holds all of the KV cache"
                     ) from error
-            self._memory.refusal = self._memory.refusal or CapacityError("given up for staging")
+            self._memory.refused = True
             layer = self._locked.pop()
             self.host[layer] = RawBlocks(torch.empty(0))  # or both would be there for a moment
             self.host[layer] = self._blocks(layer)

@@ -222,6 +222,7 @@ class _Write:
         self._copied.wait_on_host()
         if self._before:
             self._before.wait_on_host()
+            self._before = None  # which has one before it
         self._target.write(self._memory)
 
     def wait_on_host(self) -> None:

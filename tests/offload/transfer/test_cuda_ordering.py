@@ -16,6 +16,7 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
+from triforce.offload.transfer.staged import staging
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -54,6 +55,16 @@ def test_random_histories_with_packed_blocks_do_too(packing_decoders, part):
         play(packing_decoders, seed, deferred=bool((seed // 4 + seed) % 2))
 
 
+@pytest.mark.parametrize("part", range(HISTORIES // 8))
+@pytest.mark.slow(keep=1)
+def test_random_histories_with_blocks_on_a_disk_or_in_memory_that_is_not_locked_do_too(
+    decoders, packing_decoders, part
+):
+    for seed in range(4 * part, 4 * part + 4):
+        play(decoders, seed, deferred=bool(seed % 2), away=True)
+    play(packing_decoders, part, deferred=bool(part % 2), away=True)
+
+
 def wait_statements():
     found = m.mutations(
         cuda_link,
@@ -61,6 +72,7 @@ def wait_statements():
         {"record_event"},
         {"CudaLink", "_Arrival"},
     )
+    found = [one for one in found if one.source != "self._done.synchronize()"]  # which staging waits with
     found += m.mutations(ring, {"wait", "stop"}, set(), {"Ring"})
     found += m.mutations(streamed_blocks, {"wait", "wait_for_stores", "stop"}, set(), {"StreamedBlocks"})
     return [mutation for mutation in found if not mutation.source.startswith("began = ")]  # which only times
@@ -83,6 +95,30 @@ def is_noticed(decoders, seed, kinds=(None,) * 8):
     except (Race, AssertionError):
         return True
     return False
+
+
+def staging_waits():
+    calls = {"wait", "wait_on_host", "finish", "result", "exception", "stop"}
+    found = m.mutations(staging, calls, set(), {"Staging", "Staged", "_Write", "Crossing"})
+    found += m.mutations(cuda_link, {"synchronize"}, set(), {"_Arrival"})
+    return found + m.mutations(ring, {"wait_for_writes"}, set(), {"Ring"})
+
+
+@pytest.mark.parametrize("mutation", staging_waits(), ids=str)
+@pytest.mark.slow(keep=2)
+def test_staging_without_one_of_the_waits_is_noticed(decoders, mutation):
+    def fails(seed, kinds=(None,) * 8):
+        try:
+            play(decoders, seed, deferred=bool(seed % 2), kinds=kinds, away=True)
+        except Exception:
+            return True
+        return False
+
+    assert not any(fails(seed) for seed in range(3))
+    with mutation.applied():
+        found = any(fails(seed) for seed in range(40))
+        found = found or any(fails(seed, ("save", "grow", "save", "long", "refresh")) for seed in range(60))
+        assert found or any(fails(seed) for seed in range(40, 200)), f"no history needs {mutation}"
 
 
 def hides_a_failed_store(decoder):

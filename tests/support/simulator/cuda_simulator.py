@@ -15,6 +15,7 @@ the earliest and the latest that CUDA allows; their targets hold NaN meanwhile. 
 
 from __future__ import annotations
 
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -119,6 +120,10 @@ class SimulatedEvent:
             return self.stream.done >= self.place
         return self.stream.done >= self.place and chance is None
 
+    def synchronize(self) -> None:
+        self.stream.run(self.place)
+        _join(self.stream.simulator.host, self.clock)
+
     def elapsed_time(self, other: SimulatedEvent) -> float:
         return 1.0
 
@@ -151,6 +156,8 @@ class SimulatedRuntime:
         self.simulator.synchronize()
 
     def lock_pages(self, address: int, size: int) -> int:
+        if sum(self.simulator.locked.values()) + size > self.simulator.most_locked:
+            return 2
         self.simulator.locked[address] = size
         self.simulator.forget(address)
         return 0
@@ -176,6 +183,7 @@ class Simulator:
         self.streams: list[SimulatedStream] = []
         self.current = self.new_stream()
         self.locked: dict[int, int] = {}
+        self.most_locked = math.inf  # bytes; more is refused
         self.operations = 0
         self.races: list[str] = []
         """Of memory that was freed too early: said at the next operation, as an exception where it is freed is lost."""

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
+from staged_runs import staged
 from triforce.kernels import packing
 from triforce.kernels.selection import use_kernels
 from triforce.offload.batch import reading, sequence, upkeep
@@ -36,6 +37,7 @@ from triforce.offload.speculation import noise, sampling
 from triforce.offload.transfer import host_blocks, streamed_blocks
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
+from triforce.offload.transfer.staged.block_file import DiskSpace, aligned_size
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
 
@@ -94,7 +96,12 @@ def make_decoders(directory: Path, dtype: torch.dtype = torch.float32) -> list[D
 
 
 def play(
-    decoders: list[Decoder], seed: int, *, deferred: bool = False, kinds: Sequence[str | None] = (None,) * 8
+    decoders: list[Decoder],
+    seed: int,
+    *,
+    deferred: bool = False,
+    kinds: Sequence[str | None] = (None,) * 8,
+    away: bool = False,
 ) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
     saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. The kind `beside`, a prefill of
@@ -103,6 +110,7 @@ def play(
     Args:
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
         kinds: of its steps; `None` is a random one.
+        away: whether blocks are on a disk, or in memory that is not page-locked, or both.
 
     Raises:
         Race: two accesses are not ordered.
@@ -120,6 +128,9 @@ def play(
         stack.enter_context(torch.inference_mode())
         decoder = decoders[seed % len(decoders)]
         history = _History(decoder, simulator, chance, PACKED if decoder.dtype == PACKED.dtype else RAW)
+        if away:
+            stack.enter_context(staged(simulator, chance))
+            history.send_away(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         simulator.__enter__()
         try:
             for kind in kinds:
@@ -169,6 +180,8 @@ class _History:
         self.tokens = torch.tensor(random_tokens(kind.capacity, seed=chance.randint(0, 9)))
         self.capacity, self.resident = kind.capacity // 2, chance.choice([0, 0, 1, 3])
         self.cache: Any = None
+        self.disk: DiskSpace | None = None
+        self.num_disk = 0
         sizes = {"capacity": kind.capacity, "block_size": kind.size}
         blocks = DeviceBlocks(decoder.part, dtype=kind.dtype, device=CPU, **sizes)
         self.plain = FullCache(decoder.part, decoder.rope, blocks, chunk_size=CHUNK)
@@ -176,10 +189,27 @@ class _History:
         self.attended = False
         """Whether the last tokens' attention is known, by which chunks are chosen."""
 
-    def new_cache(self) -> FullCache:
+    def send_away(self, folder: Path) -> None:
+        """Has blocks on a disk, or in memory that is not page-locked: of that there is enough for the staging of three
+        caches, and perhaps for some layers."""
+        config, kind = self.decoder.config, self.kind
+        block = 2 * config.num_kv_heads * kind.size * config.head_dim * kind.dtype.itemsize
+        staging = 3 * placement.STAGING_BUFFERS * aligned_size(block)
+        where = self.chance.choice(["disk", "ordinary", "both"])
+        if where != "disk":
+            self.simulator.most_locked = staging + self.chance.choice([0, 4, 20, 60]) * block
+        if where != "ordinary":
+            self.disk, self.num_disk = DiskSpace(folder), self.chance.choice([1, 2, 5, 99])
+
+    def blocks_of(self, capacity: int, resident: int) -> StreamedBlocks:
         kind = self.kind
-        place = Placement.streaming(self.capacity, kind.size, self.resident, CHUNK, packed=kind.packed)
-        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=kind.dtype, device=CPU)
+        place = Placement.streaming(capacity, kind.size, resident, CHUNK, packed=kind.packed)
+        place = replace(place, num_disk=min(self.num_disk, place.num_host))
+        given = {"dtype": kind.dtype, "device": CPU, "disk": self.disk}
+        return StreamedBlocks(self.decoder.part, self.link, place, **given)
+
+    def new_cache(self) -> FullCache:
+        blocks = self.blocks_of(self.capacity, self.resident)
         return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK)
 
     def step(self, kind: str | None = None) -> None:
@@ -302,8 +332,7 @@ class _History:
         start, n = self.chance.randint(0, self.cache.length // CHUNK) * CHUNK, self.chance.randint(SLACK + 1, 60)
         rows = torch.tensor(random_tokens(n, seed=self.chance.randint(10, 19)))
         kind = self.kind
-        place = Placement.streaming(4 * kind.size, kind.size, self.chance.choice([0, 1]), CHUNK, packed=kind.packed)
-        blocks = StreamedBlocks(self.decoder.part, self.link, place, dtype=kind.dtype, device=CPU)
+        blocks = self.blocks_of(4 * kind.size, self.chance.choice([0, 1]))
         prefix = self.cache if start else None
         other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
         slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
@@ -358,7 +387,7 @@ def main() -> None:
         for seed in range(options.first, options.first + options.histories):
             kinds = (None, None, "beside") * 3 if seed % 10 > 7 else (None,) * 8
             of_seed = decoders[seed // 8 % len(decoders)]
-            checked += play(of_seed, seed, deferred=bool(seed // 4 % 2), kinds=kinds).operations
+            checked += play(of_seed, seed, deferred=bool(seed // 4 % 2), kinds=kinds, away=seed % 3 == 0).operations
             if seed % 500 == 499:
                 print(
                     f"{seed + 1 - options.first} histories, {checked:,} accesses, {time.perf_counter() - began:.0f} s"

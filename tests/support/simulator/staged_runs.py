@@ -1,0 +1,114 @@
+"""Blocks on a disk, and in memory that is not page-locked, in a simulator: threads run when it likes, and it sees what
+they read and write."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from cuda_simulator import Simulator
+from simulated_operations import simulator_off
+from triforce.offload.transfer.link import aligned_memory
+from triforce.offload.transfer.staged import block_file, disk_blocks, host_memory, not_resident
+from triforce.offload.transfer.staged.block_file import BlockFile
+
+
+class Job:
+    """A future that runs when somebody waits for it, or before, by chance."""
+
+    def __init__(self, pool: Pool, work: Callable[[], Any]) -> None:
+        self._pool, self._work = pool, work
+        self._state, self._result, self._error = "waits", None, None
+
+    def run(self) -> None:
+        if self._state != "waits":
+            return
+        self._state = "runs"
+        self._pool.waiting.remove(self)
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+        self._state, self._work = "done", _nothing
+
+    def cancel(self) -> bool:
+        if self._state == "waits" and self._pool.chance.random() < 0.5:
+            self._pool.waiting.remove(self)
+            self._state, self._error, self._work = "done", CancelledError(), _nothing
+            return True
+        return False
+
+    def done(self) -> bool:
+        self._pool.wander()
+        return self._state == "done"
+
+    def exception(self) -> Exception | None:
+        self.run()
+        return self._error
+
+    def result(self) -> Any:
+        self.run()
+        if self._error:
+            raise self._error
+        return self._result
+
+
+def _nothing() -> None:
+    """What is left of work that is done: it holds no memory."""
+
+
+class Pool:
+    """Threads that take turns: jobs run in any order, each as a whole."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.waiting: list[Job] = []
+
+    def submit(self, work: Callable[..., Any], *given: Any) -> Job:
+        self.waiting.append(job := Job(self, lambda: work(*given)))
+        self.wander()
+        return job
+
+    def map(self, work: Callable[[Any], Any], values: Any) -> Iterator[Any]:
+        return map(work, values)
+
+    def wander(self) -> None:
+        while self.waiting and self.chance.random() < 0.4:
+            self.chance.choice(self.waiting).run()
+
+
+@contextmanager
+def staged(simulator: Simulator, chance: random.Random) -> Iterator[None]:
+    """Within, threads are a `Pool`, and the simulator sees what they do to memory."""
+    whole = BlockFile._whole
+
+    def seen(file: BlockFile, move: Any, memory: torch.Tensor, start: int, what: str) -> None:
+        with simulator_off(simulator), torch.inference_mode():
+            through = aligned_memory(memory.shape, torch.uint8)
+        simulator.put(simulator.memory(through), True)
+        if what == "writing":
+            through.copy_(memory)
+        with simulator_off(simulator), torch.inference_mode():
+            whole(file, move, through, start, what)
+        if what == "reading":
+            memory.copy_(through)
+
+    def on_host(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        with simulator_off(simulator), torch.inference_mode():
+            memory = aligned_memory(shape, dtype)
+        if memory.numel():
+            simulator.put(simulator.memory(memory), True)
+        return memory
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(BlockFile, "_whole", seen))
+        for module in (host_memory, disk_blocks):
+            patches.enter_context(patch.object(module, "aligned_memory", on_host))
+        for module in (block_file, not_resident):
+            patches.enter_context(patch.object(module, "make_pool", lambda: Pool(chance)))
+        yield
