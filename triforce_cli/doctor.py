@@ -28,6 +28,9 @@ _OPTIONAL = {
 }
 """Purpose, and the packages to install."""
 
+_LOCKED_BYTES = 2**31
+"""Host memory that is locked to see whether and how fast that goes."""
+
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "typer", "rich")
@@ -44,6 +47,8 @@ class Findings:
     cpu: dict[str, Any] = field(default_factory=dict)
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    page_locking: dict[str, float] | None = None
+    """What of the host memory that was tried the system locks, and the seconds that it took; `None` without a GPU."""
     compiled_kernels: str | None = None
     """The instruction set that they use; `None` without them."""
     embedded_pair: bool = False
@@ -79,6 +84,8 @@ def examine() -> Findings:
         found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")
     else:
         _look_at_gpus(found, torch)
+        if found.cuda:
+            _look_at_page_locking(found, torch)
         _look_at_kernels(found)
         _look_at_embedded(found, torch)
     if found.versions["psutil"]:
@@ -137,6 +144,30 @@ def _look_at_gpus(found: Findings, torch: Any) -> None:
         found.cuda.append({"index": index, "name": name, "total_bytes": total, "free_bytes": free})
 
 
+def _look_at_page_locking(found: Findings, torch: Any) -> None:
+    """How much host memory the system locks for copies to a GPU, up to `_LOCKED_BYTES`, and how long that takes."""
+    try:
+        from ..offload.transfer.cuda_runtime import CudaRuntime
+        from ..offload.transfer.page_locking import lockable
+
+        size, seconds = lockable(CudaRuntime(torch.device("cuda", found.cuda[0]["index"])), _LOCKED_BYTES)
+    except Exception as error:  # of a driver, in many ways
+        found.missing.append(f"page-locked host memory, for streaming to a GPU, could not be tried: {error}")
+        return
+    found.page_locking = {"tried_bytes": _LOCKED_BYTES, "locked_bytes": size, "seconds": seconds}
+    if not size:
+        found.missing.append(
+            "page-locked host memory: the system locks none, so nothing streams to a GPU, and the KV cache has to fit "
+            "there; raise the limit: ulimit -l unlimited, in a container --ulimit memlock=-1"
+        )
+    elif size < _LOCKED_BYTES:
+        found.missing.append(
+            f"page-locked host memory: the system locks {gib(size)}; what streams beyond that is copied once more "
+            "within host memory on its way to a GPU; raise the limit: ulimit -l unlimited, in a container --ulimit "
+            "memlock=-1"
+        )
+
+
 def _look_at_kernels(found: Findings) -> None:
     """The compiled kernels for this processor, which are optional."""
     try:
@@ -181,6 +212,10 @@ def describe(found: Findings) -> str:
     for device in found.cuda:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
         rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
+    if found.page_locking and found.page_locking["locked_bytes"]:
+        size, seconds = found.page_locking["locked_bytes"], found.page_locking["seconds"]
+        limit = "at least " if size == found.page_locking["tried_bytes"] else ""
+        rows["page-locking"] = f"{limit}{gib(int(size))} of host memory, {seconds / size * 2**30:.2f} s for each GiB"
     if not found.cuda:
         rows["CUDA devices"] = "none; models run on the processor"
     rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"

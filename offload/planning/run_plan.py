@@ -195,15 +195,17 @@ class RunPlan:
             kv = self.resident_kv if request.on_gpu else self.resident_kv + self.streamed_kv
             rest = shortage.needed - self.weights - kv
             parts = f"weights {gib(self.weights)}, KV cache {gib(kv)}, the rest {gib(rest)}"
-        available = f"{gib(shortage.available)} is available"
+        if self.disk_kv and shortage.where != "disk space":
+            parts += f", with {gib(self.disk_kv)} on disk"
         if shortage.where in ("host memory", "memory") and request.settings.host_memory is not None:
-            available = f"--host-memory leaves it {gib(shortage.available)}"
-            least = f"{gib(shortage.needed)}{' for each rank' if request.gpus > 1 else ''}"
-            remedy = f"give --host-memory at least {least}, or {remedy}"
-        on_disk = f", with {gib(self.disk_kv)} on disk" if self.disk_kv and shortage.where != "disk space" else ""
+            return (
+                f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
+                f"({parts}), but --host-memory leaves it {gib(shortage.available)}; give --host-memory at least "
+                f"{gib(shortage.needed)}{' for each rank' if request.gpus > 1 else ''}, or {remedy}"
+            )
         return (
             f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
-            f"({parts}{on_disk}), but {available}; {remedy}"
+            f"({parts}), but {gib(shortage.available)} is available; {remedy}"
         )
 
 

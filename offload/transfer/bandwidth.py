@@ -1,4 +1,4 @@
-"""What memory and link carry, measured here and now: the floors of a pass are bytes over these."""
+"""What memory, link and disk carry, measured here and now: the floors of a pass are bytes over these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize
-from .link import Link
+from .link import Link, aligned_memory
+from .staged.block_file import BlockFile, DiskSpace
 
 READ_BYTES = 2**30
 """Memory that a reading test goes through: many times what any processor's caches hold."""
@@ -61,3 +62,20 @@ def link_bandwidth(
         link.wait_for_stores()
 
     return {way: size / min(timed(step, device, repeats)) for way, step in (("in", fetch), ("out", store))}
+
+
+def disk_bandwidth(space: DiskSpace, num_bytes: int, total: int = READ_BYTES) -> float:
+    """Bytes a second of direct reads of `num_bytes` each, in order, as many under way as when blocks are read ahead: of
+    a file of `total` bytes that was just written.
+
+    Raises:
+        CapacityError: the disk has no room for it.
+        DiskError: it failed.
+    """
+    slots = max(1, total // num_bytes)
+    file = BlockFile(space, slots, num_bytes)
+    memory = aligned_memory((slots, file.slot_bytes), torch.uint8).random_()
+    list(space.pool.map(file.write, range(slots), memory))
+    began = time.perf_counter()
+    list(space.pool.map(file.read, range(slots), memory))
+    return slots * file.slot_bytes / (time.perf_counter() - began)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,9 @@ from ...tp.units import gib
 
 LARGEST_PIECE = 4 * 2**30
 """Bytes registered in one call, if a block is not larger."""
+
+LEAST_TRIED = 2**26
+"""Bytes; with less nothing streams."""
 
 MOST_THREADS = 16
 """Threads that write to new pages; more would wait for the system's locks."""
@@ -67,6 +71,23 @@ def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking
             )
         locked.append(start + first)
     return memory.view(dtype).view(*shape)
+
+
+def lockable(runtime: PageLocking, most: int) -> tuple[int, float]:
+    """Tries how much host memory the system page-locks: `most` bytes or, if that is refused, half of it, and so on down
+    to `LEAST_TRIED`. What was locked, 0 if nothing, and the seconds that it took; it is unlocked again."""
+    size = most
+    while size >= LEAST_TRIED:
+        began = time.perf_counter()
+        try:
+            memory = locked_memory((size,), torch.uint8, runtime)
+        except CapacityError:
+            size //= 2
+            continue
+        seconds = time.perf_counter() - began
+        del memory
+        return size, seconds
+    return 0, 0.0
 
 
 def pieces(size: int, block: int) -> list[tuple[int, int]]:

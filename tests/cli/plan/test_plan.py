@@ -179,6 +179,25 @@ def test_plan_is_read_at_80_columns_and_says_what_is_modelled(capfd, monkeypatch
         assert words in outcome.out
 
 
+def test_what_exceeds_host_memory_is_planned_on_a_disk(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ("--model", THIRTEEN, "--gpus", 2, "--host-memory", 32)
+    outcome = plan(capfd, *asked)
+    assert outcome.code == 0 and all(len(line) <= 80 for line in outcome.out.splitlines())
+    for words in ("staging", "on a disk, of the KV cache", "5 GB/s, assumed"):
+        assert words in " ".join(outcome.out.split())
+    document = json.loads(plan(capfd, *asked, "--disk-gbps", 2.5, "--json", "-").out)
+    assert not undocumented(document, "plan.md")
+    disk, floor = document["disk"], document["verification"]["floor_ms"]
+    assert disk["gb_per_s"] == 2.5 and not disk["assumed"] and document["blocks"]["on_disk"] > 0
+    assert floor == pytest.approx(2 * document["verification"]["disk_bytes_per_gpu"] / 2.5e6)
+    assert document["host_bytes"]["total"] <= 32 * GIB < document["host_bytes"]["total"] + disk["kv_bytes"]
+    roomy = json.loads(plan(capfd, *asked[:-1], 256, "--json", "-").out)
+    assert roomy["disk"]["kv_bytes"] == 0 and roomy["modelled"][2]["tbt_ms"] < document["modelled"][2]["tbt_ms"] / 2
+    refused = plan(capfd, *asked[:-1], 0.5)
+    assert refused.code == 1 and "the host needs" in refused.out and "--host-memory 1" in refused.out
+
+
 def test_what_does_not_fit_exits_1_with_the_remedy(capfd):
     outcome = plan(capfd, "--model", THIRTEEN, "--gpu", "rtx4090")
     assert outcome.code == 1

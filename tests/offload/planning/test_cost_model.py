@@ -37,6 +37,16 @@ def off_by(modelled, published):
     return f"{modelled * 1e3:.0f} ms modelled, {published * 1e3:.0f} ms published"
 
 
+def test_a_verification_takes_as_long_as_its_bytes_on_the_disk_or_on_the_link():
+    """On the disk those of all GPUs of a host."""
+    request = replace(request_of(SEVEN, 2), host_bytes=16 * GIB, disk_bytes=2**50)
+    plan = make_plan(request)
+    speeds = machine(CARDS["rtx4090"])
+    assert PassTimes(plan, speeds).floor == 2 * plan.disk_per_pass / speeds.disk_bandwidth
+    fast = replace(speeds, disk_bandwidth=1e12)
+    assert PassTimes(plan, fast).floor == plan.streamed_per_pass / speeds.link_bandwidth
+
+
 def test_published_streaming_baseline_of_7b_follows_from_bytes_and_bandwidth():
     """TriForce (arXiv 2404.11912): 840 ms a token on two RTX 4090, the KV of 12 of 32 layers resident."""
     request = request_of(SEVEN, 2, tiers=1, resident=12 / 32 * 64 / 2)

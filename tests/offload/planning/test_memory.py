@@ -97,6 +97,38 @@ def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
         make_plan(replace(roomy, gpu_bytes=2**29)).check()
 
 
+def test_what_exceeds_host_memory_goes_to_a_disk_and_no_more(tmp_path):
+    """Streamed to a GPU: as many whole blocks as host memory has room for stay there."""
+    request = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, disk_bytes=2**50)
+    request = replace(request, settings=Settings(tiers=1, resident=0.0))
+    whole = make_plan(request)
+    block = whole.streamed_kv // whole.placement.num_blocks
+    assert whole.disk_kv == 0
+    for share in (0.2, 0.7, 0.99):
+        limit = int(share * whole.host_total)
+        plan = make_plan(replace(request, host_bytes=limit, settings=replace(request.settings, host_memory=1.0)))
+        plan.check()
+        assert plan.kv == whole.kv and plan.placement.num_disk > 0
+        assert limit - block < plan.host_total <= limit, "one more block of each layer would fit"
+        assert plan.disk_per_pass == plan.disk_kv and plan.streamed_per_pass == whole.streamed_per_pass
+        left = make_plan(replace(request, host_bytes=limit))
+        assert left.disk_kv > plan.disk_kv or share == 0.2, "what is free is not all taken"
+    with pytest.raises(CapacityError, match=r"of disk space \(.* exceeds host memory\)"):
+        make_plan(replace(request, host_bytes=int(0.2 * whole.host_total), disk_bytes=2**20)).check()
+
+
+def test_where_the_cpu_computes_what_is_not_in_memory_is_on_the_disk(tmp_path):
+    request = replace(request_of(tmp_path, context=200_000, disk_bytes=2**50), settings=Settings(host_memory=1.0))
+    whole = make_plan(request)
+    least = make_plan(replace(request, host_bytes=0))
+    assert least.resident_kv == 0 == least.placement.num_host and not least.fits
+    plan = make_plan(replace(request, host_bytes=least.host_total + whole.kv // 4))
+    plan.check()
+    block = plan.kv // plan.placement.num_blocks
+    assert plan.placement.num_host == 0 and whole.kv // 4 - block < plan.resident_kv <= whole.kv // 4
+    assert make_plan(replace(request, host_bytes=whole.host_total)).placement == whole.placement
+
+
 def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12 * 2**30))
     asked = []

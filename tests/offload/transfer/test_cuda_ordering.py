@@ -17,6 +17,8 @@ from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.staged import staging
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.errors import CapacityError
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -63,6 +65,25 @@ def test_random_histories_with_blocks_on_a_disk_or_in_memory_that_is_not_locked_
     for seed in range(4 * part, 4 * part + 4):
         play(decoders, seed, deferred=bool(seed % 2), away=True)
     play(packing_decoders, part, deferred=bool(part % 2), away=True)
+
+
+@pytest.mark.parametrize("most", [0, 7, 20, 200])
+def test_memory_is_locked_as_far_as_the_system_does_it_and_staged_beyond(decoders, most):
+    """In blocks: staging takes six."""
+    with Simulator() as simulator:
+        part, link = decoders[0].part, cuda_link.CudaLink(torch.device("cpu"), runtime=simulator.runtime())
+        size = 2 * part.num_kv_heads * 64 * part.head_dim * 4
+        simulator.most_locked = most * size
+        place = Placement.streaming(64 * 6, 64, 0, 4)
+        make = lambda: StreamedBlocks(part, link, place, dtype=torch.float32, device=torch.device("cpu"))  # noqa: E731
+        if most < 6:
+            with pytest.raises(CapacityError, match=r"does not page-lock .* needs at least; .*ulimit -l"):
+                make()
+            return
+        blocks = make()
+        locked = sum(simulator.locked.values()) // size
+        assert locked == {7: 6, 20: 6 + 2 * 6, 200: 4 * 6}[most], "whole layers, and staging where it is needed"
+        assert (blocks._staging is None) == (most == 200)
 
 
 def wait_statements():

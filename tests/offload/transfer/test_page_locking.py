@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from triforce.offload.transfer import page_locking
-from triforce.offload.transfer.page_locking import locked_memory, pieces
+from triforce.offload.transfer.page_locking import lockable, locked_memory, pieces
 from triforce.tp.errors import CapacityError
 
 
@@ -87,6 +87,16 @@ def test_a_refusal_says_how_much_there_is_and_leaves_neither_locks_nor_an_error(
     gc.collect()
     assert not runtime.locked
     assert runtime.errors == 0
+
+
+@pytest.mark.parametrize(("most", "found"), [(math.inf, 64), (40, 32), (16, 16), (3, 0)])
+def test_what_can_be_locked_is_found_and_unlocked_again(monkeypatch, most, found):
+    monkeypatch.setattr(page_locking, "LEAST_TRIED", 4 * mmap.PAGESIZE)
+    runtime = Runtime(most * mmap.PAGESIZE)
+    size, seconds = lockable(runtime, 64 * mmap.PAGESIZE)
+    assert size == found * mmap.PAGESIZE and (seconds > 0) == (found > 0)
+    gc.collect()
+    assert not runtime.locked
 
 
 def test_no_blocks_are_no_memory():
