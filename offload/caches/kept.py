@@ -21,7 +21,8 @@ from .full import FullCache
 from .recent_mass import RECENT_ROWS
 
 _MORE_ON_DISK = 1.25
-"""Sequences that are decoded together may push so many times as much of their text to a disk as one alone does."""
+"""Sequences that are decoded together, or room for longer runs, may push so many times as much of a text to a disk as
+one sequence alone does."""
 
 
 class KeptCache:
@@ -132,7 +133,7 @@ class KeptCache:
             return request
         larger = replace(request, context=most)
         found = self._plan(larger, replaces=old)
-        as_planned = found.placement.streams == plan.placement.streams and found.disk_kv == plan.disk_kv == 0
+        as_planned = found.placement.streams == plan.placement.streams and found.disk_kv <= _MORE_ON_DISK * plan.disk_kv
         return larger if found.fits and as_planned else request
 
     def fits(self, request: RunRequest) -> bool:
