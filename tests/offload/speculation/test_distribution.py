@@ -28,7 +28,7 @@ from joint_distribution import (
 from profiles import share
 from tiny import save_llama
 from triforce.offload import Engine
-from triforce.offload.speculation.acceptance import accept_and_rate
+from triforce.offload.speculation.acceptance import accept
 
 
 def load(root, **changes):
@@ -134,14 +134,14 @@ def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, 
 def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target, monkeypatch, wrong):
     """What the upper tiers emit where they accept all that is drafted, or draw with noise of the position before."""
     engine, target = engine_and_target
-    module = "triforce.offload.speculation.tiers.accept_and_rate"
+    module = "triforce.offload.speculation.tiers.accept"
 
     def accept_all(proposed, drafts, target, samplers, positions, logits):
         count = len(proposed[0])
         return [(count, int(samplers[0].noise.draw(target[-1:], positions[0] + count)))], [[1.0] * (count + 1)]
 
     def accept_shifted(proposed, drafts, target, samplers, positions, logits):
-        return accept_and_rate(proposed, drafts, target, samplers, [positions[0] - 1], logits)
+        return accept(proposed, drafts, target, samplers, [positions[0] - 1], logits)
 
     monkeypatch.setattr(module, accept_all if wrong == "the draft's draws" else accept_shifted)
     monkeypatch.setattr(engine, "settings", with_lengths(engine, 2, 3))
