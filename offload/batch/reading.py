@@ -106,7 +106,8 @@ def _slices(
         progress = None
         if report is not None:
             progress = _progress(target, report, (start, full.length, end, stop))
-        logits = yield from _pausing(target.slices(pending, full, on_progress=progress), full, pending.shape[0])
+        slices = target.slices(pending, full, on_progress=progress, stop=stop)
+        logits = yield from _pausing(slices, full, pending.shape[0])
         if saved:
             saved.save(full)
             yield True

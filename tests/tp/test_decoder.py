@@ -58,7 +58,8 @@ def test_layer_major_prefill_splits_rows_without_a_trace(tmp_path, monkeypatch):
 
 def test_progress_of_a_prefill_rises_to_one(tmp_path, monkeypatch):
     save_llama(tmp_path)
-    monkeypatch.setattr("triforce.tp.model.decoder.PREFILL_ROWS", 100)
+    for name in ("PREFILL_ROWS", "TAIL_ROWS"):
+        monkeypatch.setattr(f"triforce.tp.model.decoder.{name}", 100)
     decoder, cache = load(tmp_path)
     shares = []
     decoder.forward(torch.tensor(random_tokens(500)), cache, on_progress=shares.append)
@@ -90,6 +91,19 @@ def test_a_part_of_a_prefill_does_not_depend_on_where_reading_began(length, star
         assert list(itertools.accumulate(tiles(start, length - start), initial=start)) == whole[whole.index(start) :]
 
 
+@given(length=st.integers(1, 30_000), cut=st.integers(1, 7))
+def test_a_part_of_a_prefill_does_not_depend_on_where_a_pass_ends(length, cut):
+    cut *= PREFILL_ROWS
+    if length - cut > FEW_ROWS:
+        assert tiles(0, cut, length) + tiles(cut, length - cut) == tiles(0, length)
+
+
+@pytest.mark.parametrize("length", [8192, 32_768, 8192 + 5, 9000])
+def test_questions_about_one_text_take_little_from_what_they_share(length):
+    text = length - 32
+    assert text - shareable(text, length, length) < TAIL_ROWS
+
+
 @given(lengths=st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), common=st.integers(0, 20_000))
 def test_prompts_share_parts_that_both_have(lengths, common):
     common = min(common, *lengths)
@@ -100,4 +114,4 @@ def test_prompts_share_parts_that_both_have(lengths, common):
         assert shared in ends[0] and shared in ends[1]
         up_to = [sorted(end for end in of if end <= shared) for of in ends]
         assert up_to[0] == up_to[1]
-    assert common - shared < PREFILL_ROWS
+    assert common - shared < PREFILL_ROWS + TAIL_ROWS
