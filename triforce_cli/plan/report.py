@@ -72,6 +72,7 @@ def _memory_table(plan: Plan) -> Table:
             for name, size in others.items()
             if 0 < size < larger
         ),
+        ("RoPE table", _size(run.rope), "-"),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
