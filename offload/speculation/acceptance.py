@@ -25,7 +25,8 @@ def accept(
     target: Tensor,
     samplers: Sequence[Sampler],
     positions: Sequence[int],
-) -> list[tuple[int, int]]:
+    logits: Tensor | None = None,
+) -> tuple[list[tuple[int, int]], list[list[float]]]:
     """Accepts some of the tokens proposed for each sequence and draws the token that follows them. Waits for the device
     once.
 
@@ -40,32 +41,16 @@ def accept(
             proposed tokens, 0 to `n`.
         samplers: of each sequence.
         positions: of each sequence, that of the first proposed token in the text.
+        logits: `[rows, vocab]`, what `target` was made of, where accepted tokens are to be rated.
 
     Returns:
         Of each sequence the number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first
-        rejection (with fresh noise from the residual), or from its last row when all are accepted.
+        rejection (with fresh noise from the residual), or from its last row when all are accepted. And of each sequence
+        how sure `logits` are (see `sampling.certainties`) of its accepted tokens and of the next one; nothing without
+        them.
 
     Raises:
         ModelError: a distribution to draw the next token from holds NaN.
-    """
-    return accept_and_rate(proposed, drafts, target, samplers, positions, None)[0]
-
-
-def accept_and_rate(
-    proposed: Sequence[Sequence[int]],
-    drafts: Sequence[Tensor | None],
-    target: Tensor,
-    samplers: Sequence[Sampler],
-    positions: Sequence[int],
-    logits: Tensor | None,
-) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """`accept`, and what else is wanted of its tokens on the host, brought there with them.
-
-    Args: `logits` `[rows, vocab]` are what `target` was made of; `None` where nothing is to be rated.
-
-    Returns:
-        What `accept` returns, and of each sequence how sure `logits` are (see `sampling.certainties`) of its accepted
-        tokens and of the next one; nothing without them.
     """
     rows = [len(tokens) + 1 for tokens in proposed]
     by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
@@ -97,7 +82,7 @@ def _accept_mixed(
     logits: Tensor | None,
     by_ratio: Sequence[bool],
 ) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """`accept_and_rate` where some sequences, those of `by_ratio`, are tested with fresh noise."""
+    """`accept` where some sequences, those of `by_ratio`, are tested with fresh noise."""
     outcomes: list[tuple[int, int]] = [(0, 0)] * len(proposed)
     ratings: list[list[float]] = [[]] * len(proposed)
     found = []
@@ -115,7 +100,7 @@ def _accept_mixed(
                 found.append(in_millionths(given[:-1], tested))
                 found.append(in_millionths(given.index_select(0, accepted), token))
         else:
-            (outcomes[i],), (ratings[i],) = accept_and_rate([tokens], [draft], part, [sampler], [positions[i]], given)
+            (outcomes[i],), (ratings[i],) = accept([tokens], [draft], part, [sampler], [positions[i]], given)
     numbers = iter(torch.cat(found).tolist())
     for i, tokens in enumerate(proposed):
         if by_ratio[i]:

@@ -21,7 +21,7 @@ from ...kernels.selection import FEW_ROWS
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
 from ..graphs.passes import JoinedPasses, Passes
-from .acceptance import accept_and_rate
+from .acceptance import accept
 from .confidence import Confidence
 from .lengths import Acceptance, PassCost, StepCost
 from .sampler import distributions, draw
@@ -126,7 +126,7 @@ class Tier:
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
-        outcomes, ratings = accept_and_rate(*given, logits if rated else None)
+        outcomes, ratings = accept(*given, logits if rated else None)
         emitted: list[Emitted] = []
         parts = target.split(rows) if len(rows) > 1 else (target,)
         for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):

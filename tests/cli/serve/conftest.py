@@ -120,8 +120,8 @@ def serving(pair):
     """Makes further ones: `with serving(max_queue=1) as server`."""
 
     @contextmanager
-    def make(**options: Any) -> Iterator[TestServer]:
-        found = TestServer(pair, **options)
+    def make(models: tuple[Path, Path] = pair, **options: Any) -> Iterator[TestServer]:
+        found = TestServer(models, **options)
         try:
             yield found
         finally:

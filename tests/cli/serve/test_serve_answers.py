@@ -1,6 +1,7 @@
 """Answers over HTTP: whole and streamed, alone and beside others, and what is said where there is none."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -213,6 +214,21 @@ def test_answers_do_not_depend_on_what_others_ask(server):
     alone = [text_of(server.complete(**fields)) for fields in asked]
     together = server.at_once(*(lambda fields=fields: text_of(server.complete(**fields)) for fields in asked))
     assert together == alone
+
+
+@pytest.mark.slow
+def test_prompts_whose_length_decides_how_they_are_rotated_are_answered_one_after_another(serving, pair, tmp_path):
+    scaled = tmp_path / "scaled"
+    shutil.copytree(pair[0], scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (scaled / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64, "rope_parameters": rope}))
+    with serving((scaled, scaled)) as server:
+        asked = [{"prompt": TEXT[: 40 * (1 + i)], "max_tokens": 9} for i in range(6)]
+        alone = [text_of(server.complete(**fields)) for fields in asked]
+        assert server.worker.engine.target.rope.changes_with(64), "the last prompt is a long one"
+        replies = server.at_once(*(lambda fields=fields: server.complete(**fields) for fields in asked))
+        assert [text_of(reply) for reply in replies] == alone
 
 
 def test_who_goes_away_frees_the_place(serving, slow_rounds):

@@ -45,6 +45,14 @@ def test_what_is_saved_is_not_read_again_and_another_text_needs_another_name(ser
     assert str(server.server.service.store.root) not in other.body.decode()
 
 
+def test_of_two_texts_that_want_one_name_at_once_the_second_is_told(server):
+    texts = [LONG, "Something else altogether. " * 20]
+    replies = server.at_once(*(lambda text=text: server.upload("book", text) for text in texts))
+    assert sorted(reply.status for reply in replies) == [201, 409]
+    assert next(reply for reply in replies if reply.status == 409).json["error"]["code"] == "context_exists"
+    assert server.complete(" Then", context="book").status == 200
+
+
 def test_reading_is_told_where_that_is_asked_for(server):
     reply = server.upload("book", LONG, return_progress="true")
     *progress, described, done = reply.events

@@ -136,12 +136,12 @@ def test_that_test_notices_a_tier_that_uses_what_is_another_s(engine_and_target,
     engine, target = engine_and_target
     module = "triforce.offload.speculation.tiers.accept"
 
-    def accept_all(proposed, drafts, target, samplers, positions):
+    def accept_all(proposed, drafts, target, samplers, positions, logits):
         count = len(proposed[0])
-        return [(count, int(samplers[0].noise.draw(target[-1:], positions[0] + count)))]
+        return [(count, int(samplers[0].noise.draw(target[-1:], positions[0] + count)))], [[1.0] * (count + 1)]
 
-    def accept_shifted(proposed, drafts, target, samplers, positions):
-        return accept(proposed, drafts, target, samplers, [positions[0] - 1])
+    def accept_shifted(proposed, drafts, target, samplers, positions, logits):
+        return accept(proposed, drafts, target, samplers, [positions[0] - 1], logits)
 
     monkeypatch.setattr(module, accept_all if wrong == "the draft's draws" else accept_shifted)
     monkeypatch.setattr(engine, "settings", with_lengths(engine, 2, 3))

@@ -50,7 +50,7 @@ def fresh(seed=0):
 def accept_one(proposed, draft, target, noise, position):
     """`accept` for one sequence."""
     sampler = Sampler(Sampling(), noise, frozenset())
-    return accept([proposed], [draft], target, [sampler], [position])[0]
+    return accept([proposed], [draft], target, [sampler], [position])[0][0]
 
 
 NOISES = pytest.mark.parametrize("noise", [fresh(), CommonNoise(7)], ids=["fresh", "common"])

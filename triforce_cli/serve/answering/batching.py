@@ -103,8 +103,15 @@ class RunningBatch:
         return ContextRequest(name=name, find=name is None, save=save)
 
     def _begin(self, work: Job | Upload) -> list[tuple[Writing | ReadingText, Request]]:
+        """What the engine is to do for it.
+
+        Raises:
+            BodyError: it cannot be done any more.
+        """
         contexts = self._contexts(work)
         if isinstance(work, Upload):
+            assert self._engine.contexts  # it was loaded from files
+            work.missing(self._engine.contexts)  # while it waited, another text may have got its name
             return [(ReadingText(work), Request(work.token_ids, Sampling(0.0), 1, contexts=contexts))]
         eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
         sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
@@ -134,20 +141,28 @@ class RunningBatch:
             self._join(batch)
 
     def _join(self, batch: Batch) -> None:
-        """Lets in what is next in the queue, as long as there is room; of texts one at a time, as several of the same
-        name would be in each other's way. What comes once all are complete waits for the next batch, as the first of a
-        batch goes on from what the last one has read."""
+        """Lets in what is next in the queue, as long as there is room. What comes once all are complete waits for the
+        next batch, as the first of a batch goes on from what the last one has read."""
         while 0 < len(self._working) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
-            reads = any(isinstance(work, ReadingText) for work in self._working.values())
-            found = self._queue.pop(lambda work, reads=reads: not (reads and isinstance(work, Upload)))
+            found = self._queue.pop(self._may_join)
             if found is None:
                 return
             try:
                 joined = {batch.add(request): work for work, request in self._begin(found)}
+            except BodyError as error:
+                found.fail(error)
+                continue
             except Exception as error:
                 found.fail(error)
                 raise
             self._working |= joined
+
+    def _may_join(self, work: Job | Upload) -> bool:
+        """Texts that are read come one at a time, as several of the same name would be in each other's way; prompts
+        whose length decides how they are rotated (dynamic RoPE) come alone."""
+        if isinstance(work, Upload) and any(isinstance(one, ReadingText) for one in self._working.values()):
+            return False
+        return not self._engine.target.rope.changes_with(work.num_tokens)
 
     def _update(self, batch: Batch, index: int, event: Round) -> None:
         """Takes over what a round brought to a sequence."""

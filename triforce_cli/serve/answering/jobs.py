@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ....offload.contexts.manifest import ContextError, Frame
+from ....offload.contexts.model import ModelContexts
 from ....offload.speculation.sampling import TokenLogprobs
 from ....offload.statistics import Statistics
 from ....tp.errors import CapacityError, TriforceError
@@ -89,6 +90,11 @@ class Job(_Work):
     request: AnswerRequest
     prompt: RequestPrompt
 
+    @property
+    def num_tokens(self) -> int:
+        """Of what is read."""
+        return len(self.prompt.token_ids)
+
 
 @dataclass(eq=False)
 class Upload(_Work):
@@ -102,6 +108,21 @@ class Upload(_Work):
         if isinstance(error, ContextError):
             error = BodyError(str(error), code="context_not_saved", status=507)
         super().fail(error)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def missing(self, contexts: ModelContexts) -> int:
+        """How many of its tokens are not saved under its name.
+
+        Raises:
+            BodyError: another text is, or what is saved cannot be used.
+        """
+        try:
+            return contexts.missing(self.name, self.token_ids)
+        except ContextError as error:
+            raise BodyError(str(error), "name", code="context_exists", status=409) from error
 
 
 @dataclass(eq=False)

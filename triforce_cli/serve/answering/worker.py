@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -46,15 +46,6 @@ class Worker:
         """Answers that are being written, and texts that are read."""
         batch = self._batch
         return len(batch) if batch else 0
-
-    def missing(self, name: str, token_ids: Sequence[int]) -> int:
-        """How many tokens of a text are not saved under this name; from any thread, once the model is loaded.
-
-        Raises:
-            ContextError: another text is, or what is saved cannot be used.
-        """
-        assert self.engine and self.engine.contexts  # it was loaded from files
-        return self.engine.contexts.missing(name, token_ids)
 
     def start(self) -> None:
         self._thread.start()

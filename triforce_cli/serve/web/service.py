@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
-from ....offload.contexts.manifest import ContextError
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
@@ -82,11 +81,9 @@ class Service:
 
         events = Events()
         upload = await self._prepare(prepare)
-        try:
-            missing = await asyncio.to_thread(self.worker.missing, name, upload.token_ids)
-        except ContextError as error:
-            raise BodyError(str(error), "name", code="context_exists", status=409) from error
-        if missing:
+        engine = self.worker.engine
+        assert engine and engine.contexts  # it was loaded from files
+        if await asyncio.to_thread(upload.missing, engine.contexts):
             self._put(upload)
         else:
             events.send(Saved(0, 0.0))
