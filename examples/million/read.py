@@ -117,7 +117,7 @@ def text(tokens: int, place: float) -> list[int]:
     """A prompt of so many tokens, with the passage at this share of it."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(PASSAGE + 1, VOCAB, (tokens,), generator=generator)
-    start = int(place * (tokens - PASSAGE - 1))
+    start = 1 + int(place * (tokens - PASSAGE - 2))  # the first token would note itself
     ids[start : start + PASSAGE] = torch.arange(1, PASSAGE + 1)
     ids[-1] = 1
     return ids.tolist()
