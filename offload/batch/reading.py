@@ -91,7 +91,8 @@ def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num
     last `num_logits`, which are in one."""
     for end in prefill_stops(full.length, len(token_ids)):
         if end <= len(token_ids) - num_logits:
-            target.forward(to_device(token_ids[full.length : end], target.device), full)
+            part = to_device(token_ids[full.length : end], target.device)
+            target.forward(part, full, stop=len(token_ids))
     return target.forward(to_device(token_ids[full.length :], target.device), full, num_logits=num_logits)
 
 
@@ -115,7 +116,8 @@ def _slices(
         progress = None
         if report is not None:
             progress = _progress(target, report, (start, full.length, end, stop))
-        logits = yield from _pausing(target.slices(pending, full, on_progress=progress), full, pending.shape[0])
+        slices = target.slices(pending, full, on_progress=progress, stop=stop)
+        logits = yield from _pausing(slices, full, pending.shape[0])
         if saved:
             saved.save(full)
             yield True

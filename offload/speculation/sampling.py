@@ -5,6 +5,7 @@ The order and the meaning of the filters are those of `transformers`: temperatur
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from ...tp.errors import ModelError, UsageError
 _LIKELY = 256
 """The most likely tokens, which nearly always reach top-p together: finding so many takes a tenth of the time that
 sorting 4,096 takes."""
+
+_COLDEST, _HOTTEST = 1e-30, 1e30
+"""Temperatures beyond make no other distributions, and in float32 they would be 0 or infinite."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
+        if not 0.0 <= self.temperature <= sys.float_info.max:
             raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (off)")
@@ -83,7 +87,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.greedy:
         one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), one)
-    logits = (logits - peak).float() / sampling.temperature
+    logits = (logits - peak).float() / min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))

@@ -66,7 +66,8 @@ def test_layer_major_prefill_splits_rows_without_a_trace(tmp_path, monkeypatch):
 
 def test_progress_of_a_prefill_rises_to_one(tmp_path, monkeypatch):
     save_llama(tmp_path)
-    monkeypatch.setattr("triforce.tp.model.decoder.PREFILL_ROWS", 100)
+    for name in ("PREFILL_ROWS", "TAIL_ROWS"):
+        monkeypatch.setattr(f"triforce.tp.model.decoder.{name}", 100)
     decoder, cache = load(tmp_path)
     shares = []
     decoder.forward(torch.tensor(random_tokens(500)), cache, on_progress=shares.append)
@@ -106,7 +107,7 @@ def test_a_long_prompt_is_read_in_passes_with_the_tiles_of_one(start, n):
     assert ends[-1] == stop and all(0 < end - first <= PREFILL_TOKENS + PREFILL_ROWS for first, end in passes)
     assert len(ends) == 1 or all(end - first > FEW_ROWS for first, end in passes[1:])
     whole = tiles(start, n)
-    assert whole == [size for first, end in passes for size in tiles(first, end - first)]
+    assert whole == [size for first, end in passes for size in tiles(first, end - first, stop)]
 
 
 def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path, monkeypatch):
@@ -123,12 +124,25 @@ def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path, monkeypatc
     ends = prefill_stops(0, 1250)
     assert ends == [300, 600, 900, 1250]
     for end in ends:
-        logits = decoder.forward(tokens[parts.length : end], parts, num_logits=5)
+        logits = decoder.forward(tokens[parts.length : end], parts, num_logits=5, stop=1250)
     assert torch.equal(logits, want)
     for layer in range(decoder.config.num_layers):
         for one, other in zip(parts.slice(layer, 0, 1250), whole.slice(layer, 0, 1250), strict=True):
             assert torch.equal(one, other)
         assert torch.equal(parts.recent_mass(layer), whole.recent_mass(layer))
+
+
+@given(length=st.integers(1, 30_000), cut=st.integers(1, 7))
+def test_a_part_of_a_prefill_does_not_depend_on_where_a_pass_ends(length, cut):
+    cut *= PREFILL_ROWS
+    if length - cut > FEW_ROWS:
+        assert tiles(0, cut, length) + tiles(cut, length - cut) == tiles(0, length)
+
+
+@pytest.mark.parametrize("length", [8192, 32_768, 8192 + 5, 9000])
+def test_questions_about_one_text_take_little_from_what_they_share(length):
+    text = length - 32
+    assert text - shareable(text, length, length) < TAIL_ROWS
 
 
 @given(lengths=st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), common=st.integers(0, 20_000))
@@ -141,4 +155,4 @@ def test_prompts_share_parts_that_both_have(lengths, common):
         assert shared in ends[0] and shared in ends[1]
         up_to = [sorted(end for end in of if end <= shared) for of in ends]
         assert up_to[0] == up_to[1]
-    assert common - shared < PREFILL_ROWS
+    assert common - shared < PREFILL_ROWS + TAIL_ROWS

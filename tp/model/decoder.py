@@ -135,6 +135,7 @@ class Decoder:
         *,
         num_logits: int = 1,
         on_progress: Callable[[float], None] | None = None,
+        stop: int | None = None,
     ) -> Tensor:
         """Runs `n` tokens that follow those in `cache` through the model, layer by layer, and adds them to the cache.
 
@@ -144,11 +145,12 @@ class Decoder:
             token_ids: `[n]` int64.
             num_logits: number of last tokens whose logits are computed.
             on_progress: called after each part of a layer with the share of the work that is done, 0 to 1.
+            stop: see `tiles`.
 
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
         """
-        slices = self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress)
+        slices = self.slices(token_ids, cache, num_logits=num_logits, on_progress=on_progress, stop=stop)
         while True:
             try:
                 next(slices)
@@ -162,6 +164,7 @@ class Decoder:
         *,
         num_logits: int = 1,
         on_progress: Callable[[float], None] | None = None,
+        stop: int | None = None,
     ) -> Generator[None, None, Tensor]:
         """`forward` in slices, each the attention or the MLP of one part of the rows in one layer: the same operations,
         with stops between them. Needs inference mode.
@@ -171,7 +174,7 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding[token_ids]  # [n, hidden]
-        parts = tiles(start, hidden.shape[0])
+        parts = tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
             for part, rows in enumerate(hidden.split(parts)):
@@ -219,20 +222,22 @@ class Decoder:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def tiles(start: int, n: int) -> list[int]:
+def tiles(start: int, n: int, stop: int | None = None) -> list[int]:
     """The tokens of each part of a pass over `n` tokens from position `start` on.
 
     A part ends at a multiple of `PREFILL_ROWS`, and behind the last of those at multiples of `TAIL_ROWS`: another
     number of rows rounds otherwise, so parts must not depend on where a reading began, if that was where one begins.
+
+    Args: `stop` is where the prompt ends, if not behind these tokens.
     """
     if n <= FEW_ROWS:
         return [n]
-    found, position, stop = [], start, start + n
-    while position < stop:
-        size = PREFILL_ROWS if position < stop // PREFILL_ROWS * PREFILL_ROWS else TAIL_ROWS
-        end = min(stop, (position // size + 1) * size)
-        found.append(end - position)
-        position = end
+    found, position, end = [], start, start + n
+    whole = _whole(end if stop is None else stop)
+    while position < end:
+        size = PREFILL_ROWS if position < whole else TAIL_ROWS
+        found.append(min(end, (position // size + 1) * size) - position)
+        position += found[-1]
     return found
 
 
@@ -246,10 +251,16 @@ def prefill_stops(start: int, stop: int) -> list[int]:
 
 def shareable(common: int, length: int, other: int) -> int:
     """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
-    whole, other_whole = length // PREFILL_ROWS, other // PREFILL_ROWS
-    if whole == other_whole and common >= whole * PREFILL_ROWS:
+    whole, other_whole = _whole(length), _whole(other)
+    if whole == other_whole and common >= whole:
         return common // TAIL_ROWS * TAIL_ROWS
-    return min(common // PREFILL_ROWS, whole, other_whole) * PREFILL_ROWS
+    return min(common // PREFILL_ROWS * PREFILL_ROWS, whole, other_whole)
+
+
+def _whole(length: int) -> int:
+    """Of a prompt's tokens those in parts of `PREFILL_ROWS`. The last `TAIL_ROWS` are not: where prompts that begin
+    alike end with questions of their own, these do not take so large a part from what the prompts share."""
+    return max(0, length - TAIL_ROWS) // PREFILL_ROWS * PREFILL_ROWS
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:

@@ -173,6 +173,11 @@ def test_models_and_health(server, pair):
     assert server.ask("GET", "/health").json == {"status": "ready"}
 
 
+@pytest.mark.parametrize("temperature", [10**30, 1e308, 1e-300])
+def test_numbers_that_tensors_do_not_hold_are_answered(server, temperature):
+    assert server.chat(temperature=temperature).status == 200
+
+
 def test_metrics_count_what_was_answered(serving):
     with serving() as server:
         server.complete(max_tokens=6)

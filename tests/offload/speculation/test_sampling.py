@@ -43,6 +43,17 @@ def test_greedy_puts_all_mass_on_the_first_largest_logit():
     assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-60, 1e60, 10**30, int(1.7e308)])
+def test_temperatures_that_float32_does_not_hold_are_the_coldest_and_the_hottest(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.999, float("-inf")], [0.0, 0.0, -60.0, -1e4]])
+    likely = distribution(logits, Sampling(temperature, top_p=1.0))
+    if temperature < 1:
+        assert torch.equal(likely, torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]))
+    else:
+        assert torch.equal(likely[0], torch.tensor([1 / 3, 1 / 3, 1 / 3, 0.0]))
+        assert torch.allclose(likely[1], torch.full((4,), 0.25), atol=1e-6)
+
+
 def fresh(seed=0):
     return FreshNoise(torch.Generator().manual_seed(seed))
 
@@ -82,7 +93,8 @@ def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken,
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)],
+    [("temperature", value) for value in (-0.1, float("nan"), float("inf"), 10**400)]
+    + [("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)],
 )
 def test_impossible_sampling_is_refused_by_name_and_value(name, value):
     with pytest.raises(UsageError, match=f"{name.replace('_', '-')} is {value}"):
