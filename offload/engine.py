@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tp.devices import resolve_device, resolve_dtype, set_threads, to_device
+from ..tp.devices import resolve_device, resolve_dtype, set_threads
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
 from ..tp.model.decoder import Decoder
@@ -21,6 +21,7 @@ from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.opening import Models, Opening
+from .batch.reading import forward_in_parts
 from .batch.request import BatchOrder, Order, Request
 from .caches.kept import KeptCache, reusable
 from .checks import checked_prompt
@@ -322,8 +323,8 @@ class Engine:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Tensor:
-        """What the target with its full cache says of an answer, computed in one pass; ends the run under way. Of
-        several ranks each must call it, with the same tokens.
+        """What the target with its full cache says of an answer, read like a prompt; ends the run under way. Of several
+        ranks each must call it, with the same tokens.
 
         Returns:
             `[len(answer_ids) + 1, vocab_size]`, float32: the logits that each token of the answer follows from, and
@@ -338,7 +339,7 @@ class Engine:
         request = self._models.request(len(tokens), replace(self.settings, tiers=1))
         full, plan = self._kept.prepare(tokens, request, reuse=0)
         full.begin(mass_rows=plan.mass_rows)
-        rows = self.target.forward(to_device(tokens, self.target.device), full, num_logits=len(answer_ids) + 1)
+        rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
         self._kept.context = tokens
         return rows
 

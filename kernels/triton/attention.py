@@ -36,6 +36,9 @@ _MOST_PARTS = 64 * 2**20
 """Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
 launches, each going on from the one before."""
 
+_MOST_SPLITS = 65535
+"""Programs in the last dimension of a launch at most (CUDA)."""
+
 _EMPTY: tl.constexpr = tl.constexpr(EMPTY)
 
 _NUM_STAGES = 2
@@ -152,7 +155,7 @@ def splits_to_launch(
     lowest = diagonal - window + 1 if isinstance(diagonal, int) and window is not None else 0
     stop = max(1, ceil_div(m, keys_per_split))
     first = min(max(0, lowest) // keys_per_split, stop - 1)
-    return first, stop, max(1, _MOST_PARTS // (4 * floats_per_split))
+    return first, stop, min(_MOST_SPLITS, max(1, _MOST_PARTS // (4 * floats_per_split)))
 
 
 def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:

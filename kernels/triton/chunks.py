@@ -38,7 +38,8 @@ def chunk_mass_triton(
     tile_rows, tile_keys, tile_dim = tile_sizes(group, head_dim, q.dtype)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     with torch.cuda.device_of(q):
-        _mass_kernel[ceil_div(n * group, tile_rows), num_kv_heads, ceil_div(m, tile_keys)](
+        # A million keys may be more tiles than the 65,535 programs that there can be in any but the first dimension.
+        _mass_kernel[ceil_div(m, tile_keys), num_kv_heads, ceil_div(n * group, tile_rows)](
             q,
             k,
             lse.contiguous(),
@@ -138,7 +139,7 @@ def _mass_kernel(
     WINDOWED: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
-    tile, kv_head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    run, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     packed = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     real = packed < n * GROUP
     row = packed // GROUP
@@ -219,7 +220,7 @@ def _copy_kernel(
     source = block + part * part_stride + kv_head * head_stride
     rows = (chunk * CHUNK + tokens) * token_stride
     tile = tl.load(source + rows[:, None] + dims[None, :], mask=inside)
-    place_rows = (place * CHUNK + tokens) * out_token_stride
+    place_rows = (place.to(tl.int64) * CHUNK + tokens) * out_token_stride
     target = kv_head * out_head_stride + place_rows[:, None] + dims[None, :]
     if part == 0:
         tl.store(k + target, tile, mask=inside)

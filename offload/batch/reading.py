@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize, to_device
-from ...tp.model.decoder import Decoder, forward_work
+from ...tp.model.decoder import Decoder, forward_work, prefill_stops
 from ..caches.full import FullCache
 from ..caches.streaming import prefill_streaming
 from ..speculation.sampler import distributions, draw
@@ -86,10 +86,20 @@ class Reading:
         return token
 
 
+def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num_logits: int) -> Tensor:
+    """`Decoder.forward` of all tokens behind those in `full`, in as many passes as a prompt is read in, but for the
+    last `num_logits`, which are in one."""
+    for end in prefill_stops(full.length, len(token_ids)):
+        if end <= len(token_ids) - num_logits:
+            part = to_device(token_ids[full.length : end], target.device)
+            target.forward(part, full, stop=len(token_ids))
+    return target.forward(to_device(token_ids[full.length :], target.device), full, num_logits=num_logits)
+
+
 def _slices(
     target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None
 ) -> Generator[bool, None, Tensor]:
-    """Restores what is saved of the prompt and computes the rest, in parts where it is to be saved; the logits
+    """Restores what is saved of the prompt and computes the rest, in parts, so that each can be saved; the logits
     `[1, vocab_size]` after its last token. Between slices, whether those to come are of another kind, of which it is
     not known yet how long they take."""
     caches = sequence.opened
@@ -101,7 +111,7 @@ def _slices(
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
     logits = torch.empty(0)
-    for end in saved.stops(start, stop) if saved else [stop]:
+    for end in sorted({*prefill_stops(start, stop), *(saved.stops(start, stop) if saved else [])}):
         pending = to_device(sequence.context[full.length : end], target.device)
         progress = None
         if report is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...tp.errors import CapacityError
-from ...tp.model.decoder import PREFILL_ROWS
+from ...tp.model.decoder import PREFILL_ROWS, PREFILL_TOKENS
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..settings import Settings
@@ -93,8 +93,10 @@ class RunPlan:
     open_stretches: int
     """Of what streams, and the tails of further sequences over the same text."""
     prefill: int
-    """Activations of a long forward, RoPE's tables, and, where blocks stream, the layer it works on. A prefill and the
-    retrieval cache never take their memory at the same time."""
+    """Activations of a long forward and, where blocks stream, the layer it works on. A prefill and the retrieval cache
+    never take their memory at the same time."""
+    rope: int
+    """RoPE's table."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
     disk_per_pass: int
@@ -127,7 +129,7 @@ class RunPlan:
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
-        return self.ring + self.open_stretches + max(self.retrieval, self.prefill)
+        return self.ring + self.open_stretches + self.rope + max(self.retrieval, self.prefill)
 
     @property
     def cuda_context(self) -> int:
@@ -260,6 +262,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
+            rope=request.own * part.head_dim * 8,  # cosines and sines, float32
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,
@@ -350,9 +353,9 @@ def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) ->
 
 
 def _activation_bytes(request: RunRequest) -> int:
-    """Hidden states of the whole prompt, RoPE's tables (float32), and one tile of rows inside a layer."""
+    """Hidden states of the tokens that are read together, and one tile of rows inside a layer (float32)."""
     part, context = request.part, request.own
     heads = 2 * part.num_heads + part.num_kv_heads
     width = part.hidden_size + 3 * part.intermediate_size + heads * part.head_dim * 3 // 2
-    rows = min(PREFILL_ROWS, context)
-    return context * (part.hidden_size * request.dtype.itemsize + part.head_dim * 8) + rows * width * 4
+    rows, together = min(PREFILL_ROWS, context), min(PREFILL_TOKENS + PREFILL_ROWS, context)
+    return together * part.hidden_size * request.dtype.itemsize + rows * width * 4

@@ -61,6 +61,9 @@ class StepTimes:
     """`draft_length` + 1 rows over the retrieval cache."""
     draft: list[float]
     """A step of the small model; empty without one."""
+    refresh: list[float]
+    """A new choice of the retrieval cache's chunks; where blocks stream without copying them, which the next pass over
+    the full cache does."""
     block_length: int
     draft_length: int
     """0 without a small model."""
@@ -140,8 +143,9 @@ class ShapeSteps:
         token_s = seconds_per_token(draft_length, min(draft, default=0.0), min(of_retrieval), assumed.draft_acceptance)
         block_length = self._length(verifying, [token_s], assumed.acceptance, plan.verify_draft)
         verify = self._timed(verifying, block_length + 1)
+        refresh = timed(retrieval.refresh, self._device)
         return StepTimes(
-            context, plain, verify, of_retrieval, draft, block_length, draft_length, min(plan.budget, context),
+            context, plain, verify, of_retrieval, draft, refresh, block_length, draft_length, min(plan.budget, context),
             full.blocks.resident_bytes, read, streamed,
         )  # fmt: skip
 

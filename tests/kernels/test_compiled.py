@@ -76,6 +76,19 @@ def test_scores_of_any_size_are_summed_safely(dtype):
 
 
 @compiled
+@pytest.mark.parametrize("threads", [1, 2])
+def test_small_numbers_are_zero_in_attention_and_nowhere_else(threads, monkeypatch):
+    """Keys 87 to 103 below the best have denormal shares, which would take a processor a hundred times as long."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    q, k = torch.ones(2, 8, 64), torch.zeros(2, 600, 64)
+    k[:, 5] = 95 / 64
+    v = torch.randn(2, 600, 64)
+    out, _ = attend_compiled(q, k, v, scale=1.0)
+    assert torch.equal(out, v[:, 5:6].expand_as(out))
+    assert (torch.full((64,), 1e-38) * 0.1 > 0).all(), "the mode is left as it was"
+
+
+@compiled
 @every_level
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 700])

@@ -7,7 +7,8 @@ import torch
 from checkpoints import change_config
 from tiny import save_family, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM
-from triforce.tp.errors import ModelError
+from triforce.offload.checks import check_context
+from triforce.tp.errors import CapacityError, ModelError
 from triforce.tp.model.config import ModelConfig
 
 LLAMA_2 = {
@@ -175,6 +176,26 @@ PUBLISHED = {
         2048,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "dual_chunk",
+    [
+        {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144},
+        {"chunk_size": 262144},
+        "absent",
+    ],
+)
+def test_positions_end_where_dual_chunk_attention_would_begin(tmp_path, dual_chunk):
+    """`config.json` of Qwen2.5-7B-Instruct-1M, with and without what it says of dual chunk attention."""
+    raw = LLAMA_2 | QWEN2 | {"max_position_embeddings": 1010000, "rope_theta": 1e7}
+    raw |= {} if dual_chunk == "absent" else {"dual_chunk_attention_config": dual_chunk}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.load(tmp_path)
+    assert config.max_position_embeddings == 262144
+    check_context(config, 262000, 144)
+    with pytest.raises(CapacityError, match="262,144 positions without dual chunk attention, which is not supported"):
+        check_context(config, 262000, 145)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from tiny import SHAPES, random_tokens, save_llama
 from triforce.kernels.selection import FEW_ROWS
 from triforce.offload.caches.full import FullCache
-from triforce.tp.model.decoder import PREFILL_ROWS, TAIL_ROWS, Decoder, shareable, tiles
+from triforce.tp.model.decoder import (
+    PREFILL_ROWS,
+    PREFILL_TOKENS,
+    TAIL_ROWS,
+    Decoder,
+    prefill_stops,
+    shareable,
+    tiles,
+)
 
 CPU = torch.device("cpu")
 
@@ -89,6 +97,39 @@ def test_a_part_of_a_prefill_does_not_depend_on_where_reading_began(length, star
     assert whole[-1] == length
     if start in whole and length - start > FEW_ROWS:
         assert list(itertools.accumulate(tiles(start, length - start), initial=start)) == whole[whole.index(start) :]
+
+
+@given(start=st.integers(0, 200_000), n=st.integers(1, 1_200_000))
+def test_a_long_prompt_is_read_in_passes_with_the_tiles_of_one(start, n):
+    stop = start + n
+    ends = prefill_stops(start, stop)
+    passes = list(itertools.pairwise([start, *ends]))
+    assert ends[-1] == stop and all(0 < end - first <= PREFILL_TOKENS + PREFILL_ROWS for first, end in passes)
+    assert len(ends) == 1 or all(end - first > FEW_ROWS for first, end in passes[1:])
+    whole = tiles(start, n)
+    assert whole == [size for first, end in passes for size in tiles(first, end - first, stop)]
+
+
+def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path, monkeypatch):
+    save_llama(tmp_path)
+    for name, value in (("PREFILL_ROWS", 300), ("TAIL_ROWS", 100), ("PREFILL_TOKENS", 300)):
+        monkeypatch.setattr(f"triforce.tp.model.decoder.{name}", value)
+    tokens = torch.tensor(random_tokens(1250))
+    decoder, _ = load(tmp_path)
+    whole, parts = (
+        FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=1250) for _ in "wp"
+    )
+    want = decoder.forward(tokens, whole, num_logits=5)
+    logits = torch.empty(0)
+    ends = prefill_stops(0, 1250)
+    assert ends == [300, 600, 900, 1250]
+    for end in ends:
+        logits = decoder.forward(tokens[parts.length : end], parts, num_logits=5, stop=1250)
+    assert torch.equal(logits, want)
+    for layer in range(decoder.config.num_layers):
+        for one, other in zip(parts.slice(layer, 0, 1250), whole.slice(layer, 0, 1250), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(parts.recent_mass(layer), whole.recent_mass(layer))
 
 
 @given(length=st.integers(1, 30_000), cut=st.integers(1, 7))

@@ -33,7 +33,8 @@ def test_shapes_have_as_many_parameters_as_transformers_counts(name):
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(family)
         assert config.num_parameters == sum(p.numel() for p in model.parameters())
-        assert config.max_position_embeddings == family.max_position_embeddings
+        plain = raw.get("dual_chunk_attention_config", {}).get("original_max_position_embeddings")
+        assert config.max_position_embeddings == (plain or family.max_position_embeddings)
         assert config.dtype.itemsize == 2 or "68m" in config.name
 
 
@@ -41,6 +42,24 @@ def test_the_caches_of_the_published_models_are_as_large_as_published():
     """TriForce (arXiv 2404.11912): the KV cache of a 7B Llama 2 at 128K takes 64 GB in 16 bits."""
     config = PRESETS["lwm-text-128k"].configs()[0]
     assert config.max_position_embeddings * config.kv_bytes_per_token(torch.float16) == 64 * 2**30
+
+
+def test_the_long_models_have_the_positions_and_the_rope_that_they_were_published_with():
+    """LWM: github.com/LargeWorldModel/LWM; Gradient: its model card; Qwen2.5-1M: arXiv 2501.15383."""
+    published = {
+        "lwm-text-chat-256k": (262_144, 1e7),
+        "lwm-text-chat-512k": (524_288, 2.5e7),
+        "lwm-text-chat-1m": (1_048_576, 5e7),
+        "llama-3-8b-gradient-1048k": (1_048_576, 3580165449.0),
+        "qwen2.5-7b-instruct-1m": (262_144, 1e7),
+    }
+    for name, (positions, theta) in published.items():
+        config = PRESETS[name].configs()[0]
+        assert (config.max_position_embeddings, config.rope.theta, config.rope.type) == (positions, theta, "default")
+    qwen = PRESETS["qwen2.5-7b-instruct-1m"]
+    assert "262,144" in qwen.summary and "dual chunk attention" in qwen.configs()[0].positions_in_words
+    gradient = PRESETS["llama-3-8b-gradient-1048k"].configs()[0]
+    assert gradient.kv_bytes_per_token(torch.bfloat16) * gradient.max_position_embeddings == 128 * 2**30
 
 
 def test_settings_are_those_for_as_many_gpus_or_the_next_fewer():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from .families import FAMILIES, Family, sliding_windows
+from .families import FAMILIES, Family, plain_positions, sliding_windows
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 
 
@@ -18,8 +18,10 @@ from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 class ModelConfig:
     """The shape of a model; names are those of Hugging Face's `config.json`.
 
-    `max_position_embeddings` includes what a RoPE scaling adds; `eos_token_ids` may be empty; `dtype` is that of the
-    checkpoint; `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
+    `max_position_embeddings` includes what a RoPE scaling adds, but not what dual chunk attention does (`dual_chunk`:
+    whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
+    `dtype` is that of the checkpoint; `sliding_windows` has one entry for each layer, or is empty if no layer has a
+    window.
     """
 
     vocab_size: int
@@ -40,6 +42,13 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    dual_chunk: bool = False
+
+    @property
+    def positions_in_words(self) -> str:
+        """How many positions there are, as messages say it."""
+        without = " without dual chunk attention, which is not supported" if self.dual_chunk else ""
+        return f"{self.max_position_embeddings:,} positions{without}"
 
     @property
     def num_parameters(self) -> int:
@@ -92,6 +101,7 @@ class ModelConfig:
             num_layers = int(raw["num_hidden_layers"])
             max_positions = int(raw["max_position_embeddings"])
             rope = RopeConfig.from_raw(raw, max_positions)
+            plain = plain_positions(raw, rope.positions(max_positions))
             bias = family.attention_bias and bool(raw.get("attention_bias"))
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
@@ -101,7 +111,7 @@ class ModelConfig:
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
                 head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-                max_position_embeddings=rope.positions(max_positions),
+                max_position_embeddings=plain,
                 rope=rope,
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -112,6 +122,7 @@ class ModelConfig:
                 o_bias=bias,
                 qk_norm=family.qk_norm,
                 sliding_windows=sliding_windows(family, raw, num_layers),
+                dual_chunk=plain < rope.positions(max_positions),
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error

@@ -30,6 +30,11 @@ PREFILL_ROWS = 4096
 TAIL_ROWS = 1024
 """The same for the last tokens of a prompt, behind the last whole `PREFILL_ROWS`."""
 
+PREFILL_TOKENS = 131_072
+"""Tokens of a longer prompt that go through all layers before the next ones do, which bounds their hidden states: of a
+million tokens these would take 8 GiB at a width of 4,096. Keys and values that stream cross the link again for each
+part, which of so many tokens takes a hundredth of the time of their attention."""
+
 
 class Cache(Protocol):
     """Keeps the keys and values of the tokens so far, and computes attention of new queries to them."""
@@ -234,6 +239,14 @@ def tiles(start: int, n: int, stop: int | None = None) -> list[int]:
         found.append(min(end, (position // size + 1) * size) - position)
         position += found[-1]
     return found
+
+
+def prefill_stops(start: int, stop: int) -> list[int]:
+    """Where passes over the tokens from `start` to `stop` end, each of them over at most `PREFILL_TOKENS` and a few.
+    They have the same `tiles` as one pass over all, and the last one is not so short that it would be taken for a step.
+    """
+    first = (start // PREFILL_TOKENS + 1) * PREFILL_TOKENS
+    return [*range(first, stop - PREFILL_ROWS, PREFILL_TOKENS), stop]
 
 
 def shareable(common: int, length: int, other: int) -> int:

@@ -71,3 +71,23 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
     if window is None or int(window) < 1:
         raise ValueError(f"sliding_window {window} (in use: 1 or more)")
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
+
+
+_QWEN_1M = 1_010_000
+"""Positions in the `config.json` of Qwen's 1M models, whether it has `dual_chunk_attention_config` or not."""
+
+_QWEN_TRAINED = 262_144
+"""Those of them that such a model was trained with and attends to without dual chunk attention (arXiv 2501.15383)."""
+
+
+def plain_positions(raw: dict[str, Any], positions: int) -> int:
+    """Of the `positions` that a `config.json` gives, those that do not need dual chunk attention, which is not computed
+    here.
+
+    Raises:
+        KeyError, TypeError, ValueError: a configuration of dual chunk attention that does not say so.
+    """
+    dual_chunk = raw.get("dual_chunk_attention_config")
+    if dual_chunk:
+        return min(positions, int(dual_chunk.get("original_max_position_embeddings") or dual_chunk["chunk_size"]))
+    return _QWEN_TRAINED if positions == _QWEN_1M else positions

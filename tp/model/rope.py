@@ -12,6 +12,10 @@ Rows = tuple[Tensor, Tensor]
 """Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
 
 
+_PIECE = 65536
+"""Positions whose angles are computed together, which bounds the memory that takes beside the table itself."""
+
+
 class Rope:
     """Rotates queries and keys by position, with a table of cosines and sines that grows with the positions in use.
 
@@ -51,12 +55,23 @@ class Rope:
             return
         lengths = torch.arange(1, positions + 1)
         lengths[: self._prompt_length] = self._prompt_length
+        cos, sin = (torch.empty(positions, self._head_dim, device=self._device) for _ in range(2))
+        for first in range(0, positions, _PIECE):
+            piece = slice(first, first + _PIECE)
+            self._fill(first, lengths[piece], cos[piece], sin[piece])
+        self._cos, self._sin = cos, sin
+
+    def _fill(self, first: int, lengths: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Writes rows `[n, head_dim]` of the table, from position `first` on; `lengths`: see `inverse_frequencies`."""
         frequencies = self._config.inverse_frequencies(self._head_dim, lengths).to(self._device)
-        angles = torch.arange(positions, device=self._device).float().unsqueeze(1) * frequencies  # [positions, dim / 2]
-        cos, sin = (turned * self._config.attention_factor for turned in (angles.cos(), angles.sin()))
-        self._cos = torch.cat((cos, cos), dim=-1)
+        positions = torch.arange(first, first + len(lengths), device=self._device)
+        angles = positions.float().unsqueeze(1) * frequencies  # [n, head_dim / 2]
+        half = self._head_dim // 2
+        torch.mul(angles.cos(), self._config.attention_factor, out=cos[:, :half])
+        torch.mul(angles.sin(), self._config.attention_factor, out=sin[:, half:])
+        cos[:, half:] = cos[:, :half]
         # The table includes the sign of rotate_half, so that a rotation is a roll and two products.
-        self._sin = torch.cat((-sin, sin), dim=-1)
+        torch.neg(sin[:, half:], out=sin[:, :half])
 
     def rows(self, start: int, n: int) -> Rows:
         """The table's rows for positions `start`, `start + 1`, ..."""

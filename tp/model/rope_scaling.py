@@ -86,6 +86,9 @@ class RopeConfig:
     def inverse_frequencies(self, head_dim: int, lengths: Tensor) -> Tensor:
         """Radians a position advances each pair of dimensions by, float32 on the CPU.
 
+        They are computed in the order in which `transformers` does: an angle a million positions on is a million times
+        as wrong as its frequency, so that even another rounding of that changes logits.
+
         Args:
             lengths: `[n]` int64, for each of `n` positions the length of the sequence when its token is added; only
                 dynamic scaling uses it.
@@ -96,21 +99,28 @@ class RopeConfig:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         if self.type == "dynamic":
             stretch = self.factor * lengths / self.original_positions - (self.factor - 1)
-            bases = self.theta * stretch.clamp_min(1.0) ** (head_dim / (head_dim - 2))
+            # In float64, as PyTorch computes the power of a single number, and not that of many.
+            bases = self.theta * (stretch.clamp_min(1.0).double() ** (head_dim / (head_dim - 2))).float()
             return 1.0 / bases.unsqueeze(1) ** exponents
         frequencies = 1.0 / self.theta**exponents
         if self.type == "linear":
             return frequencies / self.factor
         if self.type == "yarn":
             kept = self._yarn_kept(head_dim)
-            return frequencies * kept + frequencies / self.factor * (1 - kept)
+            return 1.0 / (self.factor * self.theta**exponents) * (1 - kept) + frequencies * kept
         if self.type == "llama3":
-            # Frequencies that turn rarely within the original context are divided by the factor, fast ones are kept.
-            turns = self.original_positions * frequencies / (2 * math.pi)
-            span = self.high_freq_factor - self.low_freq_factor
-            kept = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
-            return frequencies * kept + frequencies / self.factor * (1 - kept)
+            return self._llama3(frequencies)
         return frequencies
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Frequencies that turn rarely within the original context are divided by the factor, fast ones are kept."""
+        wavelengths = 2 * math.pi / frequencies
+        turns = self.original_positions / wavelengths
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        between = (1 - kept) * frequencies / self.factor + kept * frequencies
+        slow = wavelengths > self.original_positions / self.low_freq_factor
+        fast = wavelengths < self.original_positions / self.high_freq_factor
+        return torch.where(slow, frequencies / self.factor, torch.where(fast, frequencies, between))
 
     def _yarn_kept(self, head_dim: int) -> Tensor:
         """The share of each frequency that is not scaled, `[head_dim / 2]`, falling from 1 to 0 along a ramp."""
@@ -123,8 +133,9 @@ class RopeConfig:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        width = last - first or 0.001
-        return 1.0 - ((torch.arange(head_dim // 2).float() - first) / width).clamp(0.0, 1.0)
+        if first == last:
+            last += 0.001
+        return 1 - ((torch.arange(head_dim // 2).float() - first) / (last - first)).clamp(0.0, 1.0)
 
 
 def rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:

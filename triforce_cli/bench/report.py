@@ -228,6 +228,7 @@ def _shape_notes(document: dict[str, Any]) -> list[str]:
         lines.append(
             f"{at['context']:,} tokens: a verification of {lengths['block_length'] + 1} rows "
             f"{steps['verify']['median']:.1f} ms, a step on {lengths['budget']:,} tokens with "
-            f"{lengths['draft_length'] + 1} rows {steps['retrieval']['median']:.2f} ms{drafted}."
+            f"{lengths['draft_length'] + 1} rows {steps['retrieval']['median']:.2f} ms{drafted}, a new choice of these "
+            f"tokens {steps['refresh']['median']:.2f} ms."
         )
     return lines

@@ -72,7 +72,7 @@ def _context(times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, hea
         "floor": derived_floor(head["weight_bytes"] + times.read_bytes, times.streamed_bytes, head),
         "steps_ms": {
             name: spread([1e3 * seconds for seconds in getattr(times, name)]) if getattr(times, name) else None
-            for name in ("plain", "verify", "retrieval", "draft")
+            for name in ("plain", "verify", "retrieval", "draft", "refresh")
         },
         "lengths": {"budget": times.budget, "block_length": times.block_length, "draft_length": times.draft_length},
         "tiers": [_tiers(count, times, assumed) for count in tiers],

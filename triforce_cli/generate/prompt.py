@@ -349,9 +349,8 @@ def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, token
     if not again:
         raise UsageError("the prompt gives no token; give a longer text")
     found = len(token_ids)
-    while len(token_ids) < tokens:
-        token_ids = token_ids + again
-    return LongPrompt(token_ids[:tokens], source.name or "--prompt", found)
+    times = max(0, -(-(tokens - found) // len(again)))
+    return LongPrompt((token_ids + again * times)[:tokens], source.name or "--prompt", found)
 
 
 def cut(tokens: list[int], room: int, part: str) -> list[int]:

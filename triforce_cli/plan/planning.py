@@ -86,6 +86,7 @@ class Plan:
                 "ring": run.ring,
                 "open_stretches": run.open_stretches,
                 "prefill": run.prefill,
+                "rope": run.rope,
                 "cuda_context": run.cuda_context,
                 "reserve": run.reserve,
                 "total": run.device_total,

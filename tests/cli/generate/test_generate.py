@@ -9,7 +9,7 @@ import sys
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
-from triforce.cli.generate.prompt import Source, build_prompt, cut, read_source
+from triforce.cli.generate.prompt import Source, build_prompt, cut, long_prompt, read_source
 from triforce.cli.generate.request import GenerateRequest
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
@@ -256,3 +256,10 @@ def test_shell_completion_knows_presets_and_values():
     assert complete("triforce generate --dtype bf") == ["bfloat16"]
     assert complete("triforce generate --tiers ") == ["1", "2", "3"]
     assert complete("triforce do") == ["doctor"]
+
+
+def test_a_short_text_is_repeated_to_a_million_tokens_at_once(pair):
+    tokenizer = Tokenizer(encode=lambda text, special: [0] * special + [1, 2, 3], decode=str)
+    prompt = long_prompt(Source("some", "--prompt"), tokenizer, ModelConfig.load(pair[0]), 2**20)
+    assert prompt.token_ids == ([0] + [1, 2, 3] * 2**19)[: 2**20] and prompt.text_tokens == 4
+    assert long_prompt(Source("some", "--prompt"), tokenizer, ModelConfig.load(pair[0]), 2).token_ids == [0, 1]
