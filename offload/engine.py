@@ -301,7 +301,7 @@ class Engine:
             ContextError, UsageError, CapacityError: see `read`.
         """
         save = ContextRequest(save=name, frame=frame, required=True)
-        progress = {"on_memory": on_memory, "on_prefill": on_prefill}
+        progress: dict[str, Any] = {"on_memory": on_memory, "on_prefill": on_prefill}
         return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **progress)
 
     def follow(self) -> Batch | None:

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     tokenizer = Tokenizer.load(find_pair(given.model, "none")[0])
-    prompt = tokenizer.encode(given.prompt_file.read_text(encoding="utf-8"))[: given.tokens - given.new_tokens]
+    prompt = tokenizer.encode(given.prompt_file.read_text(encoding="utf-8"), True)[: given.tokens - given.new_tokens]
     found = measure(given, prompt)
     for name, value in found.items():
         print(f"{name:<28}{value:,.3f}" if isinstance(value, float) else f"{name:<28}{value}")

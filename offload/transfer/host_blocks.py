@@ -59,7 +59,7 @@ class HostBlocks(ABC):
         """Host memory in which `count` blocks can be put together for `write`."""
 
     @abstractmethod
-    def write(self, blocks: Sequence[Tensor]) -> None:
+    def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         """Takes over the first blocks, from host memory: of `room`, or others."""
 
     @abstractmethod
@@ -98,7 +98,7 @@ class RawBlocks(HostBlocks):
     def room(self, count: int) -> Sequence[Tensor]:
         return list(self.blocks[:count])
 
-    def write(self, blocks: Sequence[Tensor]) -> None:
+    def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         for own, block in zip(self.blocks, blocks, strict=False):
             if own.data_ptr() != block.data_ptr():
                 own.copy_(block)
@@ -202,7 +202,7 @@ class PackedBlocks(HostBlocks):
     def room(self, count: int) -> Sequence[Tensor]:
         return list(self._slots.new_empty((count, *self._shape), dtype=torch.bfloat16))
 
-    def write(self, blocks: Sequence[Tensor]) -> None:
+    def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         for first in range(0, len(blocks), _PACKED_TOGETHER):
             several = torch.stack(tuple(blocks[first : first + _PACKED_TOGETHER]))
             _, fits = pack(several.flatten(1, 2), self._slots[first : first + len(several)])

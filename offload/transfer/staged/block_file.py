@@ -163,7 +163,7 @@ class BlockFile:
         self._forget(start, len(memory))
 
     def _whole(self, move: Callable[..., int], memory: Tensor, start: int, what: str) -> None:
-        rest = memoryview(memory.numpy())
+        rest = memory.numpy().data
         while len(rest):
             try:
                 moved = move(self._descriptor, [rest], start)

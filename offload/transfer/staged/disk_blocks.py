@@ -110,7 +110,7 @@ class DiskBlocks(HostBlocks):
         away = list(aligned_memory((here, *self._shape), self._dtype))
         return [*away, *self._rest.room(count - here)]
 
-    def write(self, blocks: Sequence[Tensor]) -> None:
+    def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         here = min(len(blocks), self._count)
         list(self._each(lambda index: self._write_one(index, blocks[index]), range(here)))
         if here < len(blocks):

@@ -79,9 +79,12 @@ def test_a_block_that_does_not_pack_takes_memory_only_as_long_as_it_is_there(lin
     fits, odd = kv_block("normal", shape, 1), kv_block("any bits", shape, 2)
     for index, block in ((0, odd), (1, fits), (0, fits), (2, odd), (2, odd), (0, odd)):
         source, target = host.leave(index, block, buffer)
+        assert isinstance(target, torch.Tensor)
         target.copy_(source)
         assert torch.equal(bits(host.read(index, index + 1)[0]), bits(block))
-        assert host.at(index).dtype == (torch.bfloat16 if block is odd else torch.uint8)
+        crosses = host.at(index)
+        assert isinstance(crosses, torch.Tensor)
+        assert crosses.dtype == (torch.bfloat16 if block is odd else torch.uint8)
     assert overflow.blocks == 2 and not overflow._free
 
 
