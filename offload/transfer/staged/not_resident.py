@@ -18,6 +18,10 @@ from .disk_blocks import DiskBlocks
 from .host_memory import HostMemory
 from .staging import Staging, make_pool
 
+_OTHERS = 2
+"""Caches for whose staging the system goes on to lock memory, where it does not lock all that this one has: those of
+sequences that join, and a larger one that takes this one's place."""
+
 
 class NotResident:
     """Memory and disk space for these blocks, and the staging that some of them need."""
@@ -77,16 +81,24 @@ class NotResident:
         return DiskBlocks(self.file, layer * num_disk, num_disk, blocks, self._block, self._dtype, overflow)
 
     def _make_staging(self) -> Staging:
-        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first.
+        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first,
+        until it would lock the buffers of `_OTHERS` too.
 
         Raises:
             CapacityError: the system does not even lock so much.
         """
         size = aligned_size(prod(self._block) * self._dtype.itemsize)
         pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk else (make_pool(), None)
+
+        def make() -> Staging:
+            staging = Staging(self._link, size, STAGING_BUFFERS, pool, note_wait)
+            if self._memory.refused and self._locked:
+                self._link.host_memory((_OTHERS * STAGING_BUFFERS, size), torch.uint8)  # given back at once
+            return staging
+
         while True:
             try:
-                return Staging(self._link, size, STAGING_BUFFERS, pool, note_wait)
+                return make()
             except CapacityError as error:
                 if not self._locked:
                     raise CapacityError(
