@@ -111,7 +111,8 @@ def _slices(
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
     logits = torch.empty(0)
-    for end in sorted({*prefill_stops(start, stop), *(saved.stops(start, stop) if saved else [])}):
+    ends = set(prefill_stops(start, stop)) | set(saved.stops(start, stop) if saved else ())
+    for end in sorted(ends):
         pending = to_device(sequence.context[full.length : end], target.device)
         progress = None
         if report is not None:

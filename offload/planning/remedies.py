@@ -30,7 +30,9 @@ def shortfalls(request: RunRequest) -> list[str]:
     found = []
     limit = request.target.max_position_embeddings
     if request.context > limit:
-        found.append(f"{request.target.name} has {request.target.positions_in_words}, not {request.context:,}")
+        found.append(
+            f"{request.target.name} has {limit:,} positions{request.target.positions_note}, not {request.context:,}"
+        )
     plan = make_plan(request)
     for shortage in plan.shortages():
         if shortage.where == "GPU memory":

@@ -57,7 +57,7 @@ def test_the_long_models_have_the_positions_and_the_rope_that_they_were_publishe
         config = PRESETS[name].configs()[0]
         assert (config.max_position_embeddings, config.rope.theta, config.rope.type) == (positions, theta, "default")
     qwen = PRESETS["qwen2.5-7b-instruct-1m"]
-    assert "262,144" in qwen.summary and "dual chunk attention" in qwen.configs()[0].positions_in_words
+    assert "262,144" in qwen.summary and "dual chunk attention" in qwen.configs()[0].positions_note
     gradient = PRESETS["llama-3-8b-gradient-1048k"].configs()[0]
     assert gradient.kv_bytes_per_token(torch.bfloat16) * gradient.max_position_embeddings == 128 * 2**30
 

@@ -45,10 +45,9 @@ class ModelConfig:
     dual_chunk: bool = False
 
     @property
-    def positions_in_words(self) -> str:
-        """How many positions there are, as messages say it."""
-        without = " without dual chunk attention, which is not supported" if self.dual_chunk else ""
-        return f"{self.max_position_embeddings:,} positions{without}"
+    def positions_note(self) -> str:
+        """What messages say after a number of positions: why there are no more, if a word on that is needed."""
+        return " without dual chunk attention, which is not supported" if self.dual_chunk else ""
 
     @property
     def num_parameters(self) -> int:

@@ -129,14 +129,14 @@ def fitting_contexts(request: Asked, config: ModelConfig, new_tokens: int) -> tu
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
         if not fitting:
             raise UsageError(
-                f"{config.name} has {config.positions_in_words} and --max-new-tokens is "
-                f"{new_tokens:,}; say with --contexts what to measure"
+                f"{config.name} has {config.max_position_embeddings:,} positions{config.positions_note} and "
+                f"--max-new-tokens is {new_tokens:,}; say with --contexts what to measure"
             )
         return fitting
     if request.contexts[-1] > config.max_position_embeddings:
         raise CapacityError(
             f"--contexts asks for {request.contexts[-1]:,} tokens, but {config.name} has "
-            f"{config.positions_in_words}; leave the longer ones out"
+            f"{config.max_position_embeddings:,} positions{config.positions_note}; leave the longer ones out"
         )
     return request.contexts
 

@@ -47,7 +47,8 @@ class PromptMaker:
         if tokens + request.max_new_tokens > most:
             raise BodyError(
                 f"{name} has {tokens:,} tokens and {request.max_new_tokens:,} more are asked for, but "
-                f"{self._config.name} has {self._config.positions_in_words}; shorten it, or lower max_tokens",
+                f"{self._config.name} has {most:,} positions{self._config.positions_note}; shorten it, or lower "
+                "max_tokens",
                 name, code="context_length_exceeded",
             )  # fmt: skip
         return prompt
