@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakSet
 
 from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
@@ -14,6 +15,7 @@ from ..contexts.home import contexts_root
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
+from ..transfer.device_blocks import Blocks
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.make import make_blocks, make_link
 from ..transfer.staged.block_file import DiskSpace
@@ -37,6 +39,7 @@ class KeptCache:
         then need not move anything."""
         self.cache: FullCache | None = None
         """The one that is kept."""
+        self._blocks: WeakSet[Blocks] = WeakSet()  # of all caches there are
         self._link: Link | None = None
         self.context: list[int] = []
         """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
@@ -88,7 +91,8 @@ class KeptCache:
                 plan = beside  # the shared tokens move while both are there
             else:
                 self._drop()
-                old, plan = None, self._plan(request, replaces=None)
+                old = None  # before its memory is looked for
+                plan = self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
         self.cache = self._make(plan, on_memory=on_memory)
@@ -123,6 +127,7 @@ class KeptCache:
         with shortage_explained(decoder.device):
             kind = {"dtype": decoder.dtype, "device": decoder.device}
             blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory, disk=self.disk)
+        self._blocks.add(blocks)
         start = plan.request.shared
         return FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size, prefix=prefix, start=start)
 
@@ -157,10 +162,8 @@ class KeptCache:
         """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included; what
         exceeds host memory may be on a disk, unless it says otherwise."""
         blocks, decoder = replaces.blocks if replaces else None, self._decoder
-
-        def free_disk() -> int:
-            return self.disk.free_bytes() + (blocks.disk_bytes if blocks else 0)
-
+        on_host = decoder.device.type == "cpu"
+        others = (one for one in self._blocks if one is not blocks)
         return plan_here(
             request,
             decoder.device,
@@ -168,15 +171,16 @@ class KeptCache:
             loaded=True,
             given_back=blocks.device_bytes if blocks else 0,
             given_back_on_host=blocks.host_bytes if blocks else 0,
-            free_disk=free_disk if on_disk else None,
+            given_back_on_disk=blocks.disk_bytes if blocks else 0,
+            held=sum(one.host_bytes + (one.device_bytes if on_host else 0) for one in others),
+            free_disk=self.disk.free_bytes if on_disk else None,
         )
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""
         if self.cache:
-            if self._link:
-                with suppress(LinkError):  # of what is not wanted any more
-                    self._link.wait_for_stores()
+            with suppress(LinkError):  # of what is not wanted any more
+                self.cache.blocks.drain()
             synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self.cache, self.context = None, []
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
+from ..transfer.link import LinkError
 from .manifest import Manifest, Part, Segment
 from .segments.contents import DamagedError, chained
 from .segments.file import SegmentFile
@@ -122,7 +123,13 @@ class Saver:
             return
         try:
             self._writing.result()
-        except (OSError, DamagedError, MemoryError, RuntimeError) as error:  # the last is PyTorch's where memory ends
+        except (
+            OSError,
+            DamagedError,
+            LinkError,
+            MemoryError,
+            RuntimeError,
+        ) as error:  # the last is PyTorch's where memory ends
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
         finally:
             self._writing = None

@@ -28,6 +28,8 @@ def plan_here(
     loaded: bool = False,
     given_back: int = 0,
     given_back_on_host: int = 0,
+    given_back_on_disk: int = 0,
+    held: int = 0,
     free_disk: Callable[[], int] | None = None,
 ) -> RunPlan:
     """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
@@ -36,27 +38,29 @@ def plan_here(
     Args:
         request: its memory is filled in here.
         loaded: whether this process holds the weights already.
-        given_back, given_back_on_host: bytes on the device, and in host memory besides, that the run will not need any
-            more.
+        given_back, given_back_on_host, given_back_on_disk: bytes on the device, in host memory besides, and on the disk
+            that the run will not need any more.
+        held: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
         free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
     """
     triton = "triton" in usable_packages(device)
     request = replace(request, triton=triton)
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0) + given_back_on_host
-    held = given_back + (bare.weights if loaded else 0)
+    own = given_back + (bare.weights if loaded else 0)
+    most = sys.maxsize
+    if request.settings.host_memory is not None:
+        most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held)
     if device.type == "cuda":
-        free, total = available_bytes(device) + held + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
-        free, total, host, everywhere = ranks.least([free, total, host, int(triton)])
+        free, total = available_bytes(device) + own + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
+        free, total, host, everywhere = ranks.least([free, total, min(host, most), int(triton)])
         request = replace(request, gpu_bytes=free, gpu_total_bytes=total, triton=bool(everywhere))
     else:
-        (host,) = ranks.least([host + held])
-    if request.settings.host_memory is not None:
-        host = min(host, int(request.settings.host_memory * 2**30) // ranks.local_size)
+        (host,) = ranks.least([min(host + own, most)])
     plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
     if free_disk is None or plan.host_total <= host:
         return plan
-    (disk,) = ranks.least([free_disk() // ranks.local_size])  # all ranks come here, or none does
+    (disk,) = ranks.least([free_disk() // ranks.local_size + given_back_on_disk])  # all ranks come here, or none does
     return make_plan(replace(plan.request, disk_bytes=disk))
 
 

@@ -199,11 +199,17 @@ class RunPlan:
             parts = f"weights {gib(self.weights)}, KV cache {gib(kv)}, the rest {gib(rest)}"
         if self.disk_kv and shortage.where != "disk space":
             parts += f", with {gib(self.disk_kv)} on disk"
-        if shortage.where in ("host memory", "memory") and request.settings.host_memory is not None:
+        limit = request.settings.host_memory
+        if (
+            limit
+            and shortage.where in ("host memory", "memory")
+            and shortage.available >= int(limit * 2**30) // request.gpus
+        ):
+            least = math.ceil(shortage.needed * request.gpus / 2**30 * 100) / 100
             return (
                 f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
-                f"({parts}), but --host-memory leaves it {gib(shortage.available)}; give --host-memory at least "
-                f"{gib(shortage.needed)}{' for each rank' if request.gpus > 1 else ''}, or {remedy}"
+                f"({parts}), but --host-memory leaves it {gib(shortage.available)}; give --host-memory {least:.2f} or "
+                f"more, or {remedy}"
             )
         return (
             f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
@@ -316,7 +322,9 @@ def planned_budget(settings: Settings, context: int) -> int:
 
 def largest_context(request: RunRequest) -> int:
     """The most tokens, up to those of the request, whose plan fits; 0 if not even one does."""
-    return largest_whole(request.context, lambda context: make_plan(replace(request, context=context)).fits)
+    shared = request.shared
+    own = largest_whole(request.own, lambda tokens: make_plan(replace(request, context=shared + tokens)).fits)
+    return shared + own if own else 0
 
 
 def largest_whole(most: int, works: Callable[[int], bool]) -> int:

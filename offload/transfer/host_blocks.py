@@ -138,8 +138,7 @@ class Overflow:
                 f"{self.blocks + 1:,} blocks of the KV cache do not pack, and no memory is left to keep one more as it "
                 "is; give --pack off, free memory, or shorten the prompt"
             )
-        # Where all else is locked nothing is staged, so this has to be locked too.
-        block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=not self.memory.refused)[0]
+        block = self.memory.take((1, *self._shape), self._dtype, must_be_locked=not self.memory.staged)[0]
         with self._lock:
             self.blocks += 1
         return block

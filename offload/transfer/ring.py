@@ -63,6 +63,7 @@ class Ring:
             LinkError: a copy failed.
         """
         self._link.wait_for_stores()
+        self._leaving.clear()  # where a pass was broken off, it does not say which buffers are in use
         if self._staging:
             self._staging.wait_for_writes()
 
@@ -91,6 +92,8 @@ class Ring:
         self._coming = iter(())
         for _, _, arrival in under_way:
             arrival.wait()
+        if self._staging:
+            self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
         """Starts on `blocks`, in host memory or away, or their slots; what is left of earlier ones is dropped.

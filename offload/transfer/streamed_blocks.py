@@ -11,6 +11,7 @@ the ring, while it goes on: a prompt's keys and values leave the device once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ...tp.model.config import ModelConfig
 from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host_blocks import HostBlocks, RawBlocks
-from .link import Link, Traffic
+from .link import Link, LinkError, Traffic
 from .ring import Ring
 from .staged.block_file import DiskSpace
 from .staged.not_resident import NotResident
@@ -130,7 +131,7 @@ class StreamedBlocks:
         return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
 
     def drain(self) -> None:
-        self._ring.stop()  # a pass that was broken off has left copies under way
+        self._stop_ring()
         self._ring.wait_for_stores()
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
@@ -172,6 +173,7 @@ class StreamedBlocks:
     def prepare(
         self, start: int, n: int, *, rows: int | None = None, first_row: int | None = None, stop: int | None = None
     ) -> None:
+        self._stop_ring()
         self._ring.wait_for_stores()  # one that failed is an error before anything is read from where it went
         self._start, self._stop = start, start + n
         self._first_row = start if first_row is None else first_row
@@ -322,10 +324,17 @@ class StreamedBlocks:
         copy_chunks(self._open[layer], self._base // chunk_size, chunks, picks[0], picks[1], chunk_size)
         return picks[0], picks[1]
 
+    def _stop_ring(self) -> None:
+        """A pass that was broken off has left copies under way, to buffers that are used next. That some of them failed
+        is of no interest."""
+        with suppress(LinkError):
+            self._ring.stop()
+
     def rollback(self, length: int) -> None:
         if length >= self._base:
             return
         self._workspace = None
+        self._stop_ring()
         if not length:  # nothing of any block is left
             self._base = 0
             return

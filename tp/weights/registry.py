@@ -75,7 +75,9 @@ class Preset:
 LOOKUP = "lookup"
 """The draft that is looked up in the text itself."""
 
-PRESETS = {path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets").glob("*.json"))}
+PRESETS = {
+    path.stem: Preset.load(path) for path in sorted((_PACKAGE / "presets").rglob("*.json"), key=lambda path: path.stem)
+}
 
 
 def find_pair(

@@ -7,6 +7,7 @@ each block is read once in a pass, so pages that stay behind would take memory f
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ class DiskSpace:
     def free_bytes(self) -> int:
         """What the disk has room for."""
         place = self.folder
-        while not place.exists():
+        while not os.path.exists(place):
             place = place.parent
         return shutil.disk_usage(place).free
 
@@ -120,11 +121,10 @@ class BlockFile:
             space.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Readable by its owner only; as long as the cache lives.
             self._file = tempfile.TemporaryFile(dir=space.folder, buffering=0)  # noqa: SIM115
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, 0, size)
-            else:
-                os.ftruncate(self._descriptor, size)
+            _take_space(self._descriptor, size)
         except OSError as error:
+            if hasattr(self, "_file"):
+                self._file.close()  # or what it has taken would be missed from what is free
             raise CapacityError(
                 f"{gib(size)} of the KV cache exceed host memory, and {space.folder} has no room for them "
                 f"({error.strerror}; {gib(space.free_bytes())} free): free some, set TRIFORCE_HOME to a directory on "
@@ -188,6 +188,18 @@ class BlockFile:
 def aligned_size(num_bytes: int) -> int:
     """`num_bytes`, rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _take_space(descriptor: int, size: int) -> None:
+    """Gives a file its size, and all of its space where the file system does that."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+            return
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    os.ftruncate(descriptor, size)
 
 
 def _pass_page_cache(descriptor: int) -> bool:

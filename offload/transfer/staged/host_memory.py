@@ -24,6 +24,8 @@ class HostMemory:
         self._ordinary: list[tuple[int, int]] = []  # addresses
         self.refused = False
         """Whether the system has refused to lock some."""
+        self.staged = False
+        """Whether there is staging for what is not locked."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, must_be_locked: bool = False) -> Tensor:
         """Memory for `shape[0]` blocks; see `Link.host_memory`. Once the system has refused to lock some, it is not

@@ -59,6 +59,7 @@ class NotResident:
                 on_memory((layer + 1) / config.num_layers)
         if self._memory.refused and self.staging is None:
             self.staging = self._make_staging()
+        self._memory.staged = self.staging is not None
 
     @property
     def host_bytes(self) -> int:
@@ -88,7 +89,7 @@ class NotResident:
             CapacityError: the system does not even lock so much.
         """
         size = aligned_size(prod(self._block) * self._dtype.itemsize)
-        pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk else (make_pool(), None)
+        pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk and self.file else (make_pool(), None)
 
         def make() -> Staging:
             staging = Staging(self._link, size, STAGING_BUFFERS, pool, note_wait)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..link import Arrival, Copy, Link
+from ..link import Arrival, Copy, Link, LinkError
 
 THREADS = 6
 """That fill and empty buffers, each one at a time; a disk is at its full speed with about four large reads."""
@@ -114,9 +114,10 @@ class Staging(Iterator["Tensor | Staged"]):
             if isinstance(source, Tensor):
                 self._ahead.append(source)
             elif self._free:
-                memory, use = self._free.popleft()
+                memory, use = self._free[0]
                 staged = Staged(self, source, memory, use, self._writes.get(source))
                 self._lent[staged] = None
+                self._free.popleft()
                 self._ahead.append(staged)
             else:
                 return
@@ -132,13 +133,20 @@ class Staging(Iterator["Tensor | Staged"]):
         """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there."""
         if not self._free:  # a pass that was broken off has left them lent
             self.stop()
-        memory, use = self._free.popleft()
-        if use:
-            use.wait_on_host()
-        copied = self._link.store(source, target.place(memory))
-        write = _Write(self.pool, target, memory, copied, self._writes.get(target))
-        self._writes[target] = write
-        self._free.append((memory, write))
+        memory, use = self._free[0]
+        try:
+            if use:
+                use.wait_on_host()
+        except LinkError:
+            self._free[0] = memory, None
+            raise
+        self._free.popleft()
+        use = None
+        try:
+            use = copied = self._link.store(source, target.place(memory))
+            use = self._writes[target] = _Write(self.pool, target, memory, copied, self._writes.get(target))
+        finally:  # however it ends, or there would be a buffer less
+            self._free.append((memory, use))
         return copied
 
     def wait_for_writes(self) -> None:
@@ -147,16 +155,26 @@ class Staging(Iterator["Tensor | Staged"]):
         Raises:
             LinkError: it could not be written.
         """
-        writes, self._writes = self._writes, {}
-        for write in writes.values():
-            write.finish()
+        failure: LinkError | None = None
+        while self._writes:
+            target, write = next(iter(self._writes.items()))
+            try:
+                write.finish()
+            except LinkError as error:
+                failure = failure or error
+            del self._writes[target]
+        if failure:
+            raise failure
 
     def stop(self) -> None:
         """Drops what is left of the sources that were begun."""
         self._coming, self._waiting = iter(()), None
         self._ahead.clear()
-        lent, self._lent = self._lent, {}
-        self._free.extend((staged.memory, staged.drop()) for staged in lent)
+        while self._lent:
+            staged = next(iter(self._lent))
+            use = staged.drop()
+            del self._lent[staged]
+            self._free.append((staged.memory, use))
 
 
 class Staged:
