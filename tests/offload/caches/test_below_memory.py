@@ -11,6 +11,8 @@ from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning import placement, run_plan
 from triforce.offload.planning.memory import plan_here
+from triforce.offload.speculation import tiers as tiers_module
+from triforce.offload.speculation.switch import Upkeep
 from triforce.offload.transfer.staged import block_file
 from triforce.offload.transfer.staged.block_file import DiskError
 from triforce.tp.errors import CapacityError, UsageError
@@ -68,7 +70,9 @@ def little(models):
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])
 @pytest.mark.slow(keep=2)
-def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers):
+def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers, monkeypatch):
+    # No rest, after which chunks are read anew.
+    monkeypatch.setattr(tiers_module, "next_upkeep", lambda *_: Upkeep.FULL)
     engine = load(models, host_memory=little, tiers=tiers, refresh="round")
     stats = engine.generate(PROMPT, GREEDY, NEW_TOKENS).stats
     assert stats["token_ids"] == models[2]

@@ -16,8 +16,12 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.synthetic import fill_with_zeros
 from triforce.offload.planning.placement import Placement
+from triforce.offload.speculation import tiers as tiers_module
+from triforce.offload.speculation.switch import Upkeep
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
+from triforce.offload.transfer.link import _Copy as CopyOfThread
+from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
 
@@ -82,7 +86,10 @@ def test_streamed_samples_equal_those_of_a_cache_on_the_device(models):
 
 @pytest.mark.parametrize("refresh", ["round", "never", 2])
 @pytest.mark.slow(keep=("round",))
-def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh):
+def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh, monkeypatch):
+    monkeypatch.setattr(
+        tiers_module, "next_upkeep", lambda *_: Upkeep.FULL
+    )  # no rest, after which chunks are read anew
     engine = load(models, resident=0, budget=64, refresh=refresh)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     next(run)
@@ -107,6 +114,29 @@ def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(mod
     kept = [keys.clone() for keys, _ in retrieval._buffers]
     engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)
     assert all(torch.equal(keys, old) for (keys, _), old in zip(retrieval._buffers, kept, strict=True))
+
+
+def test_no_buffer_leaves_twice_at_a_time_after_a_prefill_that_was_broken_off(models, monkeypatch):
+    engine = load(models, resident=0, tiers=1)
+    want = engine.generate(PROMPT, Sampling(temperature=0.0), 8).token_ids
+    send, sent = Ring.send, []
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def checked(ring, *arguments):
+        sent.append(arguments)
+        with monkeypatch.context() as patch:
+            if len(sent) == len(ring.buffers) + 1:  # it waits for the first one
+                patch.setattr(CopyOfThread, "wait", interrupted)
+            send(ring, *arguments)
+        leaving = [buffer.data_ptr() for buffer, _ in ring._leaving]
+        assert len(set(leaving)) == len(leaving)
+
+    monkeypatch.setattr(Ring, "send", checked)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(random_tokens(len(PROMPT), seed=77), Sampling(temperature=0.0), 8)
+    assert engine.generate(PROMPT, Sampling(temperature=0.0), 8).token_ids == want
 
 
 def test_prompt_leaves_the_device_once(models):
