@@ -223,7 +223,7 @@ class Running:
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
         assert self.process.stdout is not None
-        self.first = b"".join(self.process.stdout.read(1) for _ in range(20))  # some rounds' text
+        self.first = b"".join(self.process.stdout.read(1) for _ in range(120))  # some rounds' text
         self.ranks = {
             int(child.environ()["RANK"]): child
             for child in psutil.Process(self.process.pid).children(recursive=True)

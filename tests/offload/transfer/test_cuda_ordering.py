@@ -96,7 +96,9 @@ def wait_statements():
     found = [one for one in found if one.source != "self._done.synchronize()"]  # which staging waits with
     found += m.mutations(ring, {"wait", "stop"}, set(), {"Ring"})
     found += m.mutations(streamed_blocks, {"wait", "wait_for_stores", "stop"}, set(), {"StreamedBlocks"})
-    return [mutation for mutation in found if not mutation.source.startswith("began = ")]  # which only times
+    # One only times; the other has memory given back, and the next pass does the same.
+    without = ("began = ", "self._staging.stop()")
+    return [mutation for mutation in found if not mutation.source.startswith(without)]
 
 
 @pytest.mark.parametrize("mutation", wait_statements(), ids=str)
@@ -122,11 +124,12 @@ def staging_waits():
     calls = {"wait", "wait_on_host", "finish", "result", "exception", "stop"}
     found = m.mutations(staging, calls, set(), {"Staging", "Staged", "_Write", "Crossing"})
     found += m.mutations(cuda_link, {"synchronize"}, set(), {"_Arrival"})
-    return found + m.mutations(ring, {"wait_for_writes"}, set(), {"Ring"})
+    found += m.mutations(ring, {"wait_for_writes"}, set(), {"Ring"})
+    return found if profile_name() == "campaign" else found[::4]  # each takes half a minute
 
 
 @pytest.mark.parametrize("mutation", staging_waits(), ids=str)
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_staging_without_one_of_the_waits_is_noticed(decoders, mutation):
     def fails(seed, kinds=(None,) * 8):
         try:
