@@ -57,7 +57,7 @@ def test_random_histories_with_packed_blocks_do_too(packing_decoders, part):
         play(packing_decoders, seed, deferred=bool((seed // 4 + seed) % 2))
 
 
-@pytest.mark.parametrize("part", range(HISTORIES // 8))
+@pytest.mark.parametrize("part", range(HISTORIES // 16))
 @pytest.mark.slow(keep=1)
 def test_random_histories_with_blocks_on_a_disk_or_in_memory_that_is_not_locked_do_too(
     decoders, packing_decoders, part
