@@ -55,7 +55,7 @@ def with_lengths(engine, draft_length: int, block_length: int):
     [
         (1, 2, TWO_TOKENS, 0.0),
         pytest.param(2, 2, TWO_TOKENS, 0.0, marks=pytest.mark.slow),
-        pytest.param(1, 2, replace(SAMPLING, top_k=3), 1e-7, marks=pytest.mark.slow),
+        *([(1, 2, replace(SAMPLING, top_k=3), 1e-7)] if profile_name() == "campaign" else []),
     ],
 )
 def test_every_outcome_of_three_tiers_adds_up_to_the_target_distribution(
