@@ -123,13 +123,8 @@ class Saver:
             return
         try:
             self._writing.result()
-        except (
-            OSError,
-            DamagedError,
-            LinkError,
-            MemoryError,
-            RuntimeError,
-        ) as error:  # the last is PyTorch's where memory ends
+        # RuntimeError is PyTorch's where memory ends.
+        except (OSError, DamagedError, LinkError, MemoryError, RuntimeError) as error:
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
         finally:
             self._writing = None

@@ -157,6 +157,17 @@ class Overflow:
         elif not fits and index not in raw:
             raw[index] = self.take()
 
+    def leave(self, raw: dict[int, Tensor], index: int, block: Tensor, buffer: Tensor) -> Tensor:
+        """Packs `block` into a slot in `buffer`, or puts it there as it is where it does not fit: what to copy from.
+
+        Raises:
+            CapacityError: see `take`.
+        """
+        slot = slot_in(buffer, block_slot(*self._shape[1:]).slot_bytes)
+        _, fits = pack(block.flatten(0, 1), slot)
+        self.note(raw, index, bool(fits))
+        return buffer.copy_(block) if index in raw else slot
+
 
 class PackedBlocks(HostBlocks):
     """Blocks in slots, but for those that do not fit into them."""
@@ -182,13 +193,7 @@ class PackedBlocks(HostBlocks):
         return self._overflow.memory.source(self._raw[index] if index in self._raw else self._slots[index])
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
-        slot = slot_in(buffer, self._layout.slot_bytes)
-        _, fits = pack(block.flatten(0, 1), slot)
-        self._overflow.note(self._raw, index, bool(fits))
-        if index not in self._raw:
-            return slot, self.at(index)
-        buffer.copy_(block)
-        return buffer, self.at(index)
+        return self._overflow.leave(self._raw, index, block, buffer), self.at(index)
 
     def read(self, first: int, stop: int) -> Tensor:
         found = self._slots.new_empty((stop - first, *self._shape), dtype=torch.bfloat16)

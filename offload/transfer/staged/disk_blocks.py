@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....kernels.packing import gather_packed, pack, unpack
 from ...planning.placement import block_slot
-from ..host_blocks import HostBlocks, Overflow, slot_in
+from ..host_blocks import HostBlocks, Overflow
 from ..link import aligned_memory
 from .block_file import ALIGNMENT, BlockFile
 from .staging import THREADS, Source
@@ -64,14 +64,9 @@ class DiskBlocks(HostBlocks):
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         if index >= self._count:
             return self._rest.leave(index - self._count, block, buffer)
-        if self._overflow is not None and self._layout is not None:
-            slot = slot_in(buffer, self._layout.slot_bytes)
-            _, fits = pack(block.flatten(0, 1), slot)
-            self._overflow.note(self._raw, index, bool(fits))
-            if index not in self._raw:
-                return slot, self.at(index)
-        buffer.copy_(block)
-        return buffer, self.at(index)
+        if self._overflow is None:
+            return buffer.copy_(block), self.at(index)
+        return self._overflow.leave(self._raw, index, block, buffer), self.at(index)
 
     def read(self, first: int, stop: int) -> Tensor:
         edge = min(max(first, self._count), stop)
