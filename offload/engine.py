@@ -262,7 +262,7 @@ class Engine:
         if self.contexts and first and self.target.ranks.rank == 0:
             plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
         limits = tiers or most_tiers, reuse, plan, most, in_slices
-        return self.target.ranks.share(BatchOrder(orders, alone, secrets.randbelow(2**31), *limits))
+        return self.target.ranks.share(BatchOrder(orders, alone, secrets.randbelow(2**31), *limits), patiently=True)
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -308,12 +308,12 @@ class Engine:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
-        order = self.target.ranks.share(None)
+        order = self.target.ranks.share(None, patiently=True)
         return None if order is None else self._start(order)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
-        self.target.ranks.share(None)
+        self.target.ranks.share(None, patiently=True)
 
     def close(self) -> None:
         """Parts with the other ranks, if any; every rank calls it when no run is left. Captured passes are freed first,

@@ -145,22 +145,26 @@ def _look_at_gpus(found: Findings, torch: Any) -> None:
 
 
 def _look_at_page_locking(found: Findings, torch: Any) -> None:
-    """How much host memory the system locks for copies to a GPU, up to `_LOCKED_BYTES`, and how long that takes."""
+    """How much host memory the system locks for copies to a GPU, and how long that takes; up to `_LOCKED_BYTES`, and to
+    half of what is free."""
     try:
+        import psutil
+
         from ..offload.transfer.cuda_runtime import CudaRuntime
         from ..offload.transfer.page_locking import lockable
 
-        size, seconds = lockable(CudaRuntime(torch.device("cuda", found.cuda[0]["index"])), _LOCKED_BYTES)
+        tried = min(_LOCKED_BYTES, psutil.virtual_memory().available // 2)
+        size, seconds = lockable(CudaRuntime(torch.device("cuda", found.cuda[0]["index"])), tried)
     except Exception as error:  # of a driver, in many ways
         found.missing.append(f"page-locked host memory, for streaming to a GPU, could not be tried: {error}")
         return
-    found.page_locking = {"tried_bytes": _LOCKED_BYTES, "locked_bytes": size, "seconds": seconds}
+    found.page_locking = {"tried_bytes": tried, "locked_bytes": size, "seconds": seconds}
     if not size:
         found.missing.append(
             "page-locked host memory: the system locks none, so nothing streams to a GPU, and the KV cache has to fit "
             "there; raise the limit: ulimit -l unlimited, in a container --ulimit memlock=-1"
         )
-    elif size < _LOCKED_BYTES:
+    elif size < tried:
         found.missing.append(
             f"page-locked host memory: the system locks {gib(size)}; what streams beyond that is copied once more "
             "within host memory on its way to a GPU; raise the limit: ulimit -l unlimited, in a container --ulimit "

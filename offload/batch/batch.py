@@ -197,9 +197,6 @@ class Batch(Iterator[tuple[int, Round]]):
                         self._leave(one)
                 if self._reading:
                     self._reading.grant(self._decode_s - decoded_s)
-                    if self._reading.sequence.ends:
-                        self._leave(self._reading.sequence)
-                        self._reading = None
             whole = True
         finally:
             for sequence in self.sequences:
@@ -213,9 +210,9 @@ class Batch(Iterator[tuple[int, Round]]):
             assert self._reading
             sequence, index = self._reading.sequence, self._reading.index
             event = self._read_on(self._reading)
-            if event is None and self._reading:
-                return
             if event is None:
+                if self._reading and self._any_runs():
+                    return
                 continue
             yield index, event
             sequence.since = time.perf_counter()
@@ -282,10 +279,14 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def _read_on(self, reading: Reading) -> Round | None:
         """Reads a prompt, or some slices of it; its sequence's first round. `None` where it is not read to its end, and
-        where memory did not suffice, or it could not be saved: then it alone has failed, and is not read further."""
+        where it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
         count = None
-        if self._in_slices and any(one.state == "running" for one in self.sequences):
-            count = self._target.ranks.share_numbers([reading.due], 1)[0]
+        if self._in_slices:
+            due = reading.due if self._any_runs() else reading.soon
+            count, ends = self._target.ranks.share_numbers([due, int(reading.sequence.asked_to_end)], 2)
+            if ends:
+                self._drop(reading)
+                return None
         try:
             with shortage_explained(self._target.device):
                 event = self._first_round(reading) if reading.go_on(count) else None
@@ -293,11 +294,19 @@ class Batch(Iterator[tuple[int, Round]]):
             if self._alone or (self._target.ranks.size > 1 and isinstance(error, CapacityError)):
                 raise
             self._fail(reading.sequence, error)
-            self._leave(reading.sequence)
-            self._opening.forget(reading.sequence)
-            self._reading = event = None
+            self._drop(reading)
+            event = None
         self._read_until = time.perf_counter()
         return event
+
+    def _drop(self, reading: Reading) -> None:
+        """Ends a sequence whose prompt is not read to its end."""
+        self._leave(reading.sequence)
+        self._opening.forget(reading.sequence)
+        self._reading = None
+
+    def _any_runs(self) -> bool:
+        return any(one.state == "running" for one in self.sequences)
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
@@ -372,25 +381,20 @@ class Batch(Iterator[tuple[int, Round]]):
         """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
         `RankAgreement`."""
         decisions = [number for tier in self.tiers for number in tier.decisions]
-        joining, everyone = len(self._joining), list(sequences)
-        if self._reading:
-            everyone.append(self._reading.sequence)
-            drawn = [*drawn, Drawn([], ends=everyone[-1].asked_to_end)]
         drawn, decisions, joining, self._ended = self._agreement.agree(
-            drawn, decisions, joining=joining, ends=self._asked_to_end
+            drawn, decisions, joining=len(self._joining), ends=self._asked_to_end
         )
         each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
         for i, tier in enumerate(self.tiers):
             tier.decisions = decisions[i * each : (i + 1) * each]
-        for sequence, one in zip(everyone, drawn, strict=True):
+        for sequence, one in zip(sequences, drawn, strict=True):
             sequence.ends = one.ends
         if joining:
             self._join(joining)
-        return drawn[: len(sequences)]
+        return drawn
 
     def _join(self, count: int) -> None:
         """Takes in the sequences that were added."""
         orders, self._joining = self._joining[:count], self._joining[count:]
-        orders = self._target.ranks.share(orders)
         now = time.perf_counter()
-        self.sequences += [BatchSequence(order, now) for order in orders]
+        self.sequences += [BatchSequence(order, now) for order in self._target.ranks.share(orders)]

@@ -18,6 +18,9 @@ from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
 from .sequence import BatchSequence
 
+_SOON_S = 0.5
+"""Between two moments at which a prompt that is read alone may end, because nobody waits for it any more."""
+
 
 class Reading:
     """A prompt that is being read."""
@@ -43,6 +46,11 @@ class Reading:
     def due(self) -> int:
         """The slices that are expected to fit into the time granted so far; one, before any was timed."""
         return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
+
+    @property
+    def soon(self) -> int:
+        """The slices until the moment to look whether somebody still waits for it, while nobody else runs."""
+        return 1 if self._slice_s is None else max(1, int(_SOON_S / self._slice_s))
 
     def go_on(self, count: int | None) -> bool:
         """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""

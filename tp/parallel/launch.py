@@ -16,8 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, Self
+
+import psutil
 
 from ..errors import PeerError, TriforceError, UsageError
 
@@ -37,11 +41,13 @@ class Failure:
     message: str
 
 
-def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, ends_by_itself: bool = False) -> int:
     """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them.
 
     Args:
         ready: called when the launcher is imported, before any process is started.
+        ends_by_itself: whether signals are passed on to rank 0 alone, which ends the others in its own time; else all
+            ranks get them, and end.
 
     Returns:
         0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
@@ -59,9 +65,9 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
     logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
     # Releases without this field handle all signals, also SIGHUP under nohup.
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    handled: dict[str, Any] = (
-        {"signals_to_handle": ",".join(_handled_signals())} if "signals_to_handle" in fields else {}
-    )
+    own = _RankZero() if ends_by_itself else None
+    names = ["SIGQUIT"] if own else [number.name for number in _handled_signals()]
+    handled: dict[str, Any] = {"signals_to_handle": ",".join(names)} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -75,11 +81,13 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
         **handled,
     )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with own or nullcontext():
+            elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
-        return _outcome(
-            [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
-        )
+        failures = [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
+        if own and own.passed_on is not None and failures[0].exit_code == 128 + own.passed_on:
+            return 128 + own.passed_on
+        return _outcome(failures)
     except SignalException as stopped:
         return 128 + stopped.sigval
     finally:
@@ -87,10 +95,40 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int
     return 0
 
 
-def _handled_signals() -> list[str]:
+def _handled_signals() -> list[signal.Signals]:
     """The signals that end a run, but for those that this process ignores, as under `nohup`."""
     ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    return [number.name for number in ends if signal.getsignal(number) != signal.SIG_IGN]
+    return [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]
+
+
+class _RankZero:
+    """Within this block signals to this process are passed on to rank 0, or end the launcher before there is one."""
+
+    def __init__(self) -> None:
+        self.passed_on: int | None = None
+        """The first one."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in _handled_signals():
+            if number != signal.SIGQUIT:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if child.environ().get("RANK") == "0":
+                    child.send_signal(number)
+                    self.passed_on = self.passed_on or number
+                    return
+        raise SignalException("stopped before rank 0 was started", signal.Signals(number))
 
 
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ from ..errors import PeerError, TriforceError, UsageError
 from .place import Place
 
 T = TypeVar("T")
+
+_PATIENCE = timedelta(days=365)
+"""How long ranks wait for what rank 0 begins next: people leave a conversation or a server alone for days."""
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Ranks:
     """Ranks on this machine, which share its memory."""
     collectives: Counter[str] = field(default_factory=Counter)
     """Collective calls so far, by kind, without those of replayed CUDA graphs."""
+    _patient: dist.ProcessGroup | None = None
 
     @classmethod
     def join(cls, place: Place, device: torch.device) -> Ranks:
@@ -54,7 +59,8 @@ class Ranks:
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
             atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
-        return cls(place.rank, place.size, place.local_size)
+        patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return cls(place.rank, place.size, place.local_size, _patient=patient)  # pyright: ignore[reportArgumentType]
 
     def sum(self, x: Tensor, kind: str = "all_reduce") -> Tensor:
         """The sum of all ranks' `x`, in place; counted in `collectives` as `kind`."""
@@ -79,12 +85,16 @@ class Ranks:
         self._call("all_gather", lambda: dist.all_gather(parts, x))
         return torch.cat(parts, dim=-1)
 
-    def share(self, value: T) -> T:
-        """Rank 0's `value`, which can be any object that can be pickled."""
+    def share(self, value: T, *, patiently: bool = False) -> T:
+        """Rank 0's `value`, which can be any object that can be pickled.
+
+        Args: `patiently` is whether the others wait for it without limit, and not for minutes.
+        """
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        self._call("broadcast_object", lambda: dist.broadcast_object_list(box, src=0, device=torch.device("cpu")))
+        options = {"group": self._patient if patiently else None, "device": torch.device("cpu")}
+        self._call("broadcast_object", lambda: dist.broadcast_object_list(box, src=0, **options))
         return box[0]
 
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:

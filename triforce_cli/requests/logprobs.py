@@ -22,6 +22,8 @@ def entries(
     def one(token: int, logprob: float) -> Entry:
         text = decode([token])
         part = "\ufffd" in text  # some of a character's bytes
+        if not part:  # read behind another token, as some tokenizers leave out the space before a text's first one
+            text = decode([token, token])[len(text) :]
         return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}
 
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from ...tp.errors import TriforceError, UsageError
+from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
@@ -37,10 +37,15 @@ def serve(request: ServeRequest, call: Call) -> None:
         raise TriforceError(
             f"serve needs {', '.join(missing)}, which is not installed: pip install 'triforce-cli[serve]'"
         )
+    from ..ranks import leads
     from ..terminal.streams import tell
     from .access import Access, listener
 
-    access = Access.of(request)
+    place = Place.from_environment()
+    access = Access.of(request) if place is None or place.rank == 0 else None
+    if not leads(request, call, goes_on=True, ends_by_itself=True):
+        return
+    assert access
     with listener(request) as listening:
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
@@ -51,12 +56,8 @@ def serve(request: ServeRequest, call: Call) -> None:
 
 def _check_options(request: ServeRequest) -> None:
     """Raises:
-    UsageError: several ranks, or an impossible name.
+    UsageError: an impossible name.
     """
-    place = Place.from_environment()
-    if request.gpus > 1 or (place is not None and place.size > 1):
-        ranks = request.gpus if place is None else place.size
-        raise UsageError(f"serve has one rank so far, not {ranks}: leave --gpus out, and start it without torchrun")
     if request.context is not None:
         from ...offload.contexts.home import user_store
 

@@ -59,8 +59,8 @@ def run(
             server.worker.ended.wait()
         ended = server.worker.error or TriforceError("the thread that serves HTTP has ended")
     except Stop as stop:
-        ended = stop
         _let_end(server.worker, request.grace, signals)
+        ended = server.worker.error or stop
     stopped = server.cut()
     if isinstance(ended, Stop) and not stopped:
         _leave(ended)
@@ -81,7 +81,7 @@ def _let_end(worker: Worker, grace_s: float, signals: Signals) -> None:
     """Lets answers end, until a second signal comes."""
     loading = worker.state == "loading"
     worker.stop()
-    signals.take()
+    signals.take(repeats=True)
     if loading or worker.ended.is_set():
         return
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
@@ -125,12 +125,13 @@ class Server:
         self.app = make_app(self.service, access, metrics, note)
         self._http = HttpThread(self.app, listening, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
-        self._million = config.num_parameters / 1e6
+        self._million, self._ranks = config.num_parameters / 1e6, request.gpus
 
     @property
     def introduction(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        what = f"{self.service.name}, {self._million:,.1f} M parameters"
+        ranks = f" on {self._ranks} ranks" if self._ranks > 1 else ""
+        what = f"{self.service.name}, {self._million:,.1f} M parameters{ranks}"
         return f"{what}: loading; listening at http://{host}:{self.port}"
 
     def start(self, *, load: bool = True) -> None:

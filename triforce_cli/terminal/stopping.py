@@ -116,9 +116,14 @@ class Signals:
             self._held = True
             raise self._stop
 
-    def take(self) -> Stop | None:
-        """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew."""
-        stop, self._stop, self._last_at = self._stop, None, float("-inf")
+    def take(self, *, repeats: bool = False) -> Stop | None:
+        """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew.
+
+        Args: `repeats` is whether one that follows it within `REPEAT_S` is still a repetition.
+        """
+        stop, self._stop = self._stop, None
+        if not repeats:
+            self._last_at = float("-inf")
         return stop
 
     @property

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import Fork, triforce
+from spmd import ENVIRONMENT
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -105,6 +111,90 @@ class TestServer:
         for thread in threads:
             thread.join(60)
         return found
+
+
+class Process:
+    """`triforce serve` in a process of its own, or in several that were started as torchrun starts them."""
+
+    def __init__(self, pair: tuple[Path, Path], log: Path, *options: object, ranks: int = 1) -> None:
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--port", 0)
+        self.log, self.forks = log, []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        with open(log, "wb") as out, open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), out.fileno(), out.fileno()
+            for rank in range(ranks):
+                place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared, **ENVIRONMENT} if ranks > 1 else {}
+                call = slowly(triforce("serve", *fixed, *options))
+                self.forks.append(Fork(call, streams, {**os.environ, **place}))
+        self.fork = self.forks[0]
+        self.wait_for("ready\n")
+        found = re.search(r"listening at http://127\.0\.0\.1:(\d+)", log.read_text())
+        assert found
+        self.port = int(found[1])
+
+    def wait_for(self, words: str) -> None:
+        end = time.monotonic() + 60
+        while words not in self.log.read_text():
+            assert self.fork.ended() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.fork.pid, number)
+
+    def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", COMPLETION, json.dumps(body))
+        return connection.getresponse()
+
+    def stream(self, tokens: int) -> tuple[list[bytes], threading.Thread]:
+        """What comes of a stream, in a list that grows, and the thread that reads it."""
+        lines: list[bytes] = []
+
+        def read() -> None:
+            response = self.post({"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True})
+            lines.extend(line for line in response if line.startswith(b"data: "))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        end = time.monotonic() + 30
+        while len(lines) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        return lines, thread
+
+
+def slowly(call: Any) -> Any:
+    """Rounds take 5 ms at least."""
+
+    def patched() -> object:
+        from triforce.offload import Batch
+
+        whole = Batch.__next__
+
+        def late(batch: Any) -> Any:
+            time.sleep(0.005)
+            return whole(batch)
+
+        setattr(Batch, "__next__", late)  # noqa: B010 (in the fork alone)
+        return call()
+
+    return patched
+
+
+@pytest.fixture
+def process(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
+    """Starts one: `process("--grace", 1, ranks=2)`."""
+    found: list[Process] = []
+
+    def start(*options: object, ranks: int = 1) -> Process:
+        found.append(Process(pair, tmp_path / "log", *options, ranks=ranks))
+        return found[-1]
+
+    yield start
+    for fork in (fork for one in found for fork in one.forks):
+        fork.kill()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ TELL_S = 0.1
 
 
 class CutError(Exception):
-    """Broken off: the server ends, or nobody waits for what is being read."""
+    """Broken off: the server ends."""
 
 
 class RunningBatch:
@@ -55,6 +55,8 @@ class RunningBatch:
         self._queue = queue
         self._most, self._save_prompts, self._is_cut = most, save_prompts, is_cut
         self._working: dict[int, Writing | ReadingText] = {}
+        self.begun = False
+        """Whether the engine has begun, and other ranks, if there are any, with it."""
 
     def __len__(self) -> int:
         """Answers that are being written and texts that are read, or wait for memory."""
@@ -81,11 +83,12 @@ class RunningBatch:
                 contexts=self._contexts(first),
                 on_prefill=lambda index, share: self._read(batch, index, share),
             )
+            self.begun = True
             self._decode(batch)
         except CutError:
-            self._fail_all(STOPPING)
+            self.fail_all(STOPPING)
         except Exception as error:
-            self._fail_all(error)
+            self.fail_all(error)
             raise
         finally:
             if batch:
@@ -126,17 +129,24 @@ class RunningBatch:
         ]
 
     def _decode(self, batch: Batch) -> None:
-        """Runs the batch to its end."""
+        """Runs the batch to its end.
+
+        Raises:
+            CutError: it was broken off, on all ranks.
+        """
         while True:
             event = next(batch, None)
             if self._is_cut():
-                raise CutError
+                batch.end_all()
+                if event is None:
+                    raise CutError
+                continue
             if event is not None:
                 self._update(batch, *event)
             self._sweep(batch)
             self._measure(batch)
             if event is None:
-                self._fail_all(BodyError("the batch ended before the answer", code="not_answered", status=500))
+                self.fail_all(BodyError("the batch ended before the answer", code="not_answered", status=500))
                 return
             self._join(batch)
 
@@ -209,18 +219,16 @@ class RunningBatch:
                 batch.end(index)
 
     def _read(self, batch: Batch | None, index: int, share: float) -> None:
-        """Takes note of a share of a prompt that was read.
-
-        Raises:
-            CutError: nobody waits for anything of this batch.
-        """
-        if self._is_cut() or all(work.job.abandoned for work in self._working.values()):
-            raise CutError
-        work = self._working.get(index)
-        if batch:
-            self._measure(batch)
-        now = time.perf_counter()
-        if work is None or batch is None or work.number or (share < 1 and now - work.told < TELL_S):
+        """Takes note of a share of a prompt that was read."""
+        if batch is None:
+            return
+        cut = self._is_cut()
+        for other, work in self._working.items():
+            if cut or work.job.abandoned:
+                batch.end(other)
+        self._measure(batch)
+        work, now = self._working.get(index), time.perf_counter()
+        if work is None or work.number or (share < 1 and now - work.told < TELL_S):
             return
         work.began, work.told = work.began or now, now
         s = batch.sequences[index].statistics
@@ -230,7 +238,8 @@ class RunningBatch:
     def _measure(self, batch: Batch) -> None:
         self._metrics.update(batch.traffic(), batch.kv_bytes())
 
-    def _fail_all(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
+        """Tells all who still wait that nothing follows."""
         for job in {work.job for work in self._working.values()}:
             job.fail(error)
         self._working = {}

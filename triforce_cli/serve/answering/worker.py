@@ -63,7 +63,10 @@ class Worker:
         self._cut = True
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
-        return not self._thread.is_alive()
+        ended, batch = not self._thread.is_alive(), self._batch
+        if batch and not ended:
+            batch.fail_all(STOPPING)
+        return ended
 
     def _run(self) -> None:
         try:
@@ -85,7 +88,11 @@ class Worker:
             self.ended.set()
 
     def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
-        """Does one piece of work, and what joins it. What fails with it does not end the server."""
+        """Does one piece of work, and what joins it. What fails with it does not end the server.
+
+        Raises:
+            Exception: it failed where other ranks go on with it.
+        """
         if work.abandoned:
             return
         request = self._request
@@ -95,9 +102,11 @@ class Worker:
         )  # fmt: skip
         try:
             self._batch.run(work)
-        except TriforceError:
-            pass  # whoever asked knows
         except Exception as error:
+            if self._batch.begun and engine.target.ranks.size > 1:
+                raise
+            if isinstance(error, TriforceError):
+                return  # whoever asked knows
             self._tell(
                 f"error: the engine failed ({type(error).__name__}); requests under way were told; "
                 "--debug shows the traceback"

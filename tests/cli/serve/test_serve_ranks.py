@@ -1,0 +1,105 @@
+"""Several ranks behind one address: the answers of one rank, and together to the end."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from triforce.offload.batch import reading
+
+TEXT = "It was the best of times, it was the worst of times. " * 12
+ASKED = [
+    {"prompt": "It was", "max_tokens": 30, "temperature": 0},
+    {"prompt": "It was", "max_tokens": 20, "seed": 5},
+    {"prompt": TEXT, "max_tokens": 25, "seed": 6},
+    {"prompt": TEXT + "It", "max_tokens": 10, "temperature": 0, "n": 2},
+    {"prompt": "And", "max_tokens": 40, "temperature": 0},
+]
+
+
+def texts(answer):
+    return [choice["text"] for choice in answer["choices"]]
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
+    alone = [texts(server.ask("POST", "/v1/completions", asked).json) for asked in ASKED]
+    ranks = process(ranks=2)
+    assert [texts(json.load(ranks.post(asked))) for asked in ASKED] == alone
+    leaves = ranks.post({"prompt": TEXT + TEXT[:90], "max_tokens": 200, "stream": True})
+    leaves.readline()
+
+    def ask(asked):
+        return lambda: texts(json.load(ranks.post(asked)))
+
+    assert server.at_once(*(ask(asked) for asked in ASKED), leaves.close) == [*alone, None]
+    ranks.signal(signal.SIGTERM)
+    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, monkeypatch, ranks):
+    slices = reading._pausing
+
+    def slow(found, full, tokens):
+        found = slices(found, full, tokens)
+        while True:
+            try:
+                yield next(found)
+            except StopIteration as end:
+                return end.value
+            time.sleep(3 if tokens > 100 else 0)
+
+    monkeypatch.setattr(reading, "_pausing", slow)  # as the process is a fork, also there
+    server = process(ranks=ranks)
+    leaves = server.post({"prompt": TEXT, "max_tokens": 5, "stream": True, "return_progress": True})
+    assert b"prompt_progress" in leaves.readline()
+    leaves.close()
+    began = time.monotonic()
+    assert texts(json.load(server.post(ASKED[0])))
+    assert time.monotonic() - began < 8, "it was read on"
+    server.signal(signal.SIGTERM)
+    assert [fork.wait(30) for fork in server.forks] == [143, 0][:ranks], server.log.read_text()
+
+
+@pytest.mark.slow
+def test_an_answer_that_takes_too_long_is_cut_on_all_ranks(process):
+    ranks = process("--grace", 0.5, ranks=2)
+    lines, thread = ranks.stream(900)
+    ranks.signal(signal.SIGTERM)
+    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
+    thread.join(10)
+    assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "stopping"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed rank", "signal to all"])
+def test_the_launcher_ends_with_rank_0(process, end):
+    server = process("--gpus", 2)
+    ranks = {
+        int(child.environ()["RANK"]): child
+        for child in psutil.Process(server.fork.pid).children()
+        if "RANK" in child.environ()
+    }
+    lines, thread = server.stream(900 if end == "killed rank" else 150)
+    if end == "killed rank":
+        ranks[1].send_signal(signal.SIGKILL)
+        code, words = 1, "error: rank 1 was killed by SIGKILL"
+    else:  # as a terminal does, and a service manager; that rank 0 gets it twice is one signal
+        for pid in (server.fork.pid, ranks[0].pid, ranks[1].pid):
+            os.kill(pid, signal.SIGTERM)
+        code, words = 143, "stopping: 1 answers"
+    assert server.fork.wait(60) == code, server.log.read_text()
+    thread.join(10)
+    log = server.log.read_text()
+    assert words in log and "Traceback" not in log
+    _, alive = psutil.wait_procs(ranks.values(), timeout=10)
+    assert not alive
+    if end == "killed rank":
+        assert log.count("error:") == 1, log
+        assert "lost the other ranks" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
+    else:
+        assert lines[-1] == b"data: [DONE]\n"
