@@ -60,7 +60,7 @@ def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, monkeypa
     leaves.close()
     began = time.monotonic()
     assert texts(json.load(server.post(ASKED[0])))
-    assert time.monotonic() - began < 8, "it was read on"
+    assert time.monotonic() - began < 12, "it was read on"  # which takes twenty seconds
     server.signal(signal.SIGTERM)
     assert [fork.wait(30) for fork in server.forks] == [143, 0][:ranks], server.log.read_text()
 
