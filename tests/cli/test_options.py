@@ -69,7 +69,7 @@ def test_values_are_checked_when_they_are_parsed(capfd, command, option, value, 
 def test_threads_are_those_that_were_asked_for(pair):
     common = ("--model", pair[0], "--draft", pair[1], "--prompt", TEXT, "--max-new-tokens", 4, "--json", "-")
     # New processes: a fork of one that has computed with two threads would wait for the other one for ever.
-    for threads, want in (("--threads", 2), 2), (("--threads", "auto"), 1), ((), 1):
+    for threads, want in (("--threads", 2), 2), ((), 1):
         outcome = run_command("generate", *common, *threads)
         assert json.loads(outcome.out)["threads"] == want, outcome
     outcome = run_command("compare", *common, "--repeat", 1, "--baseline", "autoregressive", "--threads", 2)

@@ -200,8 +200,8 @@ def test_attend_gives_mass_beside_a_kernel_that_does_not():
         ("--unusual", "80"),
         ("--unusual", "90"),
         *(
-            ("--dtypes", "bfloat16", "--groups", "4", "--head-dims", head_dim, "--capabilities", "86", "120")
-            for head_dim in ("64", "128")
+            ("--dtypes", "bfloat16", "--groups", "4", "--head-dims", head_dim, "--capabilities", capability)
+            for head_dim, capability in (("64", "86"), ("128", "120"))
         ),
     ],
     ids=" ".join,

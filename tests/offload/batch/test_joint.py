@@ -90,7 +90,7 @@ def batches(full):
 @pytest.mark.slow
 def test_texts_of_four_sequences_follow_the_target_distribution_and_are_independent(engine_and_target, seeded):
     engine, target = engine_and_target
-    count = batches(200)
+    count = batches(120)
     texts, sharing = drawn(engine, count, seeded)
     assert sharing == count
     assert min(p_of_each(texts, target)) > 1e-3 / len(PROMPTS)

@@ -147,7 +147,7 @@ def test_what_two_ranks_packed_one_reads_and_the_other_way_round(tmp_path):
 
 @pytest.mark.slow
 def test_packed_contexts_survive_power_cuts(tiny_packed, tmp_path):
-    every = 1 if profile_name() == "campaign" else 13
+    every = 1 if profile_name() == "campaign" else 29
     assert power_cuts(tiny_packed, tmp_path, 0, every).failed == 0
 
 

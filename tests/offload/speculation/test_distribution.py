@@ -86,10 +86,10 @@ def test_that_test_notices_a_draw_that_is_not_from_the_residual(engine_and_targe
 @pytest.mark.slow
 def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path):
     """With 6,000 runs, those of a campaign, this finds, in 99 of 100 tests, probabilities that are wrong by 12 % of
-    themselves (root mean square, weighted by the probability), with 3,000 those that are by 17 %. A draw that is not
+    themselves (root mean square, weighted by the probability), with 2,000 those that are by 21 %. A draw that is not
     from the residual makes them wrong by 48 %: with one layer the tiers disagree much more often than with two, where
     it is 25 %."""
-    runs = 6_000 if profile_name() == "campaign" else 3_000
+    runs = 6_000 if profile_name() == "campaign" else 2_000
     engine, target = load(tmp_path, num_hidden_layers=1)
     counts, rejections = sample_counts(engine, runs)
     assert rejections["draft"] > runs, rejections
