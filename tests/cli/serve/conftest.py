@@ -188,8 +188,8 @@ def process(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
     """Starts one: `process("--grace", 1, ranks=2)`."""
     found: list[Process] = []
 
-    def start(*options: object, ranks: int = 1) -> Process:
-        found.append(Process(pair, tmp_path / "log", *options, ranks=ranks))
+    def start(*options: object, ranks: int = 1, models: tuple[Path, Path] = pair) -> Process:
+        found.append(Process(models, tmp_path / "log", *options, ranks=ranks))
         return found[-1]
 
     yield start

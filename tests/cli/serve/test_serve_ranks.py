@@ -7,6 +7,8 @@ import time
 
 import psutil
 import pytest
+from command import CONTEXT, VOCABULARY, save_tokenizer
+from tiny import save_llama
 from triforce.offload.batch import reading
 
 TEXT = "It was the best of times, it was the worst of times. " * 12
@@ -41,26 +43,28 @@ def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, monkeypatch, ranks):
+def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, monkeypatch, tmp_path, ranks):
+    save_tokenizer(tmp_path)
+    save_llama(tmp_path, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, num_hidden_layers=16)
     slices = reading._pausing
 
     def slow(found, full, tokens):
         found = slices(found, full, tokens)
         while True:
+            time.sleep(1 if tokens > 100 else 0)
             try:
                 yield next(found)
             except StopIteration as end:
                 return end.value
-            time.sleep(2 if tokens > 100 else 0)
 
     monkeypatch.setattr(reading, "_pausing", slow)  # as the process is a fork, also there
-    server = process(ranks=ranks)
+    server = process(ranks=ranks, models=(tmp_path, tmp_path))
     leaves = server.post({"prompt": TEXT, "max_tokens": 5, "stream": True, "return_progress": True})
     assert b"prompt_progress" in leaves.readline()
     leaves.close()
     began = time.monotonic()
     assert texts(json.load(server.post(ASKED[0])))
-    assert time.monotonic() - began < 9, "it was read on"  # which takes twelve seconds
+    assert time.monotonic() - began < 10, "it was read on"  # which takes half a minute
     server.signal(signal.SIGTERM)
     assert [fork.wait(30) for fork in server.forks] == [143, 0][:ranks], server.log.read_text()
 
