@@ -25,7 +25,8 @@ class HostMemory:
         self.refused = False
         """Whether the system has refused to lock some."""
         self.staged = False
-        """Whether there is staging for what is not locked."""
+        """Whether there is staging for what is not locked. What is taken from then on is not: the rest of what the
+        system locks is for the staging of others."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, *, must_be_locked: bool = False) -> Tensor:
         """Memory for `shape[0]` blocks; see `Link.host_memory`. Once the system has refused to lock some, it is not
@@ -34,7 +35,7 @@ class HostMemory:
         Raises:
             CapacityError: it refuses now, and the memory must be locked.
         """
-        if not self.refused:
+        if not (self.refused or self.staged):
             try:
                 return self._link.host_memory(shape, dtype)
             except CapacityError:

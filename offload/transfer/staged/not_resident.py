@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -59,6 +60,8 @@ class NotResident:
                 on_memory((layer + 1) / config.num_layers)
         if self._memory.refused and self.staging is None:
             self.staging = self._make_staging()
+        if self.staging:
+            self._leave_room()
         self._memory.staged = self.staging is not None
 
     @property
@@ -82,32 +85,41 @@ class NotResident:
         return DiskBlocks(self.file, layer * num_disk, num_disk, blocks, self._block, self._dtype, overflow)
 
     def _make_staging(self) -> Staging:
-        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first,
-        until it would lock the buffers of `_OTHERS` too.
+        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first.
 
         Raises:
             CapacityError: the system does not even lock so much.
         """
-        size = aligned_size(prod(self._block) * self._dtype.itemsize)
         pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk and self.file else (make_pool(), None)
-
-        def make() -> Staging:
-            staging = Staging(self._link, size, STAGING_BUFFERS, pool, note_wait)
-            if self._memory.refused and self._locked:
-                self._link.host_memory((_OTHERS * STAGING_BUFFERS, size), torch.uint8)  # given back at once
-            return staging
-
         while True:
             try:
-                return make()
+                return Staging(self._link, self._staged_size, STAGING_BUFFERS, pool, note_wait)
             except CapacityError as error:
                 if not self._locked:
                     raise CapacityError(
-                        f"the system does not page-lock {gib(STAGING_BUFFERS * size)} of host memory, which streaming "
-                        "needs at least; raise the limit (ulimit -l; in a container --ulimit memlock=-1), or shorten "
-                        "the prompt until the GPU holds all of the KV cache"
+                        f"the system does not page-lock {gib(STAGING_BUFFERS * self._staged_size)} of host memory, "
+                        "which streaming needs at least; raise the limit (ulimit -l; in a container --ulimit "
+                        "memlock=-1), or shorten the prompt until the GPU holds all of the KV cache"
                     ) from error
-            self._memory.refused = True
-            layer = self._locked.pop()
-            self.host[layer] = RawBlocks(torch.empty(0))  # or both would be there for a moment
-            self.host[layer] = self._blocks(layer)
+            self._unlock_layer()
+
+    def _leave_room(self) -> None:
+        """Makes layers that are locked ordinary memory until the system would lock the staging of `_OTHERS`."""
+        while self._locked:
+            with suppress(CapacityError):
+                self._link.host_memory(
+                    (_OTHERS * STAGING_BUFFERS, self._staged_size), torch.uint8
+                )  # given back at once
+                return
+            self._unlock_layer()
+
+    @property
+    def _staged_size(self) -> int:
+        """Bytes of a staging buffer, which any block fits into."""
+        return aligned_size(prod(self._block) * self._dtype.itemsize)
+
+    def _unlock_layer(self) -> None:
+        self._memory.refused = True
+        layer = self._locked.pop()
+        self.host[layer] = RawBlocks(torch.empty(0))  # or both would be there for a moment
+        self.host[layer] = self._blocks(layer)

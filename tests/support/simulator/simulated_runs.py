@@ -12,16 +12,17 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
+from simulated_troubles import Breaking, Broken, fill, sometimes_packed
 from staged_runs import staged
 from triforce.kernels import packing
 from triforce.kernels.selection import use_kernels
@@ -39,10 +40,13 @@ from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.staged.block_file import DiskSpace, aligned_size
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.errors import CapacityError
 from triforce.tp.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from tiny import random_tokens, save_llama
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 CHUNK, SLACK = 4, 24
@@ -61,10 +65,6 @@ class Kind:
 
 RAW = Kind(16, 260, torch.float32, False, 1e-4)
 PACKED = Kind(64, 420, torch.bfloat16, True, 3e-2)
-
-
-class Broken(Exception):
-    """Stands for an interrupt."""
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def play(
         stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
         for module in (streamed_blocks, full_caches):  # a pass over more rows is a prefill
             stack.enter_context(patch.object(module, "FEW_ROWS", SLACK))
-        stack.enter_context(patch.object(host_blocks, "pack", _sometimes(random.Random(seed))))
+        stack.enter_context(patch.object(host_blocks, "pack", sometimes_packed(random.Random(seed))))
         stack.enter_context(torch.inference_mode())
         decoder = decoders[seed % len(decoders)]
         history = _History(decoder, simulator, chance, PACKED if decoder.dtype == PACKED.dtype else RAW)
@@ -141,36 +141,6 @@ def play(
             raise
         simulator.__exit__(None, None, None)
     return simulator
-
-
-def _sometimes(chance: random.Random) -> Any:
-    """`pack`, after which some blocks are said not to be in their slots."""
-
-    def pack(blocks: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slots, fits = packing.pack(blocks, slots)
-        return slots, fits if chance.random() < 0.7 else fits & False
-
-    return pack
-
-
-class _Breaking:
-    """A full cache whose pass is broken off after so many blocks."""
-
-    def __init__(self, full: FullCache, blocks: int) -> None:
-        self._full, self._left = full, blocks
-        self.prepare, self.rollback = full.prepare, full.rollback
-
-    @property
-    def length(self) -> int:
-        return self._full.length
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._full.attend(layer, q, k, v, collector=self._count)
-
-    def _count(self, *_: object) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise Broken
 
 
 class _History:
@@ -285,9 +255,23 @@ class _History:
     def grow(self) -> None:
         """What a follow-up question does that needs more room."""
         self.retrieval, self.attended = None, False
-        self.capacity, old = self.kind.capacity, self.cache
-        self.cache = self.new_cache()
-        self.cache.move_from(old, self.plain.length)
+        before, self.capacity = self.capacity, self.kind.capacity
+        larger = self.another(self.new_cache)
+        if larger is None:
+            self.capacity = before
+            return
+        larger.move_from(self.cache, self.plain.length)
+        self.cache = larger
+
+    def another(self, make: Callable[[], T]) -> T | None:
+        """What `make` makes beside the cache; `None` where the system does not lock memory for it. All that it locks is
+        then the cache's, which did not notice that there is a limit."""
+        try:
+            return make()
+        except CapacityError:
+            if self.cache.blocks._staging:
+                raise
+            return None
 
     def break_off(self) -> None:
         """An interrupt within a pass; then what the engine does with the cache: go on from before, or drop it."""
@@ -298,7 +282,7 @@ class _History:
         prefills = n > SLACK
         self.retrieval, self.attended = None, False
         with suppress(Broken):
-            self.decoder.forward(self.tokens[length : length + n], _Breaking(self.cache, self.chance.randint(0, 12)))
+            self.decoder.forward(self.tokens[length : length + n], Breaking(self.cache, self.chance.randint(0, 12)))
         if prefills or self.chance.random() < 0.5:
             self.link.wait_for_stores()
             self.simulator.synchronize()  # as `KeptCache` does before it drops one
@@ -319,11 +303,13 @@ class _History:
                 self.compare(found, want)
         if self.chance.random() < 0.5:
             self.simulator.synchronize()  # as `KeptCache` does before it drops one
-            self.cache = self.new_cache()
+            another = self.another(self.new_cache)
+            self.cache = None  # its memory is given back first, where there is no other
+            self.cache = another or self.new_cache()
         kept = self.chance.randint(1, length)
         self.cache.blocks.drain()
         for layer in layers:
-            self.cache.blocks.restore(layer, kept, lambda pieces, of=saved[layer]: _fill(pieces, of))
+            self.cache.blocks.restore(layer, kept, lambda pieces, of=saved[layer]: fill(pieces, of))
         self.cache.restored(kept)
         self.plain.rollback(kept)
 
@@ -332,7 +318,10 @@ class _History:
         start, n = self.chance.randint(0, self.cache.length // CHUNK) * CHUNK, self.chance.randint(SLACK + 1, 60)
         rows = torch.tensor(random_tokens(n, seed=self.chance.randint(10, 19)))
         kind = self.kind
-        blocks = self.blocks_of(4 * kind.size, self.chance.choice([0, 1]))
+        resident = self.chance.choice([0, 1])
+        blocks = self.another(lambda: self.blocks_of(4 * kind.size, resident))
+        if blocks is None:
+            return
         prefix = self.cache if start else None
         other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
         slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
@@ -365,14 +354,6 @@ class _History:
     def outside(self) -> Iterator[None]:
         with simulator_off(self.simulator), torch.inference_mode():
             yield
-
-
-def _fill(pieces: list[torch.Tensor], tokens: torch.Tensor) -> None:
-    """Writes `tokens` `[2, num_kv_heads, n, head_dim]` to pieces that lie one after another."""
-    at = 0
-    for piece in pieces:
-        piece.copy_(tokens[:, :, at : at + piece.shape[2]])
-        at += piece.shape[2]
 
 
 def main() -> None:
