@@ -104,12 +104,10 @@ class NotResident:
             self._unlock_layer()
 
     def _leave_room(self) -> None:
-        """Makes layers that are locked ordinary memory until the system would lock the staging of `_OTHERS`."""
+        """Makes ordinary memory of layers that are locked, until the system would lock the staging of `_OTHERS`."""
         while self._locked:
-            with suppress(CapacityError):
-                self._link.host_memory(
-                    (_OTHERS * STAGING_BUFFERS, self._staged_size), torch.uint8
-                )  # given back at once
+            with suppress(CapacityError):  # what it takes is given back at once
+                self._link.host_memory((_OTHERS * STAGING_BUFFERS, self._staged_size), torch.uint8)
                 return
             self._unlock_layer()
 

@@ -91,8 +91,7 @@ class Staging(Iterator["Tensor | Staged"]):
         self._ahead: deque[Tensor | Staged] = deque()
 
     def begin(self, sources: Iterator[Source]) -> Staging:
-        """Starts to read those of `sources` that are away; what is left of earlier ones is dropped."""
-        self.stop()
+        """Starts to read those of `sources` that are away. Of earlier ones nothing is left: see `stop`."""
         self._coming = sources
         self._look_ahead()
         return self

@@ -284,8 +284,8 @@ class _History:
         with suppress(Broken):
             self.decoder.forward(self.tokens[length : length + n], Breaking(self.cache, self.chance.randint(0, 12)))
         if prefills or self.chance.random() < 0.5:
-            self.link.wait_for_stores()
-            self.simulator.synchronize()  # as `KeptCache` does before it drops one
+            self.cache.blocks.drain()  # as `KeptCache` does before it drops one
+            self.simulator.synchronize()
             self.cache = None
             self.plain.rollback(0)
         else:
