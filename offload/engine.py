@@ -216,8 +216,8 @@ class Engine:
         Args:
             requests: at least one; further ones can be added while the batch runs.
             max_sequences: that are decoded together; further ones wait.
-            in_slices: whether the prompt of one that joins others is read in slices between their rounds, with as much
-                time for it as for these, so that TBT at most doubles; otherwise they wait, which is sooner done in all.
+            in_slices: whether prompts are read in slices, so that one may end while it is read, and of one that joins
+                others between their rounds: TBT at most doubles. Otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
             tiers, reuse, on_memory, contexts: see `stream`; the last three are of the first sequence.
 

@@ -15,12 +15,12 @@ from .options import EngineOptions
 from .terminal.streams import tell
 
 
-def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, ends_by_itself: bool = False) -> bool:
+def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, signals_to_rank_0: bool = False) -> bool:
     """Whether this process reads, prints and writes. If not, its work is done when this returns.
 
     Args:
         goes_on: whether the command starts runs that go on from one another, also after one that did not fit.
-        ends_by_itself: whether signals are for rank 0 alone, which may take its time to end and then ends the others.
+        signals_to_rank_0: whether signals are for rank 0 alone, which may take its time and then ends the others.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.
@@ -35,10 +35,11 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, ends_by_
 
             check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
             command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
-            raise typer.Exit(launch(command, request.gpus, ready=call.signals.allow, ends_by_itself=ends_by_itself))
+            ready = call.signals.allow
+            raise typer.Exit(launch(command, request.gpus, ready, signals_to_rank_0=signals_to_rank_0))
     if place and place.size > 1:
         grace = GRACE_S if place.rank else RANK_0_GRACE_S
-        Guard(math.inf if ends_by_itself else grace)
+        Guard(math.inf if signals_to_rank_0 else grace, follows=signals_to_rank_0 and place.rank > 0)
     if place and place.rank:
         call.signals.disregard()
         from .generate.run import follow

@@ -87,7 +87,8 @@ class Batch(Iterator[tuple[int, Round]]):
         return len(self.sequences) + len(self._joining) - 1
 
     def end(self, index: int) -> None:
-        """Ends a sequence with the round that is under way, or before it begins; its statistics stay. For rank 0."""
+        """Ends a sequence with the round that is under way, or before it begins; in a batch in slices also while its
+        prompt is read. Its statistics stay. For rank 0."""
         joining = index - len(self.sequences)
         if joining < 0:
             self.sequences[index].asked_to_end = True
@@ -282,11 +283,10 @@ class Batch(Iterator[tuple[int, Round]]):
         where it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
         count = None
         if self._in_slices:
-            due = reading.due if self._any_runs() else reading.soon
+            due = reading.due if self._any_runs() else reading.due_alone
             count, ends = self._target.ranks.share_numbers([due, int(reading.sequence.asked_to_end)], 2)
             if ends:
-                self._drop(reading)
-                return None
+                return self._drop(reading)
         try:
             with shortage_explained(self._target.device):
                 event = self._first_round(reading) if reading.go_on(count) else None
@@ -294,16 +294,16 @@ class Batch(Iterator[tuple[int, Round]]):
             if self._alone or (self._target.ranks.size > 1 and isinstance(error, CapacityError)):
                 raise
             self._fail(reading.sequence, error)
-            self._drop(reading)
-            event = None
+            return self._drop(reading)
         self._read_until = time.perf_counter()
         return event
 
     def _drop(self, reading: Reading) -> None:
         """Ends a sequence whose prompt is not read to its end."""
+        reading.close()
         self._leave(reading.sequence)
         self._opening.forget(reading.sequence)
-        self._reading = None
+        self._reading, self._read_until = None, time.perf_counter()
 
     def _any_runs(self) -> bool:
         return any(one.state == "running" for one in self.sequences)

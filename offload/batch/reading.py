@@ -18,8 +18,8 @@ from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
 from .sequence import BatchSequence
 
-_SOON_S = 0.5
-"""Between two moments at which a prompt that is read alone may end, because nobody waits for it any more."""
+_CHECKS_S = 0.5
+"""Seconds between two checks whether a prompt is still wanted, while nobody else runs."""
 
 
 class Reading:
@@ -48,9 +48,13 @@ class Reading:
         return 1 if self._slice_s is None else max(0, int(self._granted_s / self._slice_s))
 
     @property
-    def soon(self) -> int:
-        """The slices until the moment to look whether somebody still waits for it, while nobody else runs."""
-        return 1 if self._slice_s is None else max(1, int(_SOON_S / self._slice_s))
+    def due_alone(self) -> int:
+        """The slices until it is checked whether the prompt is still wanted, while nobody else runs."""
+        return 1 if self._slice_s is None else max(1, int(_CHECKS_S / self._slice_s))
+
+    def close(self) -> None:
+        """Ends it where it is."""
+        self._slices.close()
 
     def go_on(self, count: int | None) -> bool:
         """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""

@@ -91,4 +91,4 @@ class BatchOrder:
     most: int
     """Sequences that are decoded together at most."""
     in_slices: bool = False
-    """Whether the prompt of one that joins others is read in slices between their rounds."""
+    """Whether prompts are read in slices: between the rounds of others, and so that one may end while it is read."""

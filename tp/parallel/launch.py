@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import select
 import signal
@@ -24,12 +25,17 @@ from typing import Any, Self
 import psutil
 
 from ..errors import PeerError, TriforceError, UsageError
+from .siblings import rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
 """Seconds from a signal to ending by force: rank 0 still writes statistics, for which it needs the others."""
 
 _CHECK_S = 0.5
 """Seconds between a rank's checks whether its launcher is alive."""
+
+
+_FOLLOW_UPS = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of ranks that have ended because another one did."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,13 @@ class Failure:
     message: str
 
 
-def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, ends_by_itself: bool = False) -> int:
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, signals_to_rank_0: bool = False) -> int:
     """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them.
 
     Args:
         ready: called when the launcher is imported, before any process is started.
-        ends_by_itself: whether signals are passed on to rank 0 alone, which ends the others in its own time; else all
-            ranks get them, and end.
+        signals_to_rank_0: whether signals are passed on to rank 0 alone, which ends the others in its own time; else
+            all ranks get them, and end.
 
     Returns:
         0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
@@ -65,8 +71,8 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, end
     logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
     # Releases without this field handle all signals, also SIGHUP under nohup.
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    own = _RankZero() if ends_by_itself else None
-    names = ["SIGQUIT"] if own else [number.name for number in _handled_signals()]
+    rank_0 = _RankZero() if signals_to_rank_0 else None
+    names = ["SIGQUIT"] if rank_0 else [number.name for number in _handled_signals()]
     handled: dict[str, Any] = {"signals_to_handle": ",".join(names)} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
         min_nodes=1,
@@ -81,13 +87,12 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, end
         **handled,
     )
     try:
-        with own or nullcontext():
+        with rank_0 or nullcontext():
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         failures = [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
-        if own and own.passed_on is not None and failures[0].exit_code == 128 + own.passed_on:
-            return 128 + own.passed_on
-        return _outcome(failures)
+        code = rank_0.stopped_by_signal(failures) if rank_0 else None
+        return _outcome(failures) if code is None else code
     except SignalException as stopped:
         return 128 + stopped.sigval
     finally:
@@ -102,11 +107,10 @@ def _handled_signals() -> list[signal.Signals]:
 
 
 class _RankZero:
-    """Within this block signals to this process are passed on to rank 0, or end the launcher before there is one."""
+    """Within this block signals to this process are passed on to rank 0, or end the launcher where there is none."""
 
     def __init__(self) -> None:
-        self.passed_on: int | None = None
-        """The first one."""
+        self._passed_on: int | None = None  # the first one
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -119,16 +123,24 @@ class _RankZero:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def stopped_by_signal(self, failures: Sequence[Failure]) -> int | None:
+        """128 plus the number of the signal that ended the ranks; `None` if one of them failed."""
+        if any(failure.rank and failure.exit_code not in _FOLLOW_UPS for failure in failures):
+            return None
+        code = next((failure.exit_code for failure in failures if failure.rank == 0), None)
+        if self._passed_on is not None and code in (None, PeerError.exit_code, -self._passed_on):
+            return 128 + self._passed_on
+        return code if code is not None and code - 128 in self._before else None
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        for child in psutil.Process().children():
-            with suppress(psutil.Error):
-                if child.environ().get("RANK") == "0":
-                    child.send_signal(number)
-                    self.passed_on = self.passed_on or number
-                    return
-        raise SignalException("stopped before rank 0 was started", signal.Signals(number))
+        process = rank_processes(psutil.Process()).get(0)
+        if process is None:
+            raise SignalException("there is no rank 0", signal.Signals(number))
+        with suppress(psutil.Error):
+            process.send_signal(number)
+            self._passed_on = self._passed_on or number
 
 
 def _environment(given: Mapping[str, str], ranks: int) -> dict[str, str]:
@@ -158,8 +170,7 @@ def _recorded(failure: object) -> str:
 
 def _outcome(failures: list[Failure]) -> int:
     """The exit code of a run with these failures; raises the first failure's error where rank 0 has not printed it."""
-    follow_ups = (PeerError.exit_code, -signal.SIGTERM, 128 + signal.SIGTERM)  # ended because another rank did
-    own = sorted((f for f in failures if f.exit_code not in follow_ups), key=lambda f: f.rank)
+    own = sorted((f for f in failures if f.exit_code not in _FOLLOW_UPS), key=lambda f: f.rank)
     first = own[0] if own else failures[0]
     if own and first.rank == 0 and first.exit_code > 0:
         return first.exit_code
@@ -202,9 +213,13 @@ class Guard:
     when the parent process is gone. It watches from a thread until the process ends.
     """
 
-    def __init__(self, grace: float) -> None:
-        """Must be called in the main thread, after signal handlers are installed: other signals are not noticed."""
+    def __init__(self, grace: float, *, follows: bool = False) -> None:
+        """Must be called in the main thread, after signal handlers are installed: other signals are not noticed.
+
+        Args: `follows` is whether it ends the process `GRACE_S` seconds after rank 0 as well.
+        """
         self._grace = grace
+        self._rank_0 = siblings().get(0) if follows else None
         self._parent = os.getppid()
         self._signals, self._sender = socket.socketpair()  # the interpreter sends the number of each signal
         self._sender.setblocking(False)
@@ -212,14 +227,16 @@ class Guard:
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def _watch(self) -> None:
-        ends_at = float("inf")
+        ends_at = math.inf
         code = 1
         while time.monotonic() < ends_at:
             received, _, _ = select.select([self._signals], [], [], _CHECK_S)
             for number in self._signals.recv(64) if received else b"":
-                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and ends_at == float("inf"):
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and ends_at == math.inf:
                     ends_at, code = time.monotonic() + self._grace, 128 + number
             if os.getppid() != self._parent:
                 break
+            if self._rank_0 is not None and ends_at == math.inf and 0 not in siblings():
+                ends_at = time.monotonic() + GRACE_S
         sys.stderr.flush()
         os._exit(code)

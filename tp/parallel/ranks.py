@@ -88,7 +88,7 @@ class Ranks:
     def share(self, value: T, *, patiently: bool = False) -> T:
         """Rank 0's `value`, which can be any object that can be pickled.
 
-        Args: `patiently` is whether the others wait for it without limit, and not for minutes.
+        Args: `patiently` is whether the others wait for it for up to a year, and not for minutes.
         """
         if self.size == 1:
             return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from ...tp.errors import TriforceError
-from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
 from .request import ServeRequest
@@ -41,11 +40,9 @@ def serve(request: ServeRequest, call: Call) -> None:
     from ..terminal.streams import tell
     from .access import Access, listener
 
-    place = Place.from_environment()
-    access = Access.of(request) if place is None or place.rank == 0 else None
-    if not leads(request, call, goes_on=True, ends_by_itself=True):
+    if not leads(request, call, goes_on=True, signals_to_rank_0=True):
         return
-    assert access
+    access = Access.of(request)
     with listener(request) as listening:
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises

@@ -17,6 +17,8 @@ import uvicorn
 
 from ...offload.speculation.vocabulary import check_pair
 from ...tp.errors import TriforceError
+from ...tp.parallel.place import Place
+from ...tp.parallel.siblings import siblings
 from ..generate.prompt import saved_text
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
@@ -59,7 +61,7 @@ def run(
             server.worker.ended.wait()
         ended = server.worker.error or TriforceError("the thread that serves HTTP has ended")
     except Stop as stop:
-        _let_end(server.worker, request.grace, signals)
+        _let_end(server, request.grace, signals)
         ended = server.worker.error or stop
     stopped = server.cut()
     if isinstance(ended, Stop) and not stopped:
@@ -77,12 +79,18 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _let_end(worker: Worker, grace_s: float, signals: Signals) -> None:
-    """Lets answers end, until a second signal comes."""
+def _let_end(server: Server, grace_s: float, signals: Signals) -> None:
+    """Lets answers end, until a second signal comes; not where another rank has ended, and its launcher says so in this
+    way."""
+    worker = server.worker
     loading = worker.state == "loading"
     worker.stop()
-    signals.take(repeats=True)
+    signals.take(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
+        return
+    others = siblings()
+    if others and len(others) < server.local_ranks:
+        tell("a rank has ended: answers are cut")
         return
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
     try:
@@ -125,12 +133,14 @@ class Server:
         self.app = make_app(self.service, access, metrics, note)
         self._http = HttpThread(self.app, listening, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
-        self._million, self._ranks = config.num_parameters / 1e6, request.gpus
+        place = Place.from_environment()
+        self.ranks, self.local_ranks = (place.size, place.local_size) if place else (1, 1)
+        self._million = config.num_parameters / 1e6
 
     @property
     def introduction(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        ranks = f" on {self._ranks} ranks" if self._ranks > 1 else ""
+        ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         what = f"{self.service.name}, {self._million:,.1f} M parameters{ranks}"
         return f"{what}: loading; listening at http://{host}:{self.port}"
 

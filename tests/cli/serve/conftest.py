@@ -40,8 +40,41 @@ class Reply:
         return [one.decode() if one == b"[DONE]" else json.loads(one) for one in found]
 
 
-class TestServer:
-    """A server, and requests to it."""
+class Client:
+    """Requests to a server."""
+
+    port: int
+
+    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, raw, given)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        connection = self.connect(method, path, body, **headers)
+        response = connection.getresponse()
+        reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        connection.close()
+        return reply
+
+    def chat(self, question: str = "Why?", **fields: Any) -> Reply:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 10, **fields}
+        return self.ask("POST", CHAT, body)
+
+    def complete(self, prompt: str | list[int] = "It was", **fields: Any) -> Reply:
+        return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
+
+    def upload(self, name: str, text: str, **fields: str) -> Reply:
+        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
+        parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
+        body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
+        return self.ask("POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge")
+
+
+class TestServer(Client):
+    """A server in this process."""
 
     __test__ = False
 
@@ -71,33 +104,6 @@ class TestServer:
             assert time.monotonic() < end, "it never came"
             time.sleep(0.005)
 
-    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        raw = json.dumps(body).encode() if isinstance(body, dict) else body
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, raw, given)
-        return connection
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        connection = self.connect(method, path, body, **headers)
-        response = connection.getresponse()
-        reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-        connection.close()
-        return reply
-
-    def chat(self, question: str = "Why?", **fields: Any) -> Reply:
-        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 10, **fields}
-        return self.ask("POST", CHAT, body)
-
-    def complete(self, prompt: str | list[int] = "It was", **fields: Any) -> Reply:
-        return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
-
-    def upload(self, name: str, text: str, **fields: str) -> Reply:
-        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
-        parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
-        body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
-        return self.ask("POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge")
-
     def at_once(self, *calls: Any) -> list[Any]:
         """What calls return that are made at the same time."""
         found: list[Any] = [None] * len(calls)
@@ -113,12 +119,13 @@ class TestServer:
         return found
 
 
-class Process:
+class Process(Client):
     """`triforce serve` in a process of its own, or in several that were started as torchrun starts them."""
 
-    def __init__(self, pair: tuple[Path, Path], log: Path, *options: object, ranks: int = 1) -> None:
+    def __init__(self, pair: tuple[Path, Path], log: Path, forks: list[Fork], *options: object, ranks: int = 1) -> None:
+        """Args: `forks` takes the processes."""
         fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--port", 0)
-        self.log, self.forks = log, []
+        self.log, self.forks = log, forks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -144,9 +151,8 @@ class Process:
         os.kill(self.fork.pid, number)
 
     def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", COMPLETION, json.dumps(body))
-        return connection.getresponse()
+        """What comes of a completion, to be read as it comes."""
+        return self.connect("POST", COMPLETION, body).getresponse()
 
     def stream(self, tokens: int) -> tuple[list[bytes], threading.Thread]:
         """What comes of a stream, in a list that grows, and the thread that reads it."""
@@ -186,14 +192,9 @@ def slowly(call: Any) -> Any:
 @pytest.fixture
 def process(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
     """Starts one: `process("--grace", 1, ranks=2)`."""
-    found: list[Process] = []
-
-    def start(*options: object, ranks: int = 1, models: tuple[Path, Path] = pair) -> Process:
-        found.append(Process(models, tmp_path / "log", *options, ranks=ranks))
-        return found[-1]
-
-    yield start
-    for fork in (fork for one in found for fork in one.forks):
+    forks: list[Fork] = []
+    yield lambda *options, ranks=1, models=pair: Process(models, tmp_path / "log", forks, *options, ranks=ranks)
+    for fork in forks:
         fork.kill()
 
 

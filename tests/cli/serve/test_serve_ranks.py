@@ -3,13 +3,15 @@
 import json
 import os
 import signal
+import socket
 import time
 
 import psutil
 import pytest
-from command import CONTEXT, VOCABULARY, save_tokenizer
+from command import CONTEXT, VOCABULARY, check_refusal, run_fork, save_tokenizer
 from tiny import save_llama
 from triforce.offload.batch import reading
+from triforce.tp.errors import PeerError
 
 TEXT = "It was the best of times, it was the worst of times. " * 12
 ASKED = [
@@ -37,8 +39,35 @@ def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
         return lambda: texts(json.load(ranks.post(asked)))
 
     assert server.at_once(*(ask(asked) for asked in ASKED), leaves.close) == [*alone, None]
+    assert ranks.upload("book", TEXT).status == 201
+    about = {"prompt": "Who?", "context": "book", "max_tokens": 20, "temperature": 0}
+    on_ranks = ranks.complete(**about).json
+    assert texts(on_ranks) == texts(server.complete(**about).json)
+    assert on_ranks["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     ranks.signal(signal.SIGTERM)
     assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_while_nobody_asks_ends_the_server_with_the_next_request(process):
+    ranks = process(ranks=2)
+    ranks.forks[1].kill()
+    reply = ranks.complete()
+    assert (reply.status, reply.json["error"]["code"]) == (500, "rank_ended")
+    assert ranks.fork.wait(30) == PeerError.exit_code
+    assert "Traceback" not in ranks.log.read_text()
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_server_that_cannot_begin(pair):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        outcome = run_fork(
+            "serve", "--model", pair[0], "--draft", "none", "--device", "cpu", "--gpus", 2, "--port", port
+        )
+    check_refusal(outcome, 1, f"--port {port}", "in use")
+    assert time.monotonic() - began < 25, "the launcher waited for a rank that waits for rank 0"
 
 
 @pytest.mark.slow
@@ -104,6 +133,6 @@ def test_the_launcher_ends_with_rank_0(process, end):
     assert not alive
     if end == "killed rank":
         assert log.count("error:") == 1, log
-        assert "lost the other ranks" in json.loads(lines[-1].removeprefix(b"data: "))["error"]["message"]
+        assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "rank_ended"
     else:
         assert lines[-1] == b"data: [DONE]\n"

@@ -55,8 +55,8 @@ class RunningBatch:
         self._queue = queue
         self._most, self._save_prompts, self._is_cut = most, save_prompts, is_cut
         self._working: dict[int, Writing | ReadingText] = {}
-        self.begun = False
-        """Whether the engine has begun, and other ranks, if there are any, with it."""
+        self.broken = False
+        """Whether it broke off where other ranks, if there are any, go on."""
 
     def __len__(self) -> int:
         """Answers that are being written and texts that are read, or wait for memory."""
@@ -83,7 +83,6 @@ class RunningBatch:
                 contexts=self._contexts(first),
                 on_prefill=lambda index, share: self._read(batch, index, share),
             )
-            self.begun = True
             self._decode(batch)
         except CutError:
             self.fail_all(STOPPING)
@@ -92,6 +91,7 @@ class RunningBatch:
             raise
         finally:
             if batch:
+                self.broken = batch.broken
                 batch.close()
                 self._measure(batch)
 
@@ -141,14 +141,21 @@ class RunningBatch:
                 if event is None:
                     raise CutError
                 continue
-            if event is not None:
-                self._update(batch, *event)
-            self._sweep(batch)
-            self._measure(batch)
+            try:
+                if event is not None:
+                    self._update(batch, *event)
+                self._sweep(batch)
+                self._measure(batch)
+                if event is not None:
+                    self._join(batch)
+            except Exception:
+                batch.end_all()
+                for _ in batch:
+                    pass  # until it has ended on all ranks
+                raise
             if event is None:
                 self.fail_all(BodyError("the batch ended before the answer", code="not_answered", status=500))
                 return
-            self._join(batch)
 
     def _join(self, batch: Batch) -> None:
         """Lets in what is next in the queue, as long as there is room. What comes once all are complete waits for the
@@ -208,7 +215,7 @@ class RunningBatch:
             if sequence and sequence.failure is not None:
                 work.job.fail(sequence.failure)
                 work.job.abandoned = True
-            elif sequence and isinstance(work, ReadingText) and sequence.state == "ended":
+            elif sequence and isinstance(work, ReadingText) and sequence.state == "ended" and not work.job.abandoned:
                 s = sequence.statistics
                 self._metrics.add_text(s)
                 work.job.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))

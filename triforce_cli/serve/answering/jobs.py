@@ -11,7 +11,7 @@ from ....offload.contexts.manifest import ContextError, Frame
 from ....offload.contexts.model import ModelContexts
 from ....offload.speculation.sampling import TokenLogprobs
 from ....offload.statistics import Statistics
-from ....tp.errors import CapacityError, TriforceError
+from ....tp.errors import CapacityError, PeerError, TriforceError
 from ...requests.answer_text import AnswerText
 from ...requests.body import AnswerRequest, BodyError
 from ...requests.logprobs import Entry
@@ -168,6 +168,8 @@ def as_body_error(error: BaseException) -> BodyError:
     """What a client is told of an error; of one that is a fault here, not more than that."""
     if isinstance(error, BodyError):
         return error
+    if isinstance(error, PeerError):
+        return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
     if isinstance(error, CapacityError):
         return BodyError(str(error), code="out_of_memory", status=503)
     if isinstance(error, ContextError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ....offload import Engine
-from ....tp.errors import TriforceError
+from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
 from ..request import ServeRequest
@@ -88,10 +88,10 @@ class Worker:
             self.ended.set()
 
     def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
-        """Does one piece of work, and what joins it. What fails with it does not end the server.
+        """Does one piece of work, and what joins it. What fails with it does not end the server, unless ranks are lost.
 
         Raises:
-            Exception: it failed where other ranks go on with it.
+            Exception: it failed where other ranks go on with it, or they have ended.
         """
         if work.abandoned:
             return
@@ -103,7 +103,7 @@ class Worker:
         try:
             self._batch.run(work)
         except Exception as error:
-            if self._batch.begun and engine.target.ranks.size > 1:
+            if isinstance(error, PeerError) or (self._batch.broken and engine.target.ranks.size > 1):
                 raise
             if isinstance(error, TriforceError):
                 return  # whoever asked knows
