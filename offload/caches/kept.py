@@ -10,6 +10,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 from ...tp.devices import synchronize
+from ...tp.errors import CapacityError
 from ...tp.model.decoder import Decoder
 from ..contexts.home import contexts_root
 from ..planning.memory import plan_here, shortage_explained
@@ -124,9 +125,19 @@ class KeptCache:
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
             self._link = make_link(decoder.device, self._link_gbps)
-        with shortage_explained(decoder.device):
-            kind = {"dtype": decoder.dtype, "device": decoder.device}
-            blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory, disk=self.disk)
+        blocks = failure = None
+        try:
+            with shortage_explained(decoder.device):
+                kind = {"dtype": decoder.dtype, "device": decoder.device}
+                blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory, disk=self.disk)
+        except CapacityError as error:
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
+            failure = error
+        reasons = decoder.ranks.everyones(str(failure) if failure else None)
+        short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+        if blocks is None or short is not None:
+            blocks = None  # or the error would hold it
+            raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
         self._blocks.add(blocks)
         start = plan.request.shared
         return FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size, prefix=prefix, start=start)

@@ -97,6 +97,14 @@ class Ranks:
         self._call("broadcast_object", lambda: dist.broadcast_object_list(box, src=0, **options))
         return box[0]
 
+    def everyones(self, value: T) -> list[T]:
+        """Every rank's `value`, in the order of ranks; any objects that can be pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self._call("all_gather_object", lambda: dist.all_gather_object(found, value, group=self._patient))
+        return found
+
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:
         """Rank 0's integers, at most `room` of them, in one broadcast of fixed size."""
         if self.size == 1:

@@ -6,6 +6,8 @@ import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches import kept
+from triforce.tp.errors import CapacityError
 from triforce.tp.model.decoder import TAIL_ROWS
 
 GREEDY = Sampling(temperature=0.0)
@@ -78,3 +80,38 @@ def test_sequences_that_are_added_or_ended_late_are_so_on_all_ranks(pair_of_mode
     printed = run_forks(lambda: run_late(root), 2)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert reports == 2 * [{"texts": [want[0], [], want[2]], "states": ["ended"] * 3}]
+
+
+def run_short(root):
+    """Two batches, the first of which finds no memory on one rank for its first sequence."""
+    engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64, room=100)
+    ranks, make = engine.target.ranks, kept.make_blocks
+    refused = [ranks.rank == 1]
+
+    def make_blocks(*given, **named):
+        if refused and refused.pop():
+            raise CapacityError("none is left")
+        return make(*given, **named)
+
+    kept.make_blocks = make_blocks
+    requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    batch = engine.batch(requests[:2])
+    for _ in batch:
+        pass
+    later = engine.batch(requests[2:])
+    for _ in later:
+        pass
+    sequences = [*batch.sequences, *later.sequences]
+    engine.close()
+    texts = [sequence.statistics.token_ids for sequence in sequences]
+    print(json.dumps({"texts": texts, "errors": [sequence.error for sequence in sequences]}), flush=True)
+
+
+@pytest.mark.slow
+def test_one_that_a_rank_has_no_memory_for_fails_on_all_and_others_go_on(pair_of_models):
+    root, want = pair_of_models
+    printed = run_forks(lambda: run_short(root), 2)
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [report["texts"] for report in reports] == [[[], *want[1:]]] * 2
+    assert sorted(report["errors"][0] for report in reports) == ["none is left", "rank 1: none is left"]
+    assert all(report["errors"][1:] == [None, None] for report in reports)
