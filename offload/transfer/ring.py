@@ -80,7 +80,8 @@ class Ring:
             LinkError: the copy failed.
         """
         self.begin(iter((block,)))
-        return next(self.next_blocks(1))
+        (found,) = self.next_blocks(1)  # to its end, or what it passed through would not be given back
+        return found
 
     def stop(self) -> None:
         """Drops what is left of the blocks that were begun; what is computed from here on comes after their copies.

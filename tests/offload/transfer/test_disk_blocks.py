@@ -11,6 +11,7 @@ import torch
 from oracles import kv_block
 from tiny import save_llama
 from tiny_caches import CAPACITY, SIZE, Twin, Twins, bits
+from triforce.offload.planning.placement import STAGING_BUFFERS
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.staged import block_file
 from triforce.offload.transfer.staged.block_file import ALIGNMENT, BlockFile, DiskError, DiskSpace
@@ -73,6 +74,20 @@ def test_a_pass_reads_each_block_on_the_disk_once(part, link, space, disk):
     assert read.bytes_in == (crossed + whole - 1) * part.num_layers * block_bytes, "the other one's are all in memory"
     assert blocks.host_bytes < twins.all[1].host_bytes + blocks._staging.memory.nbytes
     assert read.disk_busy_s > 0
+
+
+def test_going_back_into_a_block_of_more_layers_than_there_are_buffers(tmp_path, link, space):
+    save_llama(tmp_path, num_key_value_heads=2, num_hidden_layers=STAGING_BUFFERS + 2)
+    deep = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU).part
+    twins = Twins(deep, link, 0, "normal", 1, (Twin(disk=99), Twin()), space)
+    twins.add(5 * SIZE + 9)
+    for length in (4 * SIZE + 3, 3 * SIZE - 1, 5):
+        for blocks in twins.all:
+            blocks.rollback(length)
+        twins.length = length
+        twins.add(SIZE // 2)
+    for blocks in twins.all:
+        blocks.drain()
 
 
 def test_nothing_is_left_in_the_folder_and_only_its_owner_can_read_it(part, link, space):

@@ -339,7 +339,8 @@ class _History:
             whole = FullCache(self.decoder.part, self.decoder.rope, plain, chunk_size=CHUNK)
             want = self.decoder.forward(torch.cat([self.tokens[:start], rows]), whole, num_logits=4)
             self.compare(got, want)
-        self.simulator.synchronize()  # as is done before a sequence's memory is freed
+        blocks.drain()  # as is done before a sequence's memory is freed
+        self.simulator.synchronize()
 
     def end(self) -> None:
         """Ends a run wherever it is: its memory is freed then."""
