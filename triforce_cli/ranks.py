@@ -39,7 +39,8 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, signals_
             raise typer.Exit(launch(command, request.gpus, ready, signals_to_rank_0=signals_to_rank_0))
     if place and place.size > 1:
         grace = GRACE_S if place.rank else RANK_0_GRACE_S
-        Guard(math.inf if signals_to_rank_0 else grace, follows=signals_to_rank_0 and place.rank > 0)
+        follows = signals_to_rank_0 and place.rank == place.local_rank > 0
+        Guard(math.inf if signals_to_rank_0 else grace, follows=follows)
     if place and place.rank:
         call.signals.disregard()
         from .generate.run import follow

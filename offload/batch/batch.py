@@ -82,8 +82,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def add(self, request: Request) -> int:
         """Has a further sequence join before the next round; its index. For rank 0."""
-        order = Order.or_error(request, self._target.config, self._opening.saved)
-        self._joining.append(order)
+        self._joining.append(Order.or_error(request, self._target.config, self._opening.saved))
         return len(self.sequences) + len(self._joining) - 1
 
     def end(self, index: int) -> None:
@@ -93,9 +92,8 @@ class Batch(Iterator[tuple[int, Round]]):
         if joining < 0:
             self.sequences[index].asked_to_end = True
         else:
-            self._joining[joining] = replace(
-                self._joining[joining], error=TriforceError("it was ended before it began")
-            )
+            ended = TriforceError("it was ended before it began")
+            self._joining[joining] = replace(self._joining[joining], error=ended)
 
     def end_all(self) -> None:
         """Ends the batch early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
@@ -258,13 +256,15 @@ class Batch(Iterator[tuple[int, Round]]):
         while True:
             found: TriforceError | None = None
             try:
-                self._open(sequence)
+                with shortage_explained(self._target.device):
+                    self._open(sequence)
             except TriforceError as error:
                 found = error
-            if ranks.least([int(found is None)])[0]:
+            none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
+            if none_failed:
                 return True
             sequence.caches = None
-            self._opening.withdraw(sequence)
+            self._opening.withdraw(sequence, alike=bool(none_opened))
             found = found or CapacityError("another rank has not so much memory")
             if self._alone:
                 raise found

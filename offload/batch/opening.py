@@ -116,10 +116,15 @@ class Opening:
         """The contexts that are saved for the target."""
         return self._models.contexts
 
-    def withdraw(self, sequence: BatchSequence) -> None:
-        """Forgets a sequence that could not be opened on every rank."""
-        if self._first is sequence:
+    def withdraw(self, sequence: BatchSequence, *, alike: bool) -> None:
+        """Forgets a sequence that could not be opened on every rank.
+
+        Args: `alike` is whether it could be on none; else what is kept may not be the same on all.
+        """
+        if self._first in (None, sequence):
             self._first = None
+            if not alike:
+                self._models.kept.context = []
 
     def begin_anew(self) -> bool:
         """Lets the next sequence take the place of the first one, if that has ended; whether it has."""

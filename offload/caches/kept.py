@@ -96,7 +96,15 @@ class KeptCache:
                 plan = self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
-        self.cache = self._make(plan, on_memory=on_memory)
+        try:
+            self.cache = self._make(plan, on_memory=on_memory)
+        except CapacityError:
+            if old is None:
+                raise
+            old = None
+            self._drop()  # its memory may do, though not beside it
+            plan = self._plan(request, replaces=None)
+            self.cache = self._make(plan, on_memory=on_memory)
         if old:
             self.cache.move_from(old, shared)
         return self.cache, plan if request is asked else self._plan(asked, replaces=self.cache)

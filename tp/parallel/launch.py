@@ -25,7 +25,7 @@ from typing import Any, Self
 import psutil
 
 from ..errors import PeerError, TriforceError, UsageError
-from .siblings import rank_processes, siblings
+from .siblings import has_ended, rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
 """Seconds from a signal to ending by force: rank 0 still writes statistics, for which it needs the others."""
@@ -216,10 +216,12 @@ class Guard:
     def __init__(self, grace: float, *, follows: bool = False) -> None:
         """Must be called in the main thread, after signal handlers are installed: other signals are not noticed.
 
-        Args: `follows` is whether it ends the process `GRACE_S` seconds after rank 0 as well.
+        Args: `follows` is whether it ends the process `GRACE_S` seconds after rank 0 as well, which is on this machine.
         """
         self._grace = grace
-        self._rank_0 = siblings().get(0) if follows else None
+        others = siblings() if follows else {}
+        self._rank_0 = others.get(0)
+        self._rank_0_ended = bool(others) and self._rank_0 is None
         self._parent = os.getppid()
         self._signals, self._sender = socket.socketpair()  # the interpreter sends the number of each signal
         self._sender.setblocking(False)
@@ -236,7 +238,7 @@ class Guard:
                     ends_at, code = time.monotonic() + self._grace, 128 + number
             if os.getppid() != self._parent:
                 break
-            if self._rank_0 is not None and ends_at == math.inf and 0 not in siblings():
-                ends_at = time.monotonic() + GRACE_S
+            if ends_at == math.inf and (self._rank_0_ended or (self._rank_0 is not None and has_ended(self._rank_0))):
+                ends_at, code = time.monotonic() + GRACE_S, PeerError.exit_code
         sys.stderr.flush()
         os._exit(code)

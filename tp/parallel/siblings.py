@@ -13,9 +13,17 @@ def rank_processes(parent: psutil.Process) -> dict[int, psutil.Process]:
     found: dict[int, psutil.Process] = {}
     for child in parent.children():
         with suppress(psutil.Error, KeyError, ValueError):
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if not has_ended(child):
                 found[int(child.environ()["RANK"])] = child
     return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it runs no more, also where nobody has asked for its exit code yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def siblings() -> dict[int, psutil.Process]:

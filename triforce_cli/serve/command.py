@@ -40,6 +40,8 @@ def serve(request: ServeRequest, call: Call) -> None:
     from ..terminal.streams import tell
     from .access import Access, listener
 
+    if request.api_key is None:
+        Access.of(request)  # refused before anything is downloaded or started
     if not leads(request, call, goes_on=True, signals_to_rank_0=True):
         return
     access = Access.of(request)

@@ -88,8 +88,7 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> None:
     signals.take(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
         return
-    others = siblings()
-    if others and len(others) < server.local_ranks:
+    if len(siblings()) < server.siblings:
         tell("a rank has ended: answers are cut")
         return
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
@@ -134,7 +133,7 @@ class Server:
         self._http = HttpThread(self.app, listening, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
         place = Place.from_environment()
-        self.ranks, self.local_ranks = (place.size, place.local_size) if place else (1, 1)
+        self.ranks, self.siblings = place.size if place else 1, len(siblings())
         self._million = config.num_parameters / 1e6
 
     @property

@@ -149,6 +149,8 @@ class RunningBatch:
                 if event is not None:
                     self._join(batch)
             except Exception:
+                for index in self._working:
+                    batch.end(index)
                 batch.end_all()
                 for _ in batch:
                     pass  # until it has ended on all ranks
