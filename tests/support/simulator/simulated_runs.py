@@ -260,8 +260,13 @@ class _History:
         if larger is None:
             self.capacity = before
             return
-        larger.move_from(self.cache, self.plain.length)
-        self.cache = larger
+        self.cache, old = larger, self.cache
+        try:
+            larger.move_from(old, self.plain.length)
+        except CapacityError:  # of blocks that do not pack, for which nothing more is locked: all is computed anew
+            assert larger.blocks.packed and not larger.blocks._staging
+            larger.rollback(0)
+            self.plain.rollback(0)
 
     def another(self, make: Callable[[], T]) -> T | None:
         """What `make` makes beside the cache; `None` where the system does not lock memory for it. All that it locks is
