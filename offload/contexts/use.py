@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...tp.devices import synchronize
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
 from ..caches.full import FullCache
@@ -110,6 +111,7 @@ class ContextUse:
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
         assert not full.prefix, "what others hold cannot be restored"
         full.blocks.drain()
+        synchronize(full.blocks.device)  # a pass that was broken off may still read what is written here
         full.restored(0)
         wanted, good = prefix.tokens, -1
         while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind

@@ -129,9 +129,7 @@ class Staging(Iterator["Tensor | Staged"]):
         self._look_ahead()
 
     def store(self, source: Tensor, target: Away) -> Arrival:
-        """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there."""
-        if not self._free:  # a pass that was broken off has left them lent
-            self.stop()
+        """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there. No pass is under way."""
         memory, use = self._free[0]
         try:
             if use:

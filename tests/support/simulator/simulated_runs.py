@@ -32,6 +32,7 @@ from triforce.offload.caches import kept
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.contexts import use
 from triforce.offload.planning import placement
 from triforce.offload.planning.placement import Placement
 from triforce.offload.speculation import noise, sampling
@@ -79,7 +80,7 @@ def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
         if simulator:
             link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
             patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, reading, sequence, upkeep):
+            for module in (kept, reading, sequence, upkeep, use):
                 patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
         yield
 
@@ -312,7 +313,8 @@ class _History:
             self.cache = None  # its memory is given back first, where there is no other
             self.cache = another or self.new_cache()
         kept = self.chance.randint(1, length)
-        self.cache.blocks.drain()
+        self.cache.blocks.drain()  # as `ContextUse` does before it restores
+        self.simulator.synchronize()
         for layer in layers:
             self.cache.blocks.restore(layer, kept, lambda pieces, of=saved[layer]: fill(pieces, of))
         self.cache.restored(kept)
