@@ -39,11 +39,12 @@ def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
         return lambda: texts(json.load(ranks.post(asked)))
 
     assert server.at_once(*(ask(asked) for asked in ASKED), leaves.close) == [*alone, None]
-    assert ranks.upload("book", TEXT).status == 201
-    about = {"prompt": "Who?", "context": "book", "max_tokens": 20, "temperature": 0}
+    assert ranks.upload("by-two-ranks", TEXT).status == 201
+    about = {"prompt": "Who?", "context": "by-two-ranks", "max_tokens": 20, "temperature": 0}
     on_ranks = ranks.complete(**about).json
     assert texts(on_ranks) == texts(server.complete(**about).json)
     assert on_ranks["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert ranks.ask("DELETE", "/v1/contexts/by-two-ranks").status == 200
     ranks.signal(signal.SIGTERM)
     assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
 
