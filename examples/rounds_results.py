@@ -4,9 +4,9 @@
 
 * `lengths`: over a slow link, at most 24 and at most 128 draft tokens, with and without early ends.
 * `drafts`: no draft, a trained one, one that is looked up, and both, for a novel, source code and a table.
-* `grid`: three tiers against plain decoding after the first 32 tokens, in pairs of runs in turn, over contexts,
-  batches, links, and a trained and a random draft: the mean ratio of the time between tokens and the upper end of its
-  95 % confidence interval.
+* `grid`: three tiers against plain decoding after the first 32 tokens, in pairs of runs that are written in turns, over
+  contexts, batches, links, and a trained and a random draft: the mean ratio of the time between tokens and the upper
+  end of its 95 % confidence interval.
 
 The text is read once and kept in `--store`, so that a second start reads nothing. Results are written as they come.
 """
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,6 +47,9 @@ LIMITS = {24: (24,), 128: run_plan.STREAMED_DRAFT_TOKENS}
 LEAST_PAIRS = 5
 CLEAR = 0.9
 """A cell of the grid ends after `LEAST_PAIRS` pairs where the upper end is below this ratio."""
+
+TURNS = 12
+"""Parts in which each answer of a pair is written."""
 
 SAVED = "rounds"
 
@@ -219,11 +223,14 @@ def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore,
         for link, draft in product(given.links.split(","), given.drafts.split(",")):
             slow = link == "link"
             small = None if draft == "trained" else random
-            engine = Engine.load(given.model, small, device="cpu", store=store, **_options(given, link))
+            engines = {
+                tiers: Engine.load(given.model, small, device="cpu", store=store, **_options(given, link))
+                for tiers in (1, 3)
+            }
             for context, batch in product(given.grid_contexts, given.batches):
                 room = given.new_tokens + max(map(len, questions))
                 prompts = [[*text[: context - room], *question] for question in questions[:batch]]
-                row = cell(engine, prompts, given.pairs, 32 if slow else 96, slow)
+                row = cell(engines, prompts, given.pairs, 32 if slow else 96, slow)
                 row |= {"context": context, "batch": batch, "link": link, "draft": draft}
                 print(
                     f"{context:>6,} {batch} {link:<4} {draft:<7}: {row['ratio']:.3f} ({row['upper']:.3f}), "
@@ -233,21 +240,25 @@ def grid(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextStore,
                 keep("grid", row)
 
 
-def cell(engine: Engine, prompts: list[list[int]], pairs: int, tokens: int, slow: bool) -> dict[str, Any]:
-    """Three tiers against plain decoding, in turn.
+def cell(engines: dict[int, Engine], prompts: list[list[int]], pairs: int, tokens: int, slow: bool) -> dict[str, Any]:
+    """Three tiers against plain decoding, each on an engine of its own. The two answers of a pair are written in turns
+    of a few tokens, so that a machine that is busy for a while is so for both.
 
     Args: `slow`: whether plain decoding, whose tokens all take as long, is measured on fewer of them.
     """
-    answer(engine, prompts, 3, 0, 8)
+    first, wanted = {1: 2 if slow else FIRST, 3: FIRST}, {1: 16 if slow else tokens, 3: tokens}
     ratios: list[float] = []
     times: dict[int, list[float]] = {1: [], 3: []}
-    upper, chosen = math.inf, {}
+    upper, lengths = math.inf, {}
     while len(ratios) < pairs and not (len(ratios) >= LEAST_PAIRS and upper < CLEAR):
-        for tiers in (1, 3) if len(ratios) % 2 else (3, 1):
-            first, wanted = (2, 16) if slow and tiers == 1 else (FIRST, tokens)
-            seconds, lengths = answer(engine, prompts, tiers, first, wanted)
-            times[tiers].append(seconds)
-            chosen = lengths if tiers == 3 else chosen
+        answers = {tiers: Answer(engines[tiers], prompts, tiers, first[tiers], wanted[tiers]) for tiers in engines}
+        order = (1, 3) if len(ratios) % 2 else (3, 1)
+        while all(answers[tiers].go_on(max(1, wanted[tiers] // TURNS)) for tiers in order):
+            pass
+        lengths = answers[3].lengths
+        for tiers, answer in answers.items():
+            times[tiers].append(answer.seconds_per_token)
+            answer.close()
         ratios.append(times[3][-1] / times[1][-1])
         upper = upper_end(ratios)
     return {
@@ -256,26 +267,43 @@ def cell(engine: Engine, prompts: list[list[int]], pairs: int, tokens: int, slow
         "ratios": ratios,
         "three_ms": 1e3 * statistics.median(times[3]),
         "plain_ms": 1e3 * statistics.median(times[1]),
-        "lengths": chosen,
+        "lengths": lengths,
     }
 
 
-def answer(
-    engine: Engine, prompts: list[list[int]], tiers: int, first: int, tokens: int
-) -> tuple[float, dict[str, int]]:
-    """Seconds between tokens of a sequence, behind the first ones of its answer, on average over the sequences; and the
-    lengths at the end."""
-    requests = [Request(prompt, Sampling(0.6, 0.9), first + tokens, ignore_eos=True) for prompt in prompts]
-    batch = engine.batch(requests, tiers=tiers, contexts=ContextRequest(SAVED))
-    written, seconds, counted = [0] * len(prompts), [0.0] * len(prompts), [0] * len(prompts)
-    for index, event in batch:
-        if written[index] >= first and all(count >= min(first, 1) for count in written):
-            seconds[index] += event.seconds
-            counted[index] += len(event.tokens)
-        written[index] += len(event.tokens)
-    lengths = batch.lengths
-    batch.close()
-    return statistics.mean(s / max(1, n) for s, n in zip(seconds, counted, strict=True)), lengths
+class Answer:
+    """An answer to each of several prompts, decoded together, of which a part is timed."""
+
+    def __init__(self, engine: Engine, prompts: list[list[int]], tiers: int, first: int, tokens: int) -> None:
+        """Args: behind the first `first` tokens of every sequence `tokens` are timed."""
+        most = 2 * (first + tokens)  # of the sequence that is ahead of the others
+        requests = [Request(prompt, Sampling(0.6, 0.9), most, ignore_eos=True) for prompt in prompts]
+        self._batch = engine.batch(requests, tiers=tiers, contexts=ContextRequest(SAVED))
+        self._written, self._seconds, self._end, self._most = [0] * len(prompts), 0.0, first + tokens, most
+        self.go_on(first)
+        self._first, self._seconds = sum(self._written), 0.0
+
+    def go_on(self, tokens: int) -> bool:
+        """Writes so many further tokens of each sequence; whether there are more to write."""
+        goal = min(min(self._written) + tokens, self._end)
+        while min(self._written) < goal and max(self._written) < self._most:
+            began = time.perf_counter()
+            index, event = next(self._batch)
+            self._seconds += time.perf_counter() - began
+            self._written[index] += len(event.tokens)
+        return min(self._written) < self._end and max(self._written) < self._most
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a sequence, on average."""
+        return self._seconds * len(self._written) / (sum(self._written) - self._first)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return self._batch.lengths
+
+    def close(self) -> None:
+        self._batch.close()
 
 
 def upper_end(ratios: Sequence[float]) -> float:

@@ -107,15 +107,14 @@ class Tier:
         if self.asked_next is not None:
             asked, self.asked_next = self.asked_next, None
         wanted = [min(asked, limit - 1) for limit in limits]
+        if not any(wanted):
+            return self._draw_alone(sequences, 1, rated=rated)
         drafts: list[Emitted | None] = [None] * len(sequences)
         drafting = [i for i, count in enumerate(wanted) if count]
         self.drafter._steady = True
-        if drafting:
-            found = self.drafter.extend(
-                [sequences[i] for i in drafting], [wanted[i] for i in drafting], self.least_chance
-            )
-            for i, draft in zip(drafting, found, strict=True):
-                drafts[i] = draft
+        some = [sequences[i] for i in drafting], [wanted[i] for i in drafting]
+        for i, draft in zip(drafting, self.drafter.extend(*some, self.least_chance), strict=True):
+            drafts[i] = draft
         proposed = [draft[0] if draft else [] for draft in drafts]
         drafted = time.perf_counter()
         rows = [len(tokens) + 1 for tokens in proposed]
@@ -136,18 +135,21 @@ class Tier:
             emitted.append((kept, part[: len(kept)]))
             sequence.rated[self.name] = ratings[i][: len(kept)]
             sequence.keep_logprobs(kept)
-        now = time.perf_counter()
-        steady = self._measure(sequences, 1, sum(len(tokens) for tokens in pending), now - drafted)
+        steady = self._measure(sequences, 1, sum(map(len, pending)), time.perf_counter() - drafted)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
             self._count_draft(sequence, len(tokens), accepted)
-        self._steady &= steady and self.drafter._steady
-        if not (steady and self.drafter._steady):
+        self._learn(steady and self.drafter._steady, began, max(wanted), max(map(len, proposed)), emitted)
+        return emitted
+
+    def _learn(self, steady: bool, began: float, asked: int, drafted: int, emitted: list[Emitted]) -> None:
+        """Has the switch learn from a step, unless something was compiled or captured in it."""
+        self._steady &= steady
+        if not steady:
             self.switch.postpone()
         elif self._step and self.adapts_to_time:
-            longest, brought = max(map(len, proposed)), sum(len(tokens) for tokens, _ in emitted) / len(emitted)
-            seconds = now - began + (self.after_round if longest else 0.0)
-            self.switch.note(self._step, max(wanted), longest, brought, seconds)
-        return emitted
+            seconds = time.perf_counter() - began + (self.after_round if drafted else 0.0)
+            brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
+            self.switch.note(self._step, asked, drafted, brought, seconds)
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
@@ -197,7 +199,7 @@ class Tier:
         *,
         rated: bool = False,
     ) -> list[Emitted]:
-        """`extend` without a drafter. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
+        """`extend` without a draft. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
         are dropped."""
         began = time.perf_counter()
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
@@ -213,19 +215,16 @@ class Tier:
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
             sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
             sequence.keep_logprobs(kept)
-        self._steady &= self._measure(sequences, steps, rows, time.perf_counter() - began)
+        steady = self._measure(sequences, steps, rows, time.perf_counter() - began)
+        self._learn(steady, began, 0, 0, emitted)
         return emitted
-
-    def draw_ahead(self, sequences: Sequence[TokenSequence], count: int) -> tuple[Tensor, Tensor]:
-        """Draws `count` tokens of each sequence one after another: `[sequences, count]`, and their distributions
-        `[sequences, count, vocab]`. They stay on the device; `sampling.read` reports those that were drawn from NaN."""
-        drawn, rows, _ = self._drawn(sequences, count, rated=False)
-        return drawn, rows
 
     def _drawn(
         self, sequences: Sequence[TokenSequence], count: int, rated: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`draw_ahead`, and if `rated` the `sampling.in_millionths` of the tokens, `[sequences, count]`."""
+        """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
+        `[sequences, count, vocab]`, and if `rated` the `sampling.in_millionths` of the tokens, `[sequences, count]`.
+        They stay on the device; `sampling.read` reports those that were drawn from NaN."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._joined(waiting), [len(tokens) for tokens in waiting]

@@ -1,7 +1,8 @@
 """Drafts from what occurred before: what followed the last tokens when they came earlier in prompt or answer.
 
 It takes no model and microseconds a token (prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding).
-Where a model drafts too, each proposal is by whoever has been right more often lately.
+Where a model drafts too, each proposal is by whoever has been right more often lately, and the model is asked only
+while that is expected to pay: what is looked up costs next to nothing, and goes on without it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..lengths import LOOKUP_SECONDS
+from ..lengths import LOOKUP_SECONDS, Acceptance, StepCost
 from ..noise import FreshNoise
 from ..sequence import TokenSequence
+from ..switch import KEEP, MARGIN, PROBE_EVERY
 from ..tiers import Emitted, Tier
 
 LONG = 8
 """Matches of so many tokens and more are judged apart from shorter ones."""
 
+_FOLLOWS = 0.05
+"""Of a proposal, in the share of proposed tokens that are the model's: about the last twenty count."""
+
 
 class LookupTier(Tier):
-    """Drafts from earlier occurrences and, where it is given a tier with a model, by that."""
+    """Drafts from earlier occurrences and, where it is given a tier with a model, by that.
+
+    `draft_tokens` are those that the model drafts at a time; 0 while it is not worth its time.
+    """
 
     def __init__(self, model: Tier | None, upper: Tier, most_by_model: int) -> None:
         """Args:
@@ -32,40 +41,48 @@ class LookupTier(Tier):
         """
         super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size)
         self._model, self._upper, self._most_by_model = model, upper, most_by_model
+        self.draft_tokens = most_by_model if model else 0
+        self._by_model, self._tried = Acceptance(), False  # of what it drafted, for all sequences; whether it has
+        self._share = 1.0  # of proposed tokens, those that are the model's
+        self._unasked = 0  # steps without a proposal since it was asked
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
     ) -> list[Emitted]:
         """Proposes up to `counts[i]` tokens for each sequence; none where nothing occurred and no model drafts. What is
         looked up ends where, as often as such tokens were accepted lately, the next one is less likely than
-        `least_chance` to be accepted with all before it."""
+        `least_chance` to be accepted with all before it. A model that is not worth its time drafts a single token now
+        and then, to see whether it has become so."""
         found: dict[int, Emitted] = {}
         asked: list[int] = []
+        model = self._model if self.draft_tokens or self._unasked >= PROBE_EVERY else None
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             lookup = sequence.lookup
             lookup.occurrences.follow(sequence.context)
             place, matching = lookup.occurrences.longest()
             source = lookup.long if matching >= LONG else lookup.short
-            if matching and (self._model is None or source.rate >= lookup.model.rate):
+            if matching and (not (model and self.draft_tokens) or source.rate >= lookup.model.rate):
                 lookup.last = source
                 count = min(count, _worth(source.rate, least_chance))
                 tokens = sequence.sampler.until_end(lookup.occurrences.after(place, count))
                 found[i] = tokens, self._certain(tokens, sequence)
-            elif self._model is None:
+            elif model is None:
                 lookup.last = None
                 found[i] = [], self._certain([], sequence)
             else:
                 lookup.last = lookup.model
                 asked.append(i)
-        if self._model is not None and asked:
-            most = self._most_by_model
-            if not self._model.ends_early(self._upper.draft_tokens):
-                wanted = self._upper.draft_tokens or min(max(counts), most)  # a probe, where none are drafted
-                most, least_chance = max(1, wanted), 0.0
-            drafted = self._model.extend(
-                [sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance
-            )
+        self._unasked += any(not tokens for tokens, _ in found.values())
+        if model is not None and asked:
+            self._unasked, most, model._steady = 0, self.draft_tokens or 1, True
+            if not model.ends_early(most):
+                least_chance = 0.0
+            drafted = model.extend([sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance)
             found.update(zip(asked, drafted, strict=True))
+            # What a model that is left out takes says nothing of steps without it.
+            self._steady &= model._steady and self.draft_tokens > 0
+        if self._model is not None and (proposed := sum(len(tokens) for tokens, _ in found.values())):
+            self._share += _FOLLOWS * (sum(len(found[i][0]) for i in asked) / proposed - self._share)
         return [found[i] for i in range(len(sequences))]
 
     def _certain(self, tokens: list[int], sequence: TokenSequence) -> Tensor:
@@ -82,6 +99,8 @@ class LookupTier(Tier):
         if lookup.last:
             lookup.last.observe(accepted, proposed)
         if self._model and lookup.last is lookup.model:
+            self._by_model.observe(accepted, proposed)
+            self._tried = True
             self._model.judge(sequence, proposed, accepted)
 
     def rollback(self, sequence: TokenSequence, length: int) -> None:
@@ -90,7 +109,21 @@ class LookupTier(Tier):
             self._model.rollback(sequence, length)
 
     def choose_lengths(self, batch: int = 1) -> float:
-        return max(LOOKUP_SECONDS, self._model.choose_lengths(batch) if self._model else 0.0)
+        if self._model is None:
+            return LOOKUP_SECONDS
+        seconds, upper = self._model.choose_lengths(batch), self._upper
+        # With what its upper tier knows of its steps, or that would turn off what pays here, and looking up with it.
+        known = upper.switch.known(StepCost(upper.cost, seconds, self._by_model.rate, batch))
+        alone = replace(known, drafted=1.0)
+        tokens, expected = alone.best(1, self._most_by_model)
+        pays = expected < alone.without * (KEEP if self.draft_tokens else MARGIN) or not self._tried
+        if upper.fixed is not None:
+            tokens, pays = min(upper.fixed, self._most_by_model), True
+        if pays != (self.draft_tokens > 0):
+            upper.switch.begin_anew()  # what is proposed is another's
+            upper.acceptance = Acceptance()
+        self.draft_tokens = tokens if pays else 0
+        return max(LOOKUP_SECONDS, self._share * seconds) if pays else LOOKUP_SECONDS
 
     def ends_early(self, tokens: int) -> bool:
         return True

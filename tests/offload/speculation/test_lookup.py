@@ -1,14 +1,21 @@
 """Drafts that are looked up in the text: what is found, and that it changes no token."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import joint_distribution
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
 from profiles import examples
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.speculation.lookup.occurrences import SHORTEST, Occurrences
+from triforce.offload.speculation.lengths import LOOKUP_SECONDS, PassCost
+from triforce.offload.speculation.lookup.occurrences import SHORTEST, Lookup, Occurrences
+from triforce.offload.speculation.lookup.tier import LookupTier
+from triforce.offload.speculation.switch import PROBE_EVERY, Switch
 from triforce.tp.weights.registry import parse_draft
 
 GREEDY = Sampling(temperature=0.0)
@@ -104,6 +111,55 @@ def test_a_seed_and_company_change_nothing(models, with_model):
     for prompt, s, sequence in zip(prompts, sampling, batch.sequences, strict=True):
         want = plain.generate(prompt, s, 60, ignore_eos=True).token_ids
         assert sequence.statistics.token_ids == want
+
+
+class Model:
+    """Drafts ones, at a price."""
+
+    def __init__(self, seconds):
+        self.seconds, self.asked = seconds, []
+
+    def choose_lengths(self, batch):
+        return self.seconds
+
+    def ends_early(self, tokens):
+        return True
+
+    def extend(self, sequences, counts, least_chance):
+        self.asked.append(counts)
+        return [([1] * count, torch.empty(0)) for count in counts]
+
+    def judge(self, sequence, proposed, accepted):
+        pass
+
+
+def sequence_of(context) -> Any:
+    sampler = SimpleNamespace(until_end=lambda tokens: tokens, noise=None)
+    return SimpleNamespace(context=context, lookup=Lookup(), sampler=sampler)
+
+
+def test_a_model_that_does_not_pay_is_left_out_and_tried_now_and_then():
+    second = PassCost(1.0, 0.0)
+    upper: Any = SimpleNamespace(decoder=SimpleNamespace(device="cpu"), cost=second, vocab_size=97, fixed=None)
+    upper.draft_tokens, upper.switch = 8, Switch()
+    model: Any = Model(seconds=5.0)
+    tier = LookupTier(model, upper, 8)
+    new, known = sequence_of(list(range(90))), sequence_of(PASSAGE * 2)
+    while tier.choose_lengths() > LOOKUP_SECONDS:  # a few times, to see what it is worth
+        assert tier.extend([new], [8])[0][0] == [1] * tier.draft_tokens
+        tier.judge(new, 1, 1)
+        assert len(model.asked) < 8
+    assert model.asked and tier.draft_tokens == 0 and new.lookup.model.rate > known.lookup.long.rate
+    model.asked.clear()
+    for _ in range(PROBE_EVERY):
+        assert tier.extend([new], [8])[0][0] == []
+    assert tier.extend([known], [8])[0][0] == PASSAGE[:8] and not model.asked
+    assert tier._steady and tier.extend([new], [8])[0][0] == [1] and model.asked == [[1]] and not tier._steady
+    known.lookup.model = new.lookup.model
+    assert tier.extend([known], [8])[0][0] == PASSAGE[:8], "it costs nothing, though the model is right more often"
+    model.seconds = 0.01
+    assert LOOKUP_SECONDS < tier.choose_lengths() <= 0.01
+    assert tier.extend([known, new], [8, 8])[0][0] == [1] * 8 and model.asked[1:] == [[8, 8]]
 
 
 def every_run_of_three(vocab):
