@@ -38,7 +38,7 @@ def run_identity(
         seed: that the run draws with, given or not.
         exact: whether its tokens cannot depend on lengths and tiers.
         resident_bytes, disk_bytes: of the KV cache, on the device and on a disk.
-        packed: whether what of it streams from host memory is packed.
+        packed: whether what of it streams is packed.
     """
     device = target.device
     return {

@@ -42,9 +42,10 @@ class Settings:
     """Where a draft ends before it has all its tokens: where the next token, and all before it, are less likely to be
     accepted than this; `auto` follows from measured costs, and not where lengths are set by hand; `off` is nowhere."""
     pack: str = "auto"
-    """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and in host memory where they
-    stream from there. `on`, `off`, or `auto`: in contexts where compiled kernels pack, in host memory where a GPU packs
-    with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd chunk sizes have them."""
+    """Whether keys and values in bfloat16 are packed, without loss: in saved contexts, and where they stream from host
+    memory or a disk. `on`, `off`, or `auto`: in contexts and on a disk where compiled kernels pack, in host memory (and
+    on a disk below it) where a GPU packs with Triton. Blocks are not packed whose tokens are no multiple of 64, as odd
+    chunk sizes have them."""
 
     host_memory: float | None = None
     """GiB of host memory that a run may take, on each host; `None`: what is free. What of the KV cache exceeds it is on

@@ -168,8 +168,7 @@ PACK = option(
     MACHINE,
     choice("auto", "on", "off"),
     "Keep keys and values in bfloat16 in three quarters of their bytes, without loss: in saved contexts, and where "
-    "they stream from host memory. auto does so where compiled kernels do it, but not where they stream on a CPU, "
-    "which gains nothing.",
+    "they stream from host memory or a disk. auto does so where compiled kernels do it, but not in a CPU's own memory.",
 )
 HOST_MEMORY = option(
     MACHINE,

@@ -2,8 +2,9 @@
 
     python examples/memory/below_memory.py --prompt-file book.txt --tokens 131072 --share 0.25 --json below.json
 
-The same greedy text is written twice: with all of the cache in memory, and with `--share` of it there. The disk is read
-directly and in order just before and after the second run: no verification is faster than its bytes at that speed.
+The same greedy text is written twice: with all of the cache in memory, and with `--share` of it there, both with the
+same number of draft tokens, so that verifications do the same. The disk is read directly and in order just before and
+after the second run: no verification is faster than its bytes at that speed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from triforce.offload import Engine, Sampling
-from triforce.offload.contexts.home import contexts_root
+from triforce.offload.contexts.home import contexts_root, user_store
+from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.transfer.bandwidth import disk_bandwidth
 from triforce.offload.transfer.staged.block_file import DiskSpace
@@ -33,7 +35,11 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.25, help="of the KV cache that there is memory for")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tiers", type=int, default=3)
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--block-length", type=int, default=12)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--pack", default="auto", choices=("auto", "on", "off"), help="of what is on the disk")
+    parser.add_argument("--context", help="a saved context to begin from, which `triforce read` wrote")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     tokenizer = Tokenizer.load(find_pair(given.model, "none")[0])
@@ -51,10 +57,10 @@ def measure(given: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
     """Seconds, bytes, and what a verification takes for each second that its bytes take on the disk."""
     least, kv = bytes_of(given, len(prompt))
     in_memory = run(given, prompt)
-    space, size = DiskSpace(contexts_root()), 2**22
-    before = disk_bandwidth(space, size)
-    on_disk = run(given, prompt, host_memory=(least + given.share * kv) / 2**30)
-    after = disk_bandwidth(space, size)
+    space = DiskSpace(contexts_root())
+    before = disk_bandwidth(space)
+    on_disk = run(given, prompt, host_memory=(least + given.share * kv) / 2**30, pack=given.pack)
+    after = disk_bandwidth(space)
     rounds = on_disk["rounds"]
     read, verify_s = on_disk["disk"]["bytes_read"] / rounds, on_disk["time_s"]["verify"] / rounds
     return {
@@ -63,6 +69,7 @@ def measure(given: argparse.Namespace, prompt: list[int]) -> dict[str, Any]:
         "host_memory_bytes": int(least + given.share * kv),
         "disk_bytes": on_disk["settings"]["disk_bytes"],
         "resident_bytes": on_disk["settings"]["resident_bytes"],
+        "packed": on_disk["settings"]["packed"],
         "disk_gb_per_s_before": before / 1e9,
         "disk_gb_per_s_after": after / 1e9,
         "disk_gb_per_s_in_run": on_disk["disk"]["gb_per_s"],
@@ -84,12 +91,15 @@ def bytes_of(given: argparse.Namespace, prompt_tokens: int) -> tuple[int, int]:
 
 
 def load(given: argparse.Namespace, **settings: Any) -> Engine:
-    kind = {"device": "cpu", "dtype": given.dtype, "tiers": given.tiers, "threads": given.threads}
-    return Engine.load(given.model, **kind, **settings)
+    kind = {name: getattr(given, name) for name in ("dtype", "tiers", "threads", "draft_length", "block_length")}
+    return Engine.load(given.model, device="cpu", **kind, **settings)
 
 
 def run(given: argparse.Namespace, prompt: list[int], **settings: Any) -> dict[str, Any]:
-    return load(given, **settings).generate(prompt, Sampling(0.0), given.new_tokens, ignore_eos=True).stats
+    if given.context:
+        settings["store"] = user_store()
+    options = {"ignore_eos": True, "contexts": ContextRequest(given.context) if given.context else None}
+    return load(given, **settings).generate(prompt, Sampling(0.0), given.new_tokens, **options).stats
 
 
 if __name__ == "__main__":

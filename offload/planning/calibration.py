@@ -55,7 +55,7 @@ class MeasuredMachine:
     round_seconds: float
     """What a round of speculation takes besides its passes: the refresh, agreement between ranks."""
     disk_bandwidth: float = DISK_BANDWIDTH
-    """Bytes a second; not measured."""
+    """Bytes a second."""
 
     def pass_seconds(self, read: float, multiplied: float, layers: int, gpus: int) -> float:
         return self.line.seconds(read, multiplied)

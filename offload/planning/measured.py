@@ -75,6 +75,11 @@ class Measured:
     def dtype(self) -> str:
         return self.document["dtype"]
 
+    @property
+    def disk_gb_per_s(self) -> float | None:
+        """Of the disk below host memory, where that was measured."""
+        return self.document["measured_bandwidth"].get("disk_gb_per_s")
+
     def card(self, link: Card) -> Card:
         """The device, as far as it is known: memory and bandwidth as measured, the link likewise or that of `link`."""
         machine, carried = self.document["machine"], self.document["measured_bandwidth"]
@@ -190,10 +195,11 @@ def _median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _passes(run: dict[str, Any], request: RunRequest) -> list[MeasuredPass]:
-    """The mean pass of each of the target's tiers, but those over the full cache that waited for the link."""
+    """The mean pass of each of the target's tiers, but those over the full cache that waited for link or disk."""
     found: list[MeasuredPass] = []
     counts, proposed, seconds = run["passes"], run["proposed"], run["time_s"]
-    if counts["verify"] and not run["link"]["bytes_streamed"]:
+    waited = run["link"]["bytes_streamed"] or run["settings"].get("disk_bytes")
+    if counts["verify"] and not waited:
         tokens = run["kv_read"]["bytes"] / counts["verify"] / request.token_bytes
         work = pass_work(request, 1 + proposed["retrieval"] / counts["verify"], tokens)
         found.append(MeasuredPass(*work, seconds["verify"] / counts["verify"]))

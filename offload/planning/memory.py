@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ...kernels.packages import usable_packages
+from ...kernels.packing import packs_fast
 from ...tp.errors import CapacityError
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
@@ -43,8 +43,8 @@ def plan_here(
         held: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
         free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
     """
-    triton = "triton" in usable_packages(device)
-    request = replace(request, triton=triton)
+    kernels = packs_fast(device)
+    request = replace(request, kernels=kernels)
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0) + given_back_on_host
     own = given_back + (bare.weights if loaded else 0)
@@ -53,10 +53,11 @@ def plan_here(
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held)
     if device.type == "cuda":
         free, total = available_bytes(device) + own + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
-        free, total, host, everywhere = ranks.least([free, total, min(host, most), int(triton)])
-        request = replace(request, gpu_bytes=free, gpu_total_bytes=total, triton=bool(everywhere))
+        free, total, host, everywhere = ranks.least([free, total, min(host, most), int(kernels)])
+        request = replace(request, gpu_bytes=free, gpu_total_bytes=total, kernels=bool(everywhere))
     else:
-        (host,) = ranks.least([min(host + own, most)])
+        host, everywhere = ranks.least([min(host + own, most), int(kernels)])
+        request = replace(request, kernels=bool(everywhere))
     plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
     if free_disk is None or plan.host_total <= host:
         return plan

@@ -42,8 +42,9 @@ class RunRequest:
     """Disk space that `ranks_per_host` ranks may take together for blocks that exceed host memory; `None`: none do."""
     local_ranks: int | None = None
     """Ranks that share one host's memory; default `gpus`."""
-    triton: bool = True
-    """Whether Triton's attention runs on the GPU, which reads a layer of many blocks as one."""
+    kernels: bool = True
+    """Whether the device has kernels of this project: compiled ones on a CPU, or on a GPU Triton's, of which attention
+    reads a layer of many blocks as one."""
     shared: int = 0
     """Tokens of the context that the cache of another sequence holds."""
     sequences: int = 1
@@ -83,12 +84,15 @@ class RunRequest:
         """The draft model, where three tiers run."""
         return self.draft if self.settings.tiers == 3 else None
 
-    @property
-    def packs(self) -> bool:
-        """Whether blocks that stream are packed: by themselves where a GPU does it with a kernel."""
+    def packs(self, *, on_disk: bool) -> bool:
+        """Whether blocks that stream are packed: by themselves where kernels do it, and blocks have a link or a disk to
+        cross.
+
+        Args: `on_disk`: whether it is all of them that are on a disk.
+        """
         if self.dtype != torch.bfloat16 or self.settings.pack == "off":
             return False
-        return self.settings.pack == "on" or (self.on_gpu and self.triton)
+        return self.settings.pack == "on" or (self.kernels and (self.on_gpu or on_disk))
 
     @property
     def token_bytes(self) -> int:

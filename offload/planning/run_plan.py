@@ -274,9 +274,9 @@ def make_plan(request: RunRequest) -> RunPlan:
             verify_draft=verify_draft,
         )
 
-    def streamed(resident_bytes: float, num_disk: int = 0) -> RunPlan:
+    def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
-        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=request.packs)
+        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed)
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
     def within_host_memory(found: RunPlan) -> RunPlan:
@@ -288,16 +288,18 @@ def make_plan(request: RunRequest) -> RunPlan:
             return found
         room -= int(LEFT_TO_OTHERS * room) if settings.host_memory is None else 0
         if not found.placement.streams:  # where the CPU computes: what is not resident is on the disk
-            everything = found.placement.capacity
-            bare = streamed(0.0, everything)
-            return streamed(max(0, room - bare.host_total), everything)
+            everything, packed = found.placement.capacity, request.packs(on_disk=True)
+            bare = streamed(0.0, everything, packed=packed)
+            if packed and bare.host_total > room and settings.pack == "auto":
+                packed, bare = False, streamed(0.0, everything, packed=False)  # which takes less besides
+            return streamed(max(0, room - bare.host_total), everything, packed=packed)
         place = found.placement
         one = plan(replace(place, num_disk=min(1, place.num_host)))
         host_block = place.host_block_bytes(part, request.dtype) * part.num_layers
         num_disk = 1 + max(0, -(-(one.host_total - room) // host_block))
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
-    one_block = request.on_gpu and request.triton
+    one_block = request.on_gpu and request.kernels
     whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block))
     if request.shared and request.own <= LARGEST_BLOCK:
         return whole  # a tail of less than a block is not worth streaming

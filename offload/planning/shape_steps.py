@@ -17,10 +17,12 @@ from ..caches.kept import KeptCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..caches.synthetic import fill_with_zeros
+from ..contexts.home import contexts_root
 from ..graphs.passes import Graphs, Passes, capture_for
 from ..settings import MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed
+from ..transfer.staged.block_file import DiskSpace
 from .cost_model import Assumptions
 from .memory import plan_here
 from .request import RunRequest
@@ -73,6 +75,8 @@ class StepTimes:
     """Keys and values that a pass over the full cache reads."""
     streamed_bytes: int
     """Of them, what crosses the link."""
+    disk_bytes: int
+    """Of them, what is read from a disk."""
 
     def tbt_s(self, assumed: Assumptions) -> float:
         """The time between tokens that the medians of these steps give: modelled, as `assumed` is."""
@@ -100,7 +104,7 @@ class ShapeSteps:
             CapacityError: weights or the longest cache do not fit.
         """
         self._request = RunRequest(target, draft, dtype, context + ROOM, settings)
-        plan_here(self._request, device).check()
+        plan_here(self._request, device, free_disk=DiskSpace(contexts_root()).free_bytes).check()
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
@@ -121,10 +125,10 @@ class ShapeSteps:
         fill_with_zeros(full, context)
         full.begin(mass_rows=0)
         verifying = Passes(self.target, full)
-        before, read = full.blocks.traffic(), full.reads.num_bytes
+        before, read = self._kept.traffic(), full.reads.num_bytes
         plain = self._timed(verifying, 1)
         count = len(plain) + _UNTIMED
-        streamed = full.blocks.traffic().since(before).bytes_in // count
+        moved = self._kept.traffic().since(before)
         read = (full.reads.num_bytes - read) // count
 
         full.begin(mass_rows=plan.mass_rows)
@@ -146,7 +150,7 @@ class ShapeSteps:
         refresh = timed(retrieval.refresh, self._device)
         return StepTimes(
             context, plain, verify, of_retrieval, draft, refresh, block_length, draft_length, min(plan.budget, context),
-            full.blocks.resident_bytes, read, streamed,
+            full.blocks.resident_bytes, read, moved.bytes_in // count, moved.disk_bytes_in // count,
         )  # fmt: skip
 
     def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize
-from .link import Link, aligned_memory
+from ..planning.placement import DISK_BUFFERS
+from .link import Link
+from .pages import aligned_memory
 from .staged.block_file import BlockFile, DiskSpace
 
 READ_BYTES = 2**30
@@ -20,6 +22,9 @@ COPY_BYTES = 2**28
 """Memory that one copy over the link moves: blocks of the cache are 16 MiB and more."""
 
 REPEATS = 5
+
+DISK_READ = 2**22
+"""Bytes of one of the reads that a disk is tested with, about as large as blocks are."""
 
 
 def timed(step: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> list[float]:
@@ -64,18 +69,21 @@ def link_bandwidth(
     return {way: size / min(timed(step, device, repeats)) for way, step in (("in", fetch), ("out", store))}
 
 
-def disk_bandwidth(space: DiskSpace, num_bytes: int, total: int = READ_BYTES) -> float:
+def disk_bandwidth(space: DiskSpace, num_bytes: int = DISK_READ, total: int | None = None) -> float:
     """Bytes a second of direct reads of `num_bytes` each, in order, as many under way as when blocks are read ahead: of
-    a file of `total` bytes that was just written.
+    a file of `total` bytes (default `READ_BYTES`) that was just written.
 
     Raises:
         CapacityError: the disk has no room for it.
         DiskError: it failed.
     """
-    slots = max(1, total // num_bytes)
+    slots = max(1, (total or READ_BYTES) // num_bytes)
     file = BlockFile(space, slots, num_bytes)
-    memory = aligned_memory((slots, file.slot_bytes), torch.uint8).random_()
-    list(space.pool.map(file.write, range(slots), memory))
+    memory = aligned_memory((min(slots, DISK_BUFFERS), file.slot_bytes), torch.uint8).random_()
+    # What is in them is of no interest.
+    buffers = [memory[slot % len(memory)] for slot in range(slots)]
+    list(space.pool.map(file.write, range(slots), buffers))
+    file.flush()
     began = time.perf_counter()
-    list(space.pool.map(file.read, range(slots), memory))
+    list(space.pool.map(file.read, range(slots), buffers))
     return slots * file.slot_bytes / (time.perf_counter() - began)

@@ -63,9 +63,9 @@ class HostBlocks(ABC):
         """Takes over the first blocks, from host memory: of `room`, or others."""
 
     @abstractmethod
-    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
-        """Keys (`part` 0) or values (1) of `chunks` `[num_kv_heads, count]` of blocks that are written, in host memory:
-        `[num_kv_heads, count * chunk_size, head_dim]`."""
+    def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
+        """Keys and values of `chunks` `[num_kv_heads, count]` of blocks that are written, in host memory: `[2,
+        num_kv_heads, count * chunk_size, head_dim]`."""
 
 
 class RawBlocks(HostBlocks):
@@ -103,8 +103,8 @@ class RawBlocks(HostBlocks):
             if own.data_ptr() != block.data_ptr():
                 own.copy_(block)
 
-    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
-        return gather_chunks(self.blocks[:, part], chunks, chunk_size)
+    def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
+        return torch.stack([gather_chunks(self.blocks[:, part], chunks, chunk_size) for part in (0, 1)])
 
 
 class Overflow:
@@ -215,14 +215,13 @@ class PackedBlocks(HostBlocks):
                 if not fit:
                     self._raw[index].copy_(block)
 
-    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
-        num_kv_heads = self._shape[1]
+    def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
         tokens = (chunks.unsqueeze(2) * chunk_size + torch.arange(chunk_size)).flatten(1)
-        found = gather_packed(self._slots, self._layout, part * num_kv_heads, tokens)
+        found = gather_packed(self._slots, self._layout, 0, tokens.repeat(2, 1)).unflatten(0, (2, -1))
         for index, block in self._raw.items():
             here = tokens // self._layout.tokens == index
             head, place = here.nonzero(as_tuple=True)
-            found[head, place] = block[part, head, tokens[here] % self._layout.tokens]
+            found[:, head, place] = block[:, head, tokens[here] % self._layout.tokens]
         return found
 
 

@@ -7,19 +7,18 @@ Neither knows what is copied, nor in which order it will be wanted.
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...tp.errors import TriforceError
+from .pages import aligned_memory
 
 
 class LinkError(TriforceError):
@@ -211,11 +210,3 @@ class _Copy:
         self.done.wait()
         if self.error:
             raise LinkError(f"copying a block of the KV cache failed: {self.error}") from self.error
-
-
-def aligned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory from the border of a page on."""
-    size = prod(shape) * dtype.itemsize
-    memory = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8)
-    first = -memory.data_ptr() % mmap.PAGESIZE
-    return memory[first : first + size].view(dtype).view(*shape)

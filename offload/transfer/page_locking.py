@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from ...tp.errors import CapacityError
 from ...tp.units import gib
+from .pages import new_pages
 
 LARGEST_PIECE = 4 * 2**30
 """Bytes registered in one call, if a block is not larger."""
@@ -50,13 +50,13 @@ def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking
     """Page-locked memory for blocks `shape[1:]`, `shape[0]` of them, all zeros; unlocked when it is freed.
 
     Raises:
-        CapacityError: the system refuses to lock so much.
+        CapacityError: the system refuses to give or to lock so much.
     """
     block = math.prod(shape[1:]) * dtype.itemsize
     size = shape[0] * block
     if not size:
         return torch.empty(*shape, dtype=dtype)
-    memory = torch.frombuffer(_pages(size), dtype=torch.uint8, count=size)
+    memory = torch.frombuffer(new_pages(size), dtype=torch.uint8, count=size)
     start = memory.data_ptr()
     locked: list[int] = []
     weakref.finalize(memory.untyped_storage(), _unlock, runtime, locked)
@@ -96,17 +96,6 @@ def pieces(size: int, block: int) -> list[tuple[int, int]]:
     step = math.lcm(block, mmap.PAGESIZE)
     step *= max(1, LARGEST_PIECE // step)
     return [(first, min(first + step, size)) for first in range(0, size, step)]
-
-
-def _pages(size: int) -> mmap.mmap:
-    """New memory from the border of a page on, in huge pages where the system has them."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _touch(memory: Tensor) -> None:

@@ -73,8 +73,8 @@ class Ring:
         return self.buffers if self.unpacked is None else [*self.buffers, self.unpacked]
 
     def bring(self, block: Source) -> Tensor:
-        """A block in host memory or away, or its slot, on the device: there until the next one is asked for. What is
-        left of those that were begun is dropped.
+        """A block in host memory or away, or its slot, on the device: there until the next one is asked for. Of those
+        that were begun nothing is left: see `stop`.
 
         Raises:
             LinkError: the copy failed.
@@ -97,7 +97,7 @@ class Ring:
             self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
-        """Starts on `blocks`, in host memory or away, or their slots; what is left of earlier ones is dropped.
+        """Starts on `blocks`, in host memory or away, or their slots. Of earlier ones nothing is left: see `stop`.
 
         A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
         again.

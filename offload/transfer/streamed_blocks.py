@@ -313,16 +313,13 @@ class StreamedBlocks:
         per_block = self.block_size // chunk_size
         away = self._host[layer]
         there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, len(away) * per_block - 1)
-        picks = []
-        for part in (0, 1):
-            picked = away.gather(part, there, chunk_size)
-            pick = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
-            self._link.fetch(picked, pick).wait()
-            picks.append(pick)
+        picked = away.gather(there, chunk_size)
+        k, v = picks = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
+        self._link.fetch(picked, picks).wait()
         for index, block in enumerate(self._resident[layer]):
-            copy_chunks(block, index * per_block, chunks, picks[0], picks[1], chunk_size)
-        copy_chunks(self._open[layer], self._base // chunk_size, chunks, picks[0], picks[1], chunk_size)
-        return picks[0], picks[1]
+            copy_chunks(block, index * per_block, chunks, k, v, chunk_size)
+        copy_chunks(self._open[layer], self._base // chunk_size, chunks, k, v, chunk_size)
+        return k, v
 
     def _stop_ring(self) -> None:
         """A pass that was broken off has left copies under way, to buffers that are used next. That some of them failed

@@ -161,7 +161,7 @@ def test_a_draft_does_not_wait_for_the_gpu(models, captures):
             for mode in ("default", "default", "error"):  # warmed up, captured, replayed
                 torch.cuda.set_sync_debug_mode(mode)
                 try:
-                    tokens, _ = tier.draw_ahead([sequence], 4)
+                    tokens, _, _ = tier._drawn([sequence], 4, False)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 assert tokens.shape == (1, 4)

@@ -45,8 +45,8 @@ class Plan:
     remedies: list[Remedy]
     calibration: Calibration | None
     """What was measured in place of the card's figures, if anything was."""
-    disk_is_assumed: bool
-    """Whether the disk's bandwidth is not known."""
+    disk_speed_is: str
+    """Where the bandwidth of the disk is from: `assumed`, `given` or `measured`."""
 
     def document(self) -> dict[str, Any]:
         """The JSON; docs/plan.md says what its keys mean."""
@@ -101,7 +101,7 @@ class Plan:
             "disk": {
                 "kv_bytes": run.disk_kv * request.gpus,
                 "gb_per_s": self.hardware.disk_bandwidth / 1e9,
-                "assumed": self.disk_is_assumed,
+                "assumed": self.disk_speed_is == "assumed",
             },
             "blocks": {
                 "tokens": placement.block_size,
@@ -162,8 +162,10 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         measured.check(run, model)
         calibration = measured.machine(run, card.link_gb_per_s * 1e9)
         hardware, assumed = calibration.machine, calibration.assumptions(*request.acceptance)
-    if request.disk_gbps is not None:
-        hardware = replace(hardware, disk_bandwidth=request.disk_gbps * 1e9)
+    disk_gbps = {"given": request.disk_gbps, "measured": measured.disk_gb_per_s if measured else None}
+    disk_speed_is, speed = next(((where, s) for where, s in disk_gbps.items() if s is not None), ("assumed", None))
+    if speed is not None:
+        hardware = replace(hardware, disk_bandwidth=speed * 1e9)
     estimates = {}
     for count in range(1, run.settings.tiers + 1):
         lesser = replace(run, settings=replace(run.settings, tiers=count))
@@ -179,7 +181,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         shortfalls=shortfalls(run),
         remedies=remedies(run),
         calibration=calibration,
-        disk_is_assumed=request.disk_gbps is None,
+        disk_speed_is=disk_speed_is,
     )
 
 

@@ -57,7 +57,7 @@ def _memory_table(plan: Plan) -> Table:
     request, run = plan.run.request, plan.run
     placement = run.placement
     plural = "s" if placement.num_blocks > 1 else ""
-    packed = ", packed on the host" if placement.packed else ""
+    packed = ", packed" if placement.packed else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens{packed}"
     draft = ", draft included" if request.small else ""
     larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
@@ -98,8 +98,7 @@ def _verification(plan: Plan) -> str:
     floor = PassTimes(run, plan.hardware).floor * 1e3
     moved = f"A verification moves {gib(run.streamed_per_pass)}{each}"
     if run.disk_per_pass:
-        kind = "assumed" if plan.disk_is_assumed else "given"
-        speed = f"{plan.hardware.disk_bandwidth / 1e9:.3g} GB/s, {kind}"
+        speed = f"{plan.hardware.disk_bandwidth / 1e9:.3g} GB/s, {plan.disk_speed_is}"
         moved += f", of them {gib(run.disk_per_pass)} read from a disk ({speed})"
     return f"{moved}: {floor:,.0f} ms at least (the floor)."
 

@@ -131,22 +131,21 @@ class BlockFile:
                 "another disk, free memory, or shorten the prompt (--truncate)"
             ) from error
         self.num_bytes = size
-        self.direct = _pass_page_cache(self._descriptor)
-        """Whether it is read past the page cache; else what was read is dropped from there."""
+        self.direct = _pass_page_cache(self._descriptor, True)
+        """Whether it is read past the page cache; else what was read is dropped from there. Some file systems agree to
+        that and refuse the first read."""
 
     @property
     def _descriptor(self) -> int:
         return self._file.fileno()
 
-    def read(self, slot: int, memory: Tensor, offset: int = 0) -> None:
-        """Fills `memory`, `[bytes]` uint8 that begins at a multiple of `ALIGNMENT`, from a slot.
-
-        Args: `offset` in the slot, `ALIGNMENT` times a whole number, as is the size of `memory`.
+    def read(self, slot: int, memory: Tensor) -> None:
+        """Fills `memory`, `[slot_bytes]` uint8 that begins at a multiple of `ALIGNMENT`, from a slot.
 
         Raises:
             DiskError: the system could not read it.
         """
-        start = slot * self.slot_bytes + offset
+        start = slot * self.slot_bytes
         with self.space.reading(len(memory)):
             self._whole(os.preadv, memory, start, "reading")
         self._forget(start, len(memory))
@@ -162,12 +161,28 @@ class BlockFile:
         self.space.note_written(len(memory))
         self._forget(start, len(memory))
 
+    def flush(self) -> None:
+        """Returns when what was written is on the disk, and nothing of it is in the page cache.
+
+        Raises:
+            DiskError: the system could not write it.
+        """
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._failed("writing", f"{error.strerror} (error {error.errno})") from error
+        self._forget(0, self.num_bytes)
+
     def _whole(self, move: Callable[..., int], memory: Tensor, start: int, what: str) -> None:
         rest = memory.numpy().data
         while len(rest):
+            direct = self.direct
             try:
                 moved = move(self._descriptor, [rest], start)
             except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    self.direct = _pass_page_cache(self._descriptor, False)
+                    continue
                 raise self._failed(what, f"{error.strerror} (error {error.errno})") from error
             if not moved:
                 raise self._failed(what, "the file ends too early")
@@ -202,14 +217,15 @@ def _take_space(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def _pass_page_cache(descriptor: int) -> bool:
-    """Has a file read and written past the page cache; whether its file system does that."""
+def _pass_page_cache(descriptor: int, wanted: bool) -> bool:
+    """Has a file read and written past the page cache, or through it; whether it is past."""
     if not hasattr(os, "O_DIRECT"):
         return False
     import fcntl
 
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
     except OSError:
         return False
-    return True
+    return wanted

@@ -14,8 +14,8 @@ from torch import Tensor
 from ....kernels.packing import gather_packed, pack, unpack
 from ...planning.placement import block_slot
 from ..host_blocks import HostBlocks, Overflow
-from ..link import aligned_memory
-from .block_file import ALIGNMENT, BlockFile
+from ..pages import aligned_memory
+from .block_file import BlockFile
 from .staging import THREADS, Source
 
 Found = TypeVar("Found")
@@ -79,14 +79,18 @@ class DiskBlocks(HostBlocks):
         """A block, in memory of its own, or where it is kept raw."""
         if index in self._raw:
             return self._raw[index]
-        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
-        self._file.read(self._first + index, memory)
-        place = self.place(memory)
+        place = self._read_slot(index)
         if self._layout is None:
             return place
         block = torch.empty(self._shape, dtype=self._dtype)
         unpack(place, block.flatten(0, 1))
         return block
+
+    def _read_slot(self, index: int) -> Tensor:
+        """A block, or its slot, as it is in the file, in memory of its own."""
+        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+        self._file.read(self._first + index, memory)
+        return self.place(memory)
 
     def place(self, memory: Tensor) -> Tensor:
         """The block, or its slot, in the memory of a slot of the file."""
@@ -124,48 +128,38 @@ class DiskBlocks(HostBlocks):
         if index not in self._raw:
             self._file.write(self._first + index, memory)
 
-    def gather(self, part: int, chunks: Tensor, chunk_size: int) -> Tensor:
-        """See `HostBlocks`. Each block of the file that has some of the chunks is read: of a raw one, the half that has
-        keys or values. What is packed is gathered from the slot."""
+    def gather(self, chunks: Tensor, chunk_size: int) -> Tensor:
+        """See `HostBlocks`. Each block of the file that has some of the chunks is read once."""
         num_heads, size, head_dim = self._shape[1:]
         per_block = size // chunk_size
         blocks = chunks // per_block
         if len(self._rest):
-            found = self._rest.gather(part, (chunks - self._count * per_block).clamp(min=0), chunk_size)
+            found = self._rest.gather((chunks - self._count * per_block).clamp(min=0), chunk_size)
         else:
-            found = torch.empty((num_heads, chunks.shape[1] * chunk_size, head_dim), dtype=self._dtype)
-        by_chunk = found.view(num_heads, -1, chunk_size, head_dim)
+            found = torch.empty((2, num_heads, chunks.shape[1] * chunk_size, head_dim), dtype=self._dtype)
+        by_chunk = found.view(2, num_heads, -1, chunk_size, head_dim)
         wanted = [index for index in blocks.unique().tolist() if index < self._count]
 
         def rows_of(index: int) -> tuple[Tensor, Tensor, Tensor]:
             head, place = (blocks == index).nonzero(as_tuple=True)
-            return head, place, self._chunks_of(index, part, head, chunks[head, place] % per_block, chunk_size)
+            return head, place, self._chunks_of(index, head, chunks[head, place] % per_block, chunk_size)
 
         for head, place, rows in self._each(rows_of, wanted):
-            by_chunk[head, place] = rows
+            by_chunk[:, head, place] = rows
         return found
 
-    def _chunks_of(self, index: int, part: int, head: Tensor, chunk: Tensor, chunk_size: int) -> Tensor:
-        """Chunks of one block, one of each `head`: `[count, chunk_size, head_dim]`."""
+    def _chunks_of(self, index: int, head: Tensor, chunk: Tensor, chunk_size: int) -> Tensor:
+        """Chunks of one block, one of each `head`: `[2, count, chunk_size, head_dim]`. What is packed is gathered from
+        the slot, without unpacking the rest."""
         num_heads, _, head_dim = self._shape[1:]
-        half = self._block_bytes // 2
-        if index in self._raw:
-            keys = self._raw[index][part]
-        elif self._layout is not None:
-            memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
-            self._file.read(self._first + index, memory)
-            tokens = (chunk.unsqueeze(1) * chunk_size + torch.arange(chunk_size)).flatten()
-            every = tokens.expand(num_heads, -1)
-            slot = self.place(memory).unsqueeze(0)
-            picked = gather_packed(slot, self._layout, part * num_heads, every.contiguous())
-            return picked.view(num_heads, -1, chunk_size, head_dim)[head, torch.arange(len(head))]
-        elif half % ALIGNMENT:
-            keys = self._read_one(index)[part]
-        else:
-            memory = aligned_memory((half,), torch.uint8)
-            self._file.read(self._first + index, memory, part * half)
-            keys = memory.view(self._dtype).view(self._shape[1:])
-        return keys.view(num_heads, -1, chunk_size, head_dim)[head, chunk]
+        if index in self._raw or self._layout is None:
+            block = self._read_one(index).view(2, num_heads, -1, chunk_size, head_dim)
+            return block[:, head, chunk]
+        tokens = (chunk.unsqueeze(1) * chunk_size + torch.arange(chunk_size)).flatten()
+        slot = self._read_slot(index).unsqueeze(0)
+        picked = gather_packed(slot, self._layout, 0, tokens.repeat(2 * num_heads, 1))
+        picked = picked.view(2, num_heads, -1, chunk_size, head_dim)
+        return picked[:, head, torch.arange(len(head))]
 
     def _each(self, work: Callable[[int], Found], indices: Sequence[int]) -> Iterator[Found]:
         """What `work` makes of each index, in their order: by several threads, which hold few results at a time."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ....tp.errors import CapacityError
-from ..link import Link, aligned_memory
+from ..link import Link
+from ..pages import aligned_memory
 from .staging import Source
 
 

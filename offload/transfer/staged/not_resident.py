@@ -85,19 +85,24 @@ class NotResident:
         return DiskBlocks(self.file, layer * num_disk, num_disk, blocks, self._block, self._dtype, overflow)
 
     def _make_staging(self) -> Staging:
-        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first.
+        """Buffers for any block. Where the system locks no more, layers that are locked become ordinary memory first;
+        then there are fewer buffers.
 
         Raises:
             CapacityError: the system does not even lock so much.
         """
         pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk and self.file else (make_pool(), None)
+        buffers = self._placement.staging_buffers
         while True:
             try:
-                return Staging(self._link, self._staged_size, STAGING_BUFFERS, pool, note_wait)
+                return Staging(self._link, self._staged_size, buffers, pool, note_wait)
             except CapacityError as error:
+                if not self._locked and buffers > STAGING_BUFFERS:
+                    buffers = STAGING_BUFFERS
+                    continue
                 if not self._locked:
                     raise CapacityError(
-                        f"the system does not page-lock {gib(STAGING_BUFFERS * self._staged_size)} of host memory, "
+                        f"the system does not page-lock {gib(buffers * self._staged_size)} of host memory, "
                         "which streaming needs at least; raise the limit (ulimit -l; in a container --ulimit "
                         "memlock=-1), or shorten the prompt until the GPU holds all of the KV cache"
                     ) from error

@@ -207,7 +207,7 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     length, replays = len(sequence.context) - 1, recorder.replays
     for tier in (draft, retrieval):
         with torch.inference_mode(), NoWaiting():
-            tokens, rows = tier.draw_ahead([sequence], 6)
+            tokens, rows, _ = tier._drawn([sequence], 6, False)
         assert tokens.shape == (1, 6)
         assert rows.shape == (1, 6, 97)
         tier.rollback(sequence, length)

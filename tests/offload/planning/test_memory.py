@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from tiny import save_llama
+from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine
 from triforce.offload.planning.memory import gib, plan_here, shortage_explained
 from triforce.offload.planning.placement import LARGEST_BLOCK, Placement, block_size_for
@@ -129,6 +130,19 @@ def test_where_the_cpu_computes_what_is_not_in_memory_is_on_the_disk(tmp_path):
     assert make_plan(replace(request, host_bytes=whole.host_total)).placement == whole.placement
 
 
+def test_what_is_on_a_disk_is_packed_where_the_cpu_computes_and_has_kernels_for_it(tmp_path):
+    request = request_of(tmp_path, context=200_000, dtype=torch.bfloat16, disk_bytes=2**50)
+    on_disk = replace(request, host_bytes=make_plan(request).host_total - 2**24)
+    raw = make_plan(replace(on_disk, settings=Settings(pack="off")))
+    packed = make_plan(on_disk)
+    assert packed.placement.packed and not raw.placement.packed
+    slots, blocks = (plan.disk_kv // plan.placement.num_disk for plan in (packed, raw))
+    assert 0.75 < slots / blocks < 0.78
+    assert not make_plan(replace(on_disk, kernels=False)).placement.packed
+    assert not make_plan(replace(on_disk, dtype=torch.float32)).placement.packed
+    assert not make_plan(replace(request, settings=Settings(resident=0.0))).placement.packed, "it stays in memory"
+
+
 def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=12 * 2**30))
     asked = []
@@ -141,7 +155,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     request = request_of(tmp_path)
     plan = plan_here(request, CPU, TwoRanks(0, 2, 2), loaded=True, given_back=2**30)
     held = 2**30 + RUNTIME_BYTES + make_plan(request).weights
-    assert asked == [[6 * 2**30 + held]], "half of the host's, and what this rank holds already"
+    assert asked == [[6 * 2**30 + held, packs_fast(CPU)]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
 
@@ -150,7 +164,7 @@ def test_on_a_gpu_what_does_not_stream_is_one_block_a_layer(tmp_path):
     here = make_plan(request).placement
     there = make_plan(replace(request, gpu_bytes=80 * 2**30)).placement
     assert here.num_blocks > 1 and there == Placement(here.num_blocks * here.block_size, 1, 1)
-    for plain in ({"triton": False}, {"dtype": torch.float32}):
+    for plain in ({"kernels": False}, {"dtype": torch.float32}):
         assert make_plan(replace(request, gpu_bytes=80 * 2**30, **plain)).placement == here
 
 

@@ -1,6 +1,7 @@
 """Blocks that exceed host memory are on a disk: the same bits, whatever is done with them, and clear errors."""
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -11,7 +12,7 @@ import torch
 from oracles import kv_block
 from tiny import save_llama
 from tiny_caches import CAPACITY, SIZE, Twin, Twins, bits
-from triforce.offload.planning.placement import STAGING_BUFFERS
+from triforce.offload.planning.placement import DISK_BUFFERS
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.staged import block_file
 from triforce.offload.transfer.staged.block_file import ALIGNMENT, BlockFile, DiskError, DiskSpace
@@ -77,7 +78,7 @@ def test_a_pass_reads_each_block_on_the_disk_once(part, link, space, disk):
 
 
 def test_going_back_into_a_block_of_more_layers_than_there_are_buffers(tmp_path, link, space):
-    save_llama(tmp_path, num_key_value_heads=2, num_hidden_layers=STAGING_BUFFERS + 2)
+    save_llama(tmp_path, num_key_value_heads=2, num_hidden_layers=DISK_BUFFERS + 2)
     deep = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU).part
     twins = Twins(deep, link, 0, "normal", 1, (Twin(disk=99), Twin()), space)
     twins.add(5 * SIZE + 9)
@@ -147,12 +148,23 @@ def test_a_disk_that_fails_is_an_error_that_names_it_and_nothing_hangs(part, lin
         twins.add(3)
 
 
-@pytest.mark.parametrize("direct", [True, False])
+def read_without_direct(refused, descriptor, buffers, start, preadv=os.preadv):
+    """What a file system does that agrees to direct reads and then refuses each."""
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        refused.append(start)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return preadv(descriptor, buffers, start)
+
+
+@pytest.mark.parametrize("direct", ["yes", "no", "refused for reads"])
 def test_a_file_gives_back_what_was_written_with_and_without_the_page_cache(space, monkeypatch, direct):
-    if not direct:
+    if direct == "no":
         monkeypatch.delattr(os, "O_DIRECT")
     file = BlockFile(space, 5, 3 * ALIGNMENT - 100)
-    assert file.slot_bytes == 3 * ALIGNMENT and (direct or not file.direct)
+    assert file.slot_bytes == 3 * ALIGNMENT and (direct != "no" or not file.direct)
+    refused = []
+    if direct == "refused for reads" and file.direct:
+        monkeypatch.setattr(os, "preadv", lambda *given: read_without_direct(refused, *given))
     link = ThreadLink()
     blocks = link.host_memory((5, file.slot_bytes), torch.uint8)
     blocks.copy_(torch.randint(256, blocks.shape, dtype=torch.uint8))
@@ -165,8 +177,7 @@ def test_a_file_gives_back_what_was_written_with_and_without_the_page_cache(spac
     for i in (3, 0, 4, 1, 2):
         file.read(i, found)
         assert torch.equal(found, blocks[i])
-    file.read(2, found[:ALIGNMENT], ALIGNMENT)
-    assert torch.equal(found[:ALIGNMENT], blocks[2, ALIGNMENT : 2 * ALIGNMENT])
+    assert len(refused) == (direct == "refused for reads" and not file.direct)
     assert space.traffic().disk_bytes_out == file.num_bytes
     link.close()
 

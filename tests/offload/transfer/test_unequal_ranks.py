@@ -31,7 +31,7 @@ def placements(monkeypatch, free):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[ranks.rank] * GIB, 80 * GIB))
         for name in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-        monkeypatch.setattr(memory, "usable_packages", lambda _: frozenset({"triton"}))
+        monkeypatch.setattr(memory, "packs_fast", lambda _: True)
         monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 200 * GIB}))
         config = ModelConfig.from_json(SHAPE, Path("shape"))
         request = RunRequest(config, None, torch.bfloat16, 100_000, Settings(tiers=2), gpus=2)

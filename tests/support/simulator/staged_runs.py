@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
-from triforce.offload.transfer.link import aligned_memory
+from triforce.offload.planning import placement
+from triforce.offload.transfer.pages import aligned_memory
 from triforce.offload.transfer.staged import block_file, disk_blocks, host_memory, not_resident
 from triforce.offload.transfer.staged.block_file import BlockFile
 
@@ -107,6 +108,8 @@ def staged(simulator: Simulator, chance: random.Random) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(BlockFile, "_whole", seen))
+        # Few, or blocks of a pass as short as these would hardly use one twice.
+        patches.enter_context(patch.object(placement, "DISK_BUFFERS", placement.STAGING_BUFFERS))
         for module in (host_memory, disk_blocks):
             patches.enter_context(patch.object(module, "aligned_memory", on_host))
         for module in (block_file, not_resident):

@@ -1,0 +1,35 @@
+"""Host memory in pages: aligned, its own, and a clear error where the system gives none."""
+
+import errno
+import gc
+import mmap
+import os
+
+import pytest
+import torch
+from triforce.offload.transfer import pages
+from triforce.offload.transfer.pages import aligned_memory
+from triforce.tp.errors import CapacityError
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 100), (5, 2**20 + 8), (2**21,)])
+def test_memory_begins_with_a_page_and_lives_as_long_as_its_views(shape):
+    memory = aligned_memory(shape, torch.uint8)
+    assert memory.shape == shape and (not memory.numel() or memory.data_ptr() % mmap.PAGESIZE == 0)
+    wide = aligned_memory((2, *shape), torch.bfloat16)
+    assert wide.dtype == torch.bfloat16 and wide.shape == (2, *shape)
+    memory.fill_(7)
+    view = memory.view(-1)[-5:]
+    del memory
+    gc.collect()
+    aligned_memory(shape, torch.uint8).fill_(9)
+    assert (view == 7).all()
+
+
+def test_memory_that_the_system_does_not_give_is_an_error_that_says_how_much(monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(pages.mmap, "mmap", refused)
+    with pytest.raises(CapacityError, match=r"gives no 3\.00 GiB of host memory \(Cannot allocate memory\)"):
+        aligned_memory((3, 2**30), torch.uint8)
