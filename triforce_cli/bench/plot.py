@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from ..measurement import on, sampling_words
-from .report import conditions, modelled
+from .report import bandwidths, conditions, modelled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,9 +69,7 @@ def _title(document: dict[str, Any]) -> str:
 
 
 def _caption(document: dict[str, Any]) -> str:
-    carried = document["measured_bandwidth"]
-    measured = f"memory {carried['memory_gb_per_s']:.0f} GB/s"
-    measured += f", link {carried['link_gb_per_s']:.0f} GB/s" if carried["link_gb_per_s"] else ""
+    measured = bandwidths(document, 0)
     lines = (
         f"{conditions(document)}. Floor: derived, the bytes that one pass over the full cache "
         f"reads ÷ measured bandwidth ({measured}).",

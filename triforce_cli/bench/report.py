@@ -20,27 +20,33 @@ def floor_of(at: AtContext, head: dict[str, Any]) -> dict[str, Any] | None:
         return None
     passes = run.passes["verify"]
     read = head["weight_bytes"] + head["machine"]["world_size"] * run.stats["kv_read"]["bytes"] // passes
-    return derived_floor(read, run.stats["link"]["bytes_streamed"] // passes, head)
+    of_disk = run.stats["disk"]["bytes_read"] // passes
+    return derived_floor(read, run.stats["link"]["bytes_streamed"] // passes, of_disk, head)
 
 
-def derived_floor(read_bytes: int, streamed_bytes: int, head: dict[str, Any]) -> dict[str, Any]:
-    """The least time of one pass over the full cache. On a CPU all ranks share one memory; each GPU has its own.
+def derived_floor(read_bytes: int, streamed_bytes: int, disk_bytes: int, head: dict[str, Any]) -> dict[str, Any] | None:
+    """The least time of one pass over the full cache. On a CPU all ranks share one memory; each GPU has its own. All
+    share a disk; where its bandwidth was not measured and something is read from it, there is no floor.
 
     Args:
         read_bytes: weights, keys and values, of all ranks.
         streamed_bytes: of them, what crosses one rank's link.
+        disk_bytes: of them, what one rank reads from a disk.
         head: see `as_document`.
     """
     machine, measured = head["machine"], head["measured_bandwidth"]
     memories = machine["world_size"] if machine["device"] == "cuda" else 1
-    memory_s = read_bytes / (1e9 * measured["memory_gb_per_s"]) / memories
-    link_s = streamed_bytes / (1e9 * measured["link_gb_per_s"]) if measured["link_gb_per_s"] else 0.0
-    bound_by = "link" if link_s > memory_s else "memory"
+    moved = {"memory": read_bytes / memories, "link": streamed_bytes, "disk": machine["world_size"] * disk_bytes}
+    speeds = {name: measured[f"{name}_gb_per_s"] for name in moved}
+    if disk_bytes and not speeds["disk"]:
+        return None
+    seconds, bound_by = max((moved[name] / (1e9 * speed), name) for name, speed in speeds.items() if speed)
     return {
         "read_bytes": read_bytes,
         "streamed_bytes": streamed_bytes,
+        "disk_bytes": disk_bytes,
         "bound_by": bound_by,
-        "ms": 1e3 * max(memory_s, link_s),
+        "ms": 1e3 * seconds,
         "derived_from": f"counted bytes and measured {bound_by} bandwidth",
     }
 
@@ -158,11 +164,15 @@ def _cells(at: dict[str, Any], row: dict[str, Any], first: bool) -> list[str]:
     ]
 
 
+def bandwidths(document: dict[str, Any], digits: int) -> str:
+    """Those that were measured."""
+    found = ((name, document["measured_bandwidth"].get(f"{name}_gb_per_s")) for name in ("memory", "link", "disk"))
+    return ", ".join(f"{name} {speed:.{digits}f} GB/s" for name, speed in found if speed)
+
+
 def notes(document: dict[str, Any]) -> list[str]:
     """What the figures mean, and what to know about these."""
-    carried = document["measured_bandwidth"]
-    link = carried["link_gb_per_s"]
-    measured = f"memory {carried['memory_gb_per_s']:.1f} GB/s" + (f", link {link:.1f} GB/s" if link else "")
+    measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
         "and of the retrieval cache. a round: tokens for each pass over the full cache.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -12,11 +12,13 @@ import torch
 from rich.console import Console
 
 from ...offload import Engine, Generation, Sampling
+from ...offload.contexts.home import contexts_root
 from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
 from ...offload.speculation.vocabulary import check_pair
-from ...offload.transfer.bandwidth import link_bandwidth, memory_bandwidth
+from ...offload.transfer.bandwidth import disk_bandwidth, link_bandwidth, memory_bandwidth
 from ...offload.transfer.make import make_link
+from ...offload.transfer.staged.block_file import DiskError, DiskSpace
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError
 from ...tp.model.config import ModelConfig
@@ -169,13 +171,15 @@ def describe(request: Request, target: Decoder, drafts: bool, call: Call, *, str
         "new_tokens": 0,
         "repeats": 0,
         "prompt": None,
-        "measured_bandwidth": _bandwidth(target, streams=streams or device.type == "cuda"),
+        "measured_bandwidth": _bandwidth(
+            target, streams=streams or device.type == "cuda", on_disk=request.host_memory is not None
+        ),
     }
 
 
-def _bandwidth(target: Decoder, *, streams: bool) -> dict[str, float | None]:
-    """GB/s of memory and, if keys and values may cross it, of the link. The ranks of a CPU share its memory, so rank 0
-    reads with the threads of all."""
+def _bandwidth(target: Decoder, *, streams: bool, on_disk: bool) -> dict[str, float | None]:
+    """GB/s of memory and, where keys and values may cross them, of link and disk. The ranks of a CPU share its memory,
+    so rank 0 reads with the threads of all."""
     device, threads = target.device, torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(threads * target.ranks.local_size)
@@ -185,4 +189,8 @@ def _bandwidth(target: Decoder, *, streams: bool) -> dict[str, float | None]:
         link = make_link(device)
         carried = link_bandwidth(link, device)["in"] / 1e9
         link.close()
-    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": carried}
+    disk = None
+    if on_disk:
+        with suppress(CapacityError, DiskError):  # of a disk that is too full for the test
+            disk = disk_bandwidth(DiskSpace(contexts_root())) / 1e9
+    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": carried, "disk_gb_per_s": disk}

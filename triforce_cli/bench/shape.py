@@ -69,7 +69,7 @@ def _context(times: StepTimes, tiers: tuple[int, ...], assumed: Assumptions, hea
         "prefill_s": None,
         "restored_tokens": 0,
         "resident_bytes": times.resident_bytes,
-        "floor": derived_floor(head["weight_bytes"] + times.read_bytes, times.streamed_bytes, head),
+        "floor": derived_floor(head["weight_bytes"] + times.read_bytes, times.streamed_bytes, times.disk_bytes, head),
         "steps_ms": {
             name: spread([1e3 * seconds for seconds in getattr(times, name)]) if getattr(times, name) else None
             for name in ("plain", "verify", "retrieval", "draft", "refresh")

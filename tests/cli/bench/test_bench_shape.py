@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command import check_refusal, run_here, undocumented
+from tiny import save_llama
+from triforce.offload.planning import placement
 from triforce.offload.planning.cost_model import weights_read
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import make_plan
+from triforce.offload.planning.shape_steps import ROOM
+from triforce.offload.settings import Settings
 from triforce.tp.model.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
@@ -78,6 +84,24 @@ def test_a_shapes_cache_streams_where_it_is_to(shape, tmp_path):
     (at,) = document["contexts"]
     assert at["floor"]["streamed_bytes"] > 0 == at["resident_bytes"]
     assert document["measured_bandwidth"]["link_gb_per_s"] > 0
+
+
+def test_a_shapes_cache_that_exceeds_host_memory_is_read_from_a_disk(shape, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(placement, "LARGEST_BLOCK", 256)
+    save_llama(tmp_path / "deep", num_hidden_layers=8, max_position_embeddings=4096)
+    config, settings = ModelConfig.load(tmp_path / "deep"), Settings(tiers=1, budget=64, host_memory=0.0)
+    request = RunRequest(config, None, torch.float32, 3000 + ROOM, settings, host_bytes=0, disk_bytes=2**40)
+    asked = {"shape": tmp_path / "deep", "contexts": 3000, "tiers": "1", "draft": "none"}
+    little = make_plan(request).host_total / 2**30 + 1e-5
+    outcome, document = shape(tmp_path / "disk.json", **asked, host_memory=little)
+    assert outcome.code == 0 and "disk" in outcome.out, outcome.err
+    (at,), measured = document["contexts"], document["measured_bandwidth"]
+    floor = at["floor"]
+    assert floor["read_bytes"] > floor["disk_bytes"] > 0 == at["resident_bytes"] == floor["streamed_bytes"]
+    bounds = {"memory": floor["read_bytes"], "disk": floor["disk_bytes"]}
+    ms = {name: size / measured[f"{name}_gb_per_s"] / 1e6 for name, size in bounds.items()}
+    assert floor["ms"] == pytest.approx(max(ms.values())) and floor["bound_by"] == max(ms, key=ms.__getitem__)
 
 
 def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypatch):

@@ -110,6 +110,18 @@ def test_what_is_modelled_is_what_was_measured_as_far_as_the_fit_is_good(plan, b
 
 
 @pytest.mark.slow
+def test_a_disk_that_was_measured_is_planned_with(plan, bench_file):
+    bench = json.loads(bench_file.read_text())
+    bench["measured_bandwidth"]["disk_gb_per_s"] = 1.5
+    with_disk = bench_file.with_name("with-disk.json")
+    with_disk.write_text(json.dumps(bench))
+    for more, speed, assumed in (((), 1.5, False), (("--disk-gbps", 3), 3.0, False)):
+        disk = json.loads(plan("--measured", with_disk, "--json", "-", *more).out)["disk"]
+        assert disk["gb_per_s"] == speed and disk["assumed"] is assumed
+    assert json.loads(plan("--json", "-").out)["disk"]["assumed"]
+
+
+@pytest.mark.slow
 def test_the_output_says_which_terms_are_measured_and_where(plan, bench_file):
     outcome = plan()
     assert outcome.code == 0 and outcome.err == ""
