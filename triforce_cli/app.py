@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..tp.errors import PeerError, TriforceError
-from ..tp.parallel.launch import record, still_joined
+from ..tp.parallel.launch import must_not_finalize, record
 from ..tp.parallel.place import Place
 from .call import Call
 from .terminal.stopping import Signals, Stop
@@ -32,8 +32,8 @@ def main() -> None:
         abandon(sys.stdout)
         abandon(sys.stderr)
         code = stop.exit_code
-    if still_joined():
-        # The interpreter would take the group apart while other ranks are in it, and now and then abort over it.
+    if must_not_finalize():
+        # The interpreter would take apart what threads still use, or a group while other ranks are in it.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

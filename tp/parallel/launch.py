@@ -194,11 +194,14 @@ def record(error: BaseException) -> bool:
     return True
 
 
-def still_joined() -> bool:
-    """Whether this process is a member of a group of ranks. Does not import PyTorch."""
+def must_not_finalize() -> bool:
+    """Whether the interpreter must not be taken apart at the end: this process is a member of a group of ranks, or has
+    started ranks, and threads of PyTorch may then still run, over which it would abort now and then. Does not import
+    PyTorch."""
     distributed = sys.modules.get("torch.distributed")
     is_initialized = getattr(distributed, "is_initialized", None)  # missing while the module is being imported
-    return is_initialized is not None and is_initialized()
+    joined = is_initialized is not None and is_initialized()
+    return joined or "torch.distributed.launcher.api" in sys.modules
 
 
 class _Plain(Exception):
