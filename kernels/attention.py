@@ -270,7 +270,7 @@ def choose_backend(
         level: what the compiled CPU kernels can use for these tensors; `Level.NONE` if they cannot compute the call.
     """
     if level > Level.NONE:
-        return "flash_cpu" if _prefers_flash(level, dtype) and flash_mask and not few_rows else "compiled"
+        return "compiled"
     if capability is None:
         return "flash_cpu" if flash_mask and not few_rows else "plain"
     if capability < OLDEST_GPU or head_dim > 256:
@@ -286,12 +286,3 @@ def choose_backend(
         return "triton"
     return "plain"
 
-
-def _prefers_flash(level: Level, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's flash kernel is faster than the compiled kernels for many rows.
-
-    It multiplies with AMX tiles where the processor has them, which the compiled kernels do not: a trial on a Xeon with
-    AMX (two cores, embedded pair, 32,768 tokens) took prefill from 17.6 to 6.9 s. The code as it is here has run on
-    processors without AMX only, where it was chosen by hand; `examples/cpu_results.py --prefill` measures both.
-    """
-    return level >= Level.AMX and dtype == torch.bfloat16

@@ -43,9 +43,7 @@ compiled = pytest.mark.skipif(
         ("flash_cpu", {"capability": None, "few_rows": False}),
         *(("compiled", CPU | {"level": level}) for level in KERNELS),
         *(("compiled", CPU | {"level": level, "few_rows": False, "flash_mask": False}) for level in KERNELS),
-        *(("compiled", CPU | {"level": level, "few_rows": False}) for level in KERNELS[:-1]),
-        ("compiled", CPU | {"level": Level.AMX, "few_rows": False, "dtype": torch.float32}),
-        ("flash_cpu", CPU | {"level": Level.AMX, "few_rows": False}),
+        *(("compiled", CPU | {"level": level, "few_rows": False}) for level in KERNELS),
     ],
 )
 def test_the_backend_follows_from_device_packages_and_call(want, changes):

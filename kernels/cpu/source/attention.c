@@ -22,7 +22,9 @@ static const AttentionKernels *kernels_for(int64_t level, int64_t type)
     switch (level) {
     case LEVEL_AVX2: return type == BFLOAT16 ? &attention_avx2_bfloat16 : &attention_avx2_float32;
     case LEVEL_AVX512: return type == BFLOAT16 ? &attention_avx512_bfloat16 : &attention_avx512_float32;
-    case LEVEL_AMX:
+#ifdef HAS_AMX
+    case LEVEL_AMX: return type == BFLOAT16 ? &attention_amx_bfloat16 : &attention_avx512_float32;
+#endif
     case LEVEL_AVX512BF16: return type == BFLOAT16 ? &attention_avx512bf16_bfloat16 : &attention_avx512_float32;
     }
 #endif
@@ -55,12 +57,13 @@ static void restore_small(unsigned before)
 static int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
 /* Points `work` to a thread's temporaries in `room`; returns the floats they take, also where `room` is 0. */
-static int64_t carve(Work *work, float *room, int64_t dim, int64_t rows)
+static int64_t carve(const AttentionKernels *kernels, Work *work, float *room, int64_t dim, int64_t rows)
 {
-    float **parts[] = {&work->q, &work->keys, &work->scores, &work->sums, &work->part, &work->whole};
-    const int64_t sizes[] = {rows * dim, dim * TILE, 8 * TILE, rows * 16, rows * row_stride(dim), rows * row_stride(dim)};
+    float **parts[] = {&work->q, &work->keys, &work->values, &work->scores, &work->sums, &work->part, &work->whole};
+    const int64_t sizes[] = {rows * dim, dim * kernels->sizes.keys, dim * kernels->sizes.values, kernels->sizes.scores,
+                             rows * 16, rows * row_stride(dim), rows * row_stride(dim)};
     int64_t taken = 0;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         *parts[i] = room ? room + taken : 0;
         taken += whole_lines(sizes[i]);
     }
@@ -94,7 +97,8 @@ int triforce_attend(const Attention *call)
     if (!kernels)
         return 2;
     const int64_t dim = call->head_dim, heads = call->num_kv_heads, all_rows = call->num_heads / heads * call->n;
-    const int64_t blocks = (all_rows + ROW_BLOCK - 1) / ROW_BLOCK, block_rows = smaller(all_rows, ROW_BLOCK);
+    const int64_t row_block = kernels->row_block, blocks = (all_rows + row_block - 1) / row_block;
+    const int64_t block_rows = (smaller(all_rows, row_block) + ROWS - 1) / ROWS * ROWS;
     int64_t start, stop, ignored;
     visible(call, 0, &start, &ignored);
     visible(call, call->n - 1, &ignored, &stop);
@@ -105,7 +109,7 @@ int triforce_attend(const Attention *call)
         threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
 
     Work sizes;
-    const int64_t own = carve(&sizes, 0, dim, block_rows);
+    const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
     const int64_t num_parts = shared ? blocks * heads * splits * part_size : 0;
     float *room = malloc((own * threads + num_peaks + num_parts + 16) * sizeof(float));
@@ -123,13 +127,15 @@ int triforce_attend(const Attention *call)
         const int me = 0;
 #endif
         const unsigned before = flush_small();
-        carve(&work, aligned + own * me, dim, block_rows);
+        if (kernels->begin)
+            kernels->begin();
+        carve(kernels, &work, aligned + own * me, dim, block_rows);
         work.peaks = peaks;
         if (shared) {
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 8)
             for (int64_t item = 0; item < heads * blocks * splits; item++) {
-                const int64_t at = item / splits, head = at / blocks, first = at % blocks * ROW_BLOCK;
-                const int64_t rows = smaller(ROW_BLOCK, all_rows - first);
+                const int64_t at = item / splits, head = at / blocks, first = at % blocks * row_block;
+                const int64_t rows = smaller(row_block, all_rows - first);
                 kernels->prepare(call, head, first, rows, &work);
                 kernels->part(call, head, rows, first_split + item % splits, &work, parts + item * part_size);
             }
@@ -138,7 +144,7 @@ int triforce_attend(const Attention *call)
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < heads * blocks; item++) {
             const int64_t head = item % heads, block = blocks - 1 - item / heads;
-            const int64_t first = block * ROW_BLOCK, rows = smaller(ROW_BLOCK, all_rows - first);
+            const int64_t first = block * row_block, rows = smaller(row_block, all_rows - first);
             kernels->prepare(call, head, first, rows, &work);
             if (call->running)
                 carry(call, head, first, rows, work.whole, 0);
@@ -158,6 +164,8 @@ int triforce_attend(const Attention *call)
                 carry(call, head, first, rows, work.whole, 1);
             kernels->finish(call, head, first, rows, &work);
         }
+        if (kernels->end)
+            kernels->end();
         restore_small(before);
     }
     free(room);

@@ -1,8 +1,8 @@
 /* Attention on a CPU: what the driver (attention.c) and the kernels (attention_body.h, compiled once per instruction set
  * and input type) share. kernels/attention.py documents what is computed.
  *
- * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
- * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
+ * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE
+ * (with AMX, a split at a time), tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
  * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
  * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT. */
 
@@ -13,7 +13,7 @@
 
 #define TILE 64        /* keys whose scores are computed together */
 #define SPLIT 256      /* keys of a partial result */
-#define ROW_BLOCK 96   /* rows at most that go over the keys together */
+#define ROWS 32        /* memory for rows is a multiple of so many */
 #define MAX_DIM 256
 #define EMPTY (-1e30f) /* the peak where there are no scores: finite, so that differences from it are finite */
 
@@ -44,27 +44,35 @@ typedef struct {
 
 /* A thread's temporaries, and the memory that threads share. */
 typedef struct {
-    float *q;      /* [ROW_BLOCK][head_dim] query rows in the format that `score` reads */
-    float *keys;   /* [head_dim][TILE] a tile of keys, transposed */
-    float *scores; /* [ROWS_AT_A_TIME][TILE] */
-    float *sums;   /* [ROW_BLOCK][16] sums of exponentials, one per vector lane */
-    float *part;   /* [ROW_BLOCK][row_stride] the result over one split */
+    float *q;      /* [rows][head_dim] query rows in the format that `part` reads */
+    float *keys;   /* keys, transposed */
+    float *values; /* values, in the order that they are multiplied in */
+    float *scores; /* of some rows */
+    float *sums;   /* [rows][16] sums of exponentials, one per vector lane */
+    float *part;   /* [rows][row_stride] the result over one split */
     float *whole;  /* the same, over all splits so far */
-    Row *rows;     /* [ROW_BLOCK] */
+    Row *rows;     /* [rows] */
     float *peaks;  /* shared: [num_heads][mass_rows][tiles], the peak score that the mass of a tile is relative to */
 } Work;
 
 /* The kernels of one instruction set and input type. A block of rows is `rows` of the `group * n` query rows of one KV
  * head, from `first` on; row r is position r / group of query head r % group. A row of a partial result is
- * [output, not normalised | peak | total]. `prepare` must be called before the others. */
+ * [output, not normalised | peak | total]. `prepare` must be called before the others; `begin` and `end`, where they are,
+ * by each thread before and after. `part` may write up to whole ROWS of rows. */
 typedef struct {
+    int64_t row_block; /* rows at most of a block */
+    struct {
+        int64_t keys, values, scores; /* floats: for each dimension of a head, the same, in all */
+    } sizes;
+    void (*begin)(void);
+    void (*end)(void);
     void (*prepare)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work);
     void (*part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *part);
     void (*merge)(int64_t head_dim, int64_t rows, const float *part, float *whole);
     void (*finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work); /* work->whole */
 } AttentionKernels;
 
-extern const AttentionKernels attention_avx512bf16_bfloat16, attention_avx512_bfloat16, attention_avx512_float32,
+extern const AttentionKernels attention_amx_bfloat16, attention_avx512bf16_bfloat16, attention_avx512_bfloat16, attention_avx512_float32,
     attention_avx2_bfloat16, attention_avx2_float32;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

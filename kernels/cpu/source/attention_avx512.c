@@ -1,4 +1,4 @@
-/* Attention with AVX-512, with and without bfloat16 dot products. */
+/* Attention with AVX-512, with and without bfloat16 dot products, and with AMX. */
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -13,6 +13,10 @@
 #define IS_BF16 1
 #define HAS_DOT 1
 #include "attention_body.h"
+
+#ifdef HAS_AMX
+#include "attention_amx.h"
+#endif
 
 #define SET avx512
 #define TARGET AVX512_TARGET

@@ -215,15 +215,32 @@ FN void F(part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t sp
 
 FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
 {
-    for (int64_t r = 0; r < rows; r++, part += row_stride(dim), whole += row_stride(dim)) {
-        if (part[dim + 1] == 0.0f)
-            continue;
-        const float peak = part[dim] > whole[dim] ? part[dim] : whole[dim];
-        const vec old = V(exp2)(V(all)(whole[dim] - peak)), new = V(exp2)(V(all)(part[dim] - peak));
-        for (int64_t i = 0; i < dim; i += LANES)
-            V(store)(whole + i, V(fma)(V(load)(part + i), new, V(mul)(V(load)(whole + i), old)));
-        whole[dim] = peak;
-        whole[dim + 1] = V(largest)(V(fma)(V(all)(part[dim + 1]), new, V(mul)(V(all)(whole[dim + 1]), old)));
+    const int64_t stride = row_stride(dim);
+    for (int64_t first = 0; first < rows; first += LANES, part += LANES * stride, whole += LANES * stride) {
+        const int64_t some = smaller(LANES, rows - first);
+        float peaks[2][LANES], totals[2][LANES], factors[2][LANES];
+        for (int64_t r = 0; r < LANES; r++) {
+            const int64_t row = smaller(r, some - 1) * stride + dim;
+            peaks[0][r] = whole[row], peaks[1][r] = part[row];
+            totals[0][r] = whole[row + 1], totals[1][r] = part[row + 1];
+        }
+        const vec peak = V(max)(V(load)(peaks[0]), V(load)(peaks[1]));
+        const vec old = V(exp2)(V(sub)(V(load)(peaks[0]), peak)), new = V(exp2)(V(sub)(V(load)(peaks[1]), peak));
+        V(store)(factors[0], old);
+        V(store)(factors[1], new);
+        V(store)(peaks[0], peak);
+        V(store)(totals[0], V(fma)(V(load)(totals[1]), new, V(mul)(V(load)(totals[0]), old)));
+        for (int64_t r = 0; r < some; r++) {
+            const float *from = part + r * stride;
+            float *to = whole + r * stride;
+            if (totals[1][r] == 0.0f)
+                continue;
+            const vec kept = V(all)(factors[0][r]), added = V(all)(factors[1][r]);
+            for (int64_t i = 0; i < dim; i += LANES)
+                V(store)(to + i, V(fma)(V(load)(from + i), added, V(mul)(V(load)(to + i), kept)));
+            to[dim] = peaks[0][r];
+            to[dim + 1] = totals[0][r];
+        }
     }
 }
 
@@ -279,7 +296,10 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
     }
 }
 
-const AttentionKernels NAME = {F(prepare_rows), F(part), F(merge), F(finish)};
+const AttentionKernels NAME = {
+    .row_block = 96, .sizes = {.keys = TILE, .values = 0, .scores = ROWS_AT_A_TIME * TILE},
+    .prepare = F(prepare_rows), .part = F(part), .merge = F(merge), .finish = F(finish),
+};
 
 #undef JOIN_
 #undef JOIN

@@ -19,9 +19,12 @@ EXPORT int triforce_abi(void);
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
 EXPORT int64_t triforce_attention_size(void);
 
-/* Instruction sets, each with all before it. Attention is compiled for the first three, packing for two
- * of them and for all processors; products (layers.c) need
- * LEVEL_AVX512BF16. LEVEL_AMX adds no kernel here: it says that PyTorch's own bfloat16 products use matrix tiles. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && (__GNUC__ >= 11 || defined(__clang__))
+#define HAS_AMX
+#endif
+
+/* Instruction sets, each with all before it. Attention is compiled for all, packing for the first two and for all
+ * processors; products (layers.c) need LEVEL_AVX512BF16. */
 enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
 
 /* The highest level of this processor, detected at the first call. */

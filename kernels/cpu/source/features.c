@@ -23,7 +23,7 @@
  * stops it at the first tile instruction otherwise; on other systems AMX is not used. */
 static int has_amx(void)
 {
-#if defined(__linux__) && defined(SYS_arch_prctl)
+#if defined(HAS_AMX) && defined(SYS_arch_prctl)
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE))
         return 0;
