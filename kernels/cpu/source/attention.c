@@ -108,6 +108,8 @@ int triforce_attend(const Attention *call)
     const int shared =
         threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
 
+    const int64_t run = larger(1, smaller(8, heads * blocks * splits / (4 * threads))); /* splits that a thread takes in a row */
+
     Work sizes;
     const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);
     const int64_t num_peaks = call->mass ? whole_lines(call->num_heads * call->mass_rows * num_tiles(call)) : 0;
@@ -132,7 +134,7 @@ int triforce_attend(const Attention *call)
         carve(kernels, &work, aligned + own * me, dim, block_rows);
         work.peaks = peaks;
         if (shared) {
-#pragma omp for schedule(dynamic, 8)
+#pragma omp for schedule(dynamic, run)
             for (int64_t item = 0; item < heads * blocks * splits; item++) {
                 const int64_t at = item / splits, head = at / blocks, first = at % blocks * row_block;
                 const int64_t rows = smaller(row_block, all_rows - first);

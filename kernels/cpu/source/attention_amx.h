@@ -15,6 +15,7 @@
 #define PAIRED 32                    /* keys, or dimensions, of a product: two in each word */
 #define TOGETHER (2 * SIDE)          /* rows that are computed together, which halves what is loaded */
 #define SCORES_STRIDE (SPLIT + SIDE) /* floats between rows of scores: no multiple of a page's fraction */
+#define AHEAD (2 * TILE)             /* keys from those that are used to those that are brought to the second cache */
 #define FEW 4                        /* rows that are picked from among keys faster than all are turned */
 
 /* All tiles are whole. */
@@ -30,10 +31,10 @@ AMX void amx_begin(void)
 
 AMX void amx_end(void) { _tile_release(); }
 
-/* Brings `count` rows of keys or values to the second cache, a split before they are used. */
+/* Brings `count` rows of keys or values to the second cache: those AHEAD of `rows`. */
 AMX_INLINE void amx_fetch(const uint16_t *rows, int64_t row, int64_t count, int64_t words)
 {
-    for (int64_t i = SPLIT; i < SPLIT + count; i++)
+    for (int64_t i = AHEAD; i < AHEAD + count; i++)
         for (int64_t word = 0; word < words; word += SIDE)
             __builtin_prefetch(rows + i * row + 2 * word, 0, 2);
 }
