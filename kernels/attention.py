@@ -285,4 +285,3 @@ def choose_backend(
     if "triton" in packages and dtype in (torch.float16, torch.bfloat16, torch.float32):
         return "triton"
     return "plain"
-
