@@ -29,8 +29,8 @@ setup(
     ext_modules=[
         Extension(
             "triforce.kernels.cpu._compiled",
-            sorted(glob("kernels/cpu/source/*.c")),
-            depends=sorted(glob("kernels/cpu/source/*.h")),
+            sorted(glob("kernels/cpu/source/**/*.c", recursive=True)),
+            depends=sorted(glob("kernels/cpu/source/**/*.h", recursive=True)),
             extra_compile_args=FLAGS,
             extra_link_args=["-fopenmp", "-lm"] if FLAGS else [],
             optional=True,

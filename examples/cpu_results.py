@@ -6,8 +6,8 @@
 Each kind of step is timed as a whole and by part, over a cache of zeros, with random weights: its time does not depend
 on them. Two bounds are measured as well: the bytes of keys and values over the memory's bandwidth, and the arithmetic
 of attention, with as many rows over keys that fit into the processor's caches. With `--prefill` the attention of a
-prefill is timed instead, by the compiled kernels and by PyTorch's flash kernel: `attention.choose_backend` decides
-between these two by the processor's level. The machine must be idle otherwise.
+prefill is timed instead, by the compiled kernels and by PyTorch's flash kernel, which computes it where those were not
+built. The machine must be idle otherwise.
 """
 
 import argparse

@@ -66,10 +66,10 @@ def attend(
         q: `[num_heads, n, head_dim]`.
         k, v: `[num_kv_heads, m, head_dim]`; `num_heads` is a multiple of `num_kv_heads` (grouped queries).
         scale: factor on the scores, usually `head_dim ** -0.5`.
-        diagonal: row `i` sees keys `j <= diagonal + i`; with `None` every row sees every key. Keys after the last
-            visible one may hold anything in `k`, but must be finite in `v`. A tensor of one int32 or int64 on `q`'s
-            device is read when the kernels run and the call never waits for it: a captured CUDA graph can be replayed
-            after the tensor was set to another position.
+        diagonal: row `i` sees keys `j <= diagonal + i`; with `None` every row sees every key. Keys that no row sees may
+            hold anything in `k`, but must be finite in `v` (the compiled kernels take anything). A tensor of one int32
+            or int64 on `q`'s device is read when the kernels run and the call never waits for it: a captured CUDA graph
+            can be replayed after the tensor was set to another position.
         window: with `diagonal`, row `i` sees only the last `window` of those keys: `j > diagonal + i - window`.
         scratch: buffers to reuse between calls.
         mass: `[num_heads, r, m // chunk_size]`, written: the share of its attention that each of the last `r` rows

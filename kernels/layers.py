@@ -1,7 +1,7 @@
 """What a decoder computes besides attention: projections with the norm before them, the gated MLP, and rotation.
 
 Each is PyTorch operations or, for the at most `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
-(`cpu/source/layers.c`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
+(`cpu/source/layers`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
 row's result is the same, bit by bit, however many rows come with it; PyTorch's products choose another arithmetic for
 another number of rows, unless rows are padded (`selection.padded_rows`).
 """
@@ -110,6 +110,7 @@ def _normed(
         x.shape[0],
         *sizes,
         x.dtype == torch.bfloat16,
+        cpu_level(),
         torch.get_num_threads(),
     )
     if failed:

@@ -49,8 +49,8 @@ def new_running(q: Tensor) -> Tensor:
 
     Returns:
         `[num_heads, n, head_dim + 16]`: for each row the sum of values weighted by exponentials of scores, then the
-        peak that these are relative to, then the sum of the exponentials, and 14 without a meaning. The unit of scores
-        is the implementation's own: all calls must use the same one.
+        peak that these are relative to, then the sum of the exponentials. The other 14, and the unit of scores, are the
+        implementation's own: all calls must use the same one.
     """
     num_heads, n, head_dim = q.shape
     running = q.new_zeros(num_heads, n, head_dim + 16, dtype=accumulation_dtype(q.dtype))

@@ -1,4 +1,4 @@
-"""Attention by the compiled CPU kernels (`source/attention.c`), which `attend` and `attend_blocks` call.
+"""Attention by the compiled CPU kernels (`source/attention`), which `attend` and `attend_blocks` call.
 
 A row's result is the same, bit by bit, however many rows come with it, however many threads there are, and whether its
 keys lie in one place or come in blocks of whole splits (256 keys, `SPLIT` of attention.h).

@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 5
+_ABI = 6
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -28,15 +28,14 @@ class Level(IntEnum):
     AVX512_BF16 = 3
     """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation."""
     AMX = 4
-    """Matrix tiles. The compiled kernels do not use them and compute as on the level before. PyTorch's products do, so
-    its flash kernel is the faster one for prefill in bfloat16 (see `attention.choose_backend`)."""
+    """Matrix tiles for attention and products in bfloat16, all else as on the level before."""
 
 
 _DESCRIPTIONS = {
     Level.AVX2: "AVX2, attention only",
     Level.AVX512: "AVX-512, attention only",
     Level.AVX512_BF16: "AVX-512 with bfloat16 products",
-    Level.AMX: "AVX-512 with bfloat16 products; AMX for prefill",
+    Level.AMX: "AMX: matrix products in bfloat16",
 }
 
 
@@ -111,7 +110,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
     for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
         kernel.argtypes = [
             *(pointer, count, pointer, real, pointer, pointer, pointer),
-            *(count, count, count, flag, flag),
+            *(count, count, count, flag, flag, flag),
         ]
     kernels.triforce_rotate.argtypes = [
         *(pointer, count, count, pointer, pointer, count),

@@ -104,7 +104,7 @@ def test_blocks_are_attended_at_once_where_the_compiled_kernels_are_in_use():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.slow(keep=1)
 def test_prefill_by_the_flash_kernel_reads_blocks_as_the_compiled_kernels_do(monkeypatch, dtype, n, block_size):
-    """What processors with AMX do with bfloat16, here by choice, in segments of a quarter of the usual size."""
+    """What is done where the kernels were not built, here by choice, in segments of a quarter of the usual size."""
     monkeypatch.setattr(attention, "_SEGMENT", 4096)
     g = torch.Generator().manual_seed(1)
     blocks = torch.randn(6144 // block_size, 2, 2, block_size, 64, generator=g).to(dtype)

@@ -1,6 +1,8 @@
 """The compiled CPU kernels against float64 attention, the plain path, and themselves with other numbers of rows."""
 
+import ctypes
 import itertools
+import mmap
 import os
 import subprocess
 import sys
@@ -36,10 +38,11 @@ def need(level):
 
 
 def excess(got, q, k, v, scale, diagonal, window, level):
-    """By how much a result differs from float64 more than it may: with AMX, shares are rounded to bfloat16."""
+    """By how much a result differs from float64 more than it may: with AMX, the share of each key is rounded to
+    bfloat16, by up to 2^-8 of it, and the result is divided by the sum of what was rounded."""
     out, lse = oracle(q, k, v, scale, diagonal, window)
-    rounding = 2**-8 if level == Level.AMX and q.dtype == torch.bfloat16 else 0.0
-    allowed = rounding * oracle(q, k, v.abs(), scale, diagonal, window)[0]
+    rounding = 1.01 * 2**-8 if level == Level.AMX and q.dtype == torch.bfloat16 else 0.0
+    allowed = rounding * (oracle(q, k, v.abs(), scale, diagonal, window)[0] + out.abs())
     beyond = ((got[0] - out).abs() - allowed).max().item()
     return max(beyond, error_of((out.float(), got[1]), (out, lse)))
 
@@ -49,7 +52,9 @@ def excess(got, q, k, v, scale, diagonal, window, level):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", [1, 5, 13, 130])
-@pytest.mark.slow(keep=("1-shape1-dtype1-AVX2", "13-shape0-dtype0-AVX2", "130-shape1-dtype0-AVX-512"))
+@pytest.mark.slow(
+    keep=("1-shape1-dtype1-AVX2", "13-shape0-dtype0-AVX2", "130-shape1-dtype0-AVX-512", "130-shape0-dtype0-AMX")
+)
 def test_attention_equals_sdpa_in_float64(dtype, shape, n, level):
     need(level)
     for m in (1, 63, 64, 200, 2300):
@@ -158,23 +163,66 @@ def test_hidden_keys_and_values_may_hold_anything(dtype, n):
     k[:, 1100:] = v[:, 1100:] = float("nan")
     got = attend_compiled(q, k, v, scale=1.0, diagonal=1100 - n)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    want = attend_compiled(q, k, v, scale=1.0, diagonal=1100 - n, window=50)
+    k[:, : 1051 - n] = v[:, : 1051 - n] = float("nan")
+    got = attend_compiled(q, k, v, scale=1.0, diagonal=1100 - n, window=50)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@compiled
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_far_beyond_any_model_are_summed_or_are_nan(dtype, level):
+    need(level)
+    q = k = torch.full((1, 3, 64), 30080.0, dtype=dtype)
+    v = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out, lse = attend_compiled(q, k, v, scale=0.125, level=level)
+    assert (out - v.float().mean(1)).abs().max() < 0.01
+    assert (lse / (30080.0**2 * 8) - 1).abs().max() < 1e-4
+    out, _ = attend_compiled(q * 1e17, k * 1e17, v, scale=0.125, level=level)  # infinite products
+    assert out.isnan().all()
+
+
+@compiled
+@every_level
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 16, 17])
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are locked away by mprotect")
+def test_nothing_behind_the_last_key_is_read(dtype, n, level):
+    need(level)
+    m, size = 77, 77 * 64 * dtype.itemsize
+    q, k, v = random_qkv((1, 1, 64), n, m, dtype)
+    want = attend_compiled(q, k, v, scale=0.125, level=level)
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    kept = []
+    for tensor in (k, v):
+        area = mmap.mmap(-1, pages + mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
+        end = torch.frombuffer(area, dtype=dtype, count=m * 64, offset=pages - size).view(1, m, 64)
+        kept.append(end.copy_(tensor))
+    got = attend_compiled(q, *kept, scale=0.125, level=level)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @compiled
 @pytest.mark.parametrize("n", [1, 9, 40, 140])
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 64, 24])
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (500, None), (-3, None), (560, 300)])
-@pytest.mark.slow(keep=12)
-def test_mass_is_what_the_last_rows_give_each_chunk(n, chunk_size, diagonal, window):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow(keep=24)
+def test_mass_is_what_the_last_rows_give_each_chunk(n, chunk_size, diagonal, window, dtype):
     m = 576
-    q, k, v = random_qkv((4, 2, 32), n, m)
+    q, k, v = random_qkv((4, 2, 32), n, m, dtype)
     of_chunk = torch.eye(m // chunk_size).repeat_interleave(chunk_size, 0).expand(2, -1, -1)
     want, _ = oracle(q, k, of_chunk, 0.3, diagonal, window)
     for rows in {n, min(n, 8)}:
         mass = torch.full((4, rows, m // chunk_size), float("nan"))
         attend(q, k, v, scale=0.3, diagonal=diagonal, window=window, mass=mass)
         error = (mass - want[:, n - rows :]).abs().max()
-        assert error < 1e-5, f"shares of {rows} rows differ by {error}"
+        # What is not summed with attention is computed from scores in the keys' format.
+        allowed = 0.02 if dtype == torch.bfloat16 and chunk_size == 24 else 1e-5
+        assert error < allowed, f"shares of {rows} rows differ by {error}"
 
 
 @compiled

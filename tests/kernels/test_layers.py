@@ -8,13 +8,22 @@ from triforce.kernels import layers
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 
-SHAPES = [(96, 32), (13, 77), (256, 160), (1, 8), (1027, 515)]  # outputs, inputs
+SHAPES = [(96, 32), (13, 77), (256, 160), (1, 8), (1027, 515), (1027, 514), (48, 40)]  # outputs, inputs
 FORMATS = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
 ROWS = [1, 2, 3, 5, 13, 32, 33]
 
 compiled = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
 )
+
+
+@pytest.fixture(params=["highest", "without AMX"])
+def products(request, monkeypatch):
+    """The products of this processor's level, and, where that has AMX, those of the level below."""
+    if request.param != "highest":
+        if cpu_level() < Level.AMX:
+            pytest.skip("this processor has no AMX")
+        monkeypatch.setattr(layers, "cpu_level", lambda: Level.AVX512_BF16)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -33,7 +42,8 @@ def assert_near(got: Tensor, want: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("n", ROWS)
-@pytest.mark.slow(keep=14)
+@pytest.mark.slow(keep=28)
+@pytest.mark.usefixtures("products")
 def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype, tolerance):
     x = random(n, 2 * inputs, dtype=dtype, seed=1)[:, inputs:]  # rows that do not follow each other
     weight, bias = random(outputs, inputs, dtype=dtype, seed=2), random(outputs, dtype=dtype, seed=3)
@@ -46,9 +56,10 @@ def test_linear_is_the_product_of_the_normalised_rows(n, outputs, inputs, dtype,
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
-@pytest.mark.parametrize(("hidden", "width"), [(32, 96), (77, 13), (256, 688)])
+@pytest.mark.parametrize(("hidden", "width"), [(32, 96), (77, 13), (78, 46), (256, 688)])
 @pytest.mark.parametrize("n", ROWS)
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(keep=20)
+@pytest.mark.usefixtures("products")
 def test_gated_mlp_is_the_one_of_llama(n, hidden, width, dtype, tolerance):
     x, norm = random(n, hidden, dtype=dtype, seed=1), random(hidden, dtype=dtype, seed=2)
     gate_up = random(2 * width, hidden, dtype=dtype, seed=3)  # gates far beyond where e^x overflows among them
@@ -82,6 +93,7 @@ def test_rotate_turns_pairs_and_writes_where_it_is_told(n, head_dim, dtype, tole
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.usefixtures("products")
 def test_a_row_is_the_same_to_the_last_bit_however_many_come_with_it(dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

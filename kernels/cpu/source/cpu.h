@@ -13,7 +13,7 @@
 #endif
 
 /* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 5
+#define TRIFORCE_ABI 6
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -23,8 +23,8 @@ EXPORT int64_t triforce_attention_size(void);
 #define HAS_AMX
 #endif
 
-/* Instruction sets, each with all before it. Attention is compiled for all, packing for the first two and for all
- * processors; products (layers.c) need LEVEL_AVX512BF16. */
+/* Instruction sets, each with all before it. Attention is compiled for all but the first, products (layers.c) for the last
+ * two, packing for the first three. */
 enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
 
 /* The highest level of this processor, detected at the first call. */
@@ -39,13 +39,13 @@ EXPORT int triforce_attend(const Attention *call);
 /* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
  * RMS norm's weight) and `bias` may be NULL. 1 if memory ran out, else 0. */
 EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                           void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int threads);
+                           void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads);
 
 /* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
  * `[hidden, width]`. 1 if memory ran out, else 0. */
 EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
                               const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16,
-                              int threads);
+                              int level, int threads);
 
 /* Rotary embedding of `x` `[heads, n, dim]`: row r by `cosines[r]` and `sines[r]` (rows of `dim`, `table_stride` apart,
  * the sign of the rotation in the sines). `out` may be a slice of a cache. */

@@ -4,7 +4,7 @@
 #define _GNU_SOURCE /* for syscall */
 #endif
 
-#include "attention.h"
+#include "attention/attention.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>

@@ -3,7 +3,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "attention.h"
-#include "avx2.h"
+#include "../avx2.h"
 
 #define SET avx2
 #define TARGET AVX2_TARGET

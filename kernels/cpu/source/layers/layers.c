@@ -1,10 +1,11 @@
 /* A decoder's products for a few rows: projections with the norm before them, the gated MLP, and the rotation.
  *
  * With few rows, reading the matrix once is nearly all the work, and the preparations of a general matrix product would
- * take most of the time. Sums are float32; in bfloat16, values are rounded wherever PyTorch rounds them. Each row is
- * computed as if it were alone: its bits do not depend on the number of rows. */
+ * take most of the time. Sums are float32, of dot products (layers_dots.h) or, with AMX, of matrix tiles (layers_amx.h); in
+ * bfloat16, values are rounded wherever PyTorch rounds them. Each row is computed as if it were alone: its bits do not
+ * depend on the number of rows. */
 
-#include "cpu.h"
+#include "../cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
@@ -16,9 +17,6 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define OUTPUTS 4 /* rows of a matrix, and */
-#define ROWS 4    /* rows of the input, that are multiplied together: 16 sums in registers */
-
 /* Bytes that a matrix is prefetched ahead of the products: its rows are too short for the processor's own prefetching. */
 #define FETCH_AHEAD (16 * 1024)
 
@@ -67,85 +65,6 @@ INLINE const char *at(const void *p, int64_t element, int is_bf16)
     return (const char *)p + element * (is_bf16 ? 2 : 4);
 }
 
-/* `sums[o][r]` = row o of `w` times row r of `x`; both have rows of `inputs` elements. */
-INLINE void products(const void *w, const void *x, int64_t inputs, int outputs, int rows, int is_bf16,
-                     float sums[OUTPUTS][ROWS])
-{
-    __m512 sum[OUTPUTS][ROWS];
-#pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++)
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-            sum[o][r] = _mm512_setzero_ps();
-    const int64_t step = is_bf16 ? 32 : 16;
-    for (int64_t i = 0; i < inputs; i += step) {
-        const int64_t left = inputs - i;
-        const __mmask32 mask = left >= step ? 0xffffffffu : (__mmask32)((1ull << left) - 1);
-        __m512i a[OUTPUTS];
-#pragma GCC unroll 4
-        for (int o = 0; o < outputs; o++)
-            a[o] = is_bf16 ? _mm512_maskz_loadu_epi16(mask, at(w, o * inputs + i, 1))
-                           : _mm512_castps_si512(_mm512_maskz_loadu_ps((__mmask16)mask, at(w, o * inputs + i, 0)));
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++) {
-            __m512i b = is_bf16 ? _mm512_maskz_loadu_epi16(mask, at(x, r * inputs + i, 1))
-                                : _mm512_castps_si512(_mm512_maskz_loadu_ps((__mmask16)mask, at(x, r * inputs + i, 0)));
-#pragma GCC unroll 4
-            for (int o = 0; o < outputs; o++)
-                sum[o][r] = is_bf16 ? _mm512_dpbf16_ps(sum[o][r], (__m512bh)a[o], (__m512bh)b)
-                                    : _mm512_fmadd_ps(_mm512_castsi512_ps(a[o]), _mm512_castsi512_ps(b), sum[o][r]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int o = 0; o < outputs; o++)
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-            sums[o][r] = _mm512_reduce_add_ps(sum[o][r]);
-}
-
-/* Rows of the matrix from `first` to `stop` times all rows of `x`: `out[r, o] = w[o] · x[r] + bias[o]`. */
-INLINE void linear_part(const void *x, const void *w, const void *bias, void *out, int64_t n, int64_t inputs,
-                        int64_t outputs, int64_t first, int64_t stop, int is_bf16)
-{
-    float sums[OUTPUTS][ROWS];
-    for (int64_t o = first; o < stop; o += OUTPUTS) {
-        const int count = stop - o < OUTPUTS ? (int)(stop - o) : OUTPUTS;
-        const char *matrix = at(w, o * inputs, is_bf16);
-        for (int64_t i = 0; i < OUTPUTS * inputs * (is_bf16 ? 2 : 4); i += 64)
-            __builtin_prefetch(matrix + FETCH_AHEAD + i);
-        for (int64_t r = 0; r < n; r += ROWS) {
-            const int rows = n - r < ROWS ? (int)(n - r) : ROWS;
-            const void *input = at(x, r * inputs, is_bf16);
-            if (count == OUTPUTS) {
-                if (rows == 4)
-                    products(matrix, input, inputs, OUTPUTS, 4, is_bf16, sums);
-                else if (rows == 3)
-                    products(matrix, input, inputs, OUTPUTS, 3, is_bf16, sums);
-                else if (rows == 2)
-                    products(matrix, input, inputs, OUTPUTS, 2, is_bf16, sums);
-                else
-                    products(matrix, input, inputs, OUTPUTS, 1, is_bf16, sums);
-            } else {
-                for (int a = 0; a < count; a++)
-                    for (int b = 0; b < rows; b++) {
-                        float one[OUTPUTS][ROWS];
-                        products(at(matrix, a * inputs, is_bf16), at(input, b * inputs, is_bf16), inputs, 1, 1, is_bf16,
-                                 one);
-                        sums[a][b] = one[0][0];
-                    }
-            }
-            for (int b = 0; b < rows; b++)
-                for (int a = 0; a < count; a++) {
-                    const int64_t place = (r + b) * outputs + o + a;
-                    if (is_bf16)
-                        ((bf16 *)out)[place] = rounded(bias ? sums[a][b] + widened(((const bf16 *)bias)[o + a]) : sums[a][b]);
-                    else
-                        ((float *)out)[place] = bias ? sums[a][b] + ((const float *)bias)[o + a] : sums[a][b];
-                }
-        }
-    }
-}
-
 /* `out[r] = x[r] / rms(x[r]) * norm`, or a copy where there is no norm; rows of `x` are `stride` elements apart. */
 INLINE void normalised(const void *x, int64_t stride, const void *norm, float eps, void *out, int64_t n, int64_t inputs,
                        int is_bf16)
@@ -172,12 +91,74 @@ INLINE void normalised(const void *x, int64_t stride, const void *norm, float ep
     }
 }
 
-/* This thread's part of `count` outputs, in whole groups of OUTPUTS. */
-INLINE void share(int64_t count, int64_t *first, int64_t *stop)
+#include "layers_dots.h"
+#ifdef HAS_AMX
+#include "layers_amx.h"
+#endif
+
+/* Rows that are multiplied, and the memory that this takes. */
+typedef struct {
+    int64_t n, inputs;
+    const void *rows;
+    float *laid_out; /* the same rows for matrix tiles, or NULL */
+    bf16 *spare;     /* for each thread, `spare_size` numbers */
+    int64_t spare_size;
+} Input;
+
+/* Points `input` to its memory in `room`; returns the bytes it takes, also where `room` is NULL. */
+static int64_t carve(Input *input, char *room, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
 {
-    const int64_t groups = (count + OUTPUTS - 1) / OUTPUTS, threads = omp_get_num_threads(), me = omp_get_thread_num();
-    *first = groups * me / threads * OUTPUTS;
-    *stop = groups * (me + 1) / threads * OUTPUTS;
+    *input = (Input){.n = n, .inputs = inputs};
+    int64_t taken = 0;
+#ifdef HAS_AMX
+    if (is_bf16 && level >= LEVEL_AMX && triforce_cpu_level() >= LEVEL_AMX && inputs % 2 == 0) {
+        const int64_t whole = (inputs + PAIRED - 1) / PAIRED * PAIRED;
+        input->spare_size = whole == inputs && outputs % SIDE == 0 ? 0 : AMX_OUTPUTS * whole;
+        if (room) {
+            room += (64 - (uintptr_t)room % 64) % 64;
+            input->laid_out = (float *)(void *)room;
+            input->spare = (bf16 *)(void *)(room + amx_laid_out(n, inputs));
+        }
+        taken = 64 + amx_laid_out(n, inputs) + threads * input->spare_size * 2;
+    }
+#endif
+    (void)room, (void)outputs, (void)is_bf16, (void)level, (void)threads;
+    return taken;
+}
+
+/* Sets the input's rows, and lays them out for matrix tiles. */
+static void lay_out(Input *input, const void *rows)
+{
+    input->rows = rows;
+#ifdef HAS_AMX
+    if (input->laid_out)
+        amx_lay_out(rows, input->n, input->inputs, input->laid_out);
+#endif
+}
+
+INLINE void part(const Input *input, const void *w, const void *bias, void *out, int64_t outputs, int64_t first,
+                 int64_t stop, int is_bf16)
+{
+#ifdef HAS_AMX
+    if (input->laid_out) {
+        amx_begin();
+        amx_linear_part(input->laid_out, w, bias, out, input->n, input->inputs, outputs, first, stop,
+                        input->spare + omp_get_thread_num() * input->spare_size);
+        amx_end();
+        return;
+    }
+#endif
+    linear_part(input->rows, w, bias, out, input->n, input->inputs, outputs, first, stop, is_bf16);
+}
+
+/* This thread's part of `count` outputs, in whole groups of those that are multiplied together: so a part for matrix tiles
+ * ends with whole tiles if all outputs do, which `spare` relies on. */
+INLINE void share(const Input *input, int64_t count, int64_t *first, int64_t *stop)
+{
+    const int64_t unit = input->laid_out ? 32 : OUTPUTS;
+    const int64_t groups = (count + unit - 1) / unit, threads = omp_get_num_threads(), me = omp_get_thread_num();
+    *first = groups * me / threads * unit;
+    *stop = groups * (me + 1) / threads * unit;
     if (*stop > count)
         *stop = count;
 }
@@ -188,27 +169,26 @@ INLINE int threads_for(int64_t bytes, int threads)
 }
 
 INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias, void *out,
-                  int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int threads)
+                  int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
 {
-    const int64_t size = is_bf16 ? 2 : 4;
-    void *rows = NULL;
-    if (norm || stride != inputs) {
-        rows = malloc(n * inputs * size);
-        if (!rows)
-            return 1;
+    const int64_t size = is_bf16 ? 2 : 4, copied = norm || stride != inputs ? n * inputs * size : 0;
+    threads = threads_for(outputs * inputs * size, threads);
+    Input input;
+    const int64_t room = carve(&input, NULL, n, inputs, outputs, is_bf16, level, threads);
+    char *rows = copied + room ? malloc(copied + room) : NULL;
+    if (copied + room && !rows)
+        return 1;
+    carve(&input, rows + copied, n, inputs, outputs, is_bf16, level, threads);
+    if (copied) {
         normalised(x, stride, norm, eps, rows, n, inputs, is_bf16);
         x = rows;
     }
-    threads = threads_for(outputs * inputs * size, threads);
-    if (threads <= 1) {
-        linear_part(x, w, bias, out, n, inputs, outputs, 0, outputs, is_bf16);
-    } else {
-#pragma omp parallel num_threads(threads)
-        {
-            int64_t first, stop;
-            share(outputs, &first, &stop);
-            linear_part(x, w, bias, out, n, inputs, outputs, first, stop, is_bf16);
-        }
+    lay_out(&input, x);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t first, stop;
+        share(&input, outputs, &first, &stop);
+        part(&input, w, bias, out, outputs, first, stop, is_bf16);
     }
     free(rows);
     return 0;
@@ -256,27 +236,34 @@ INLINE void activate(void *gate_up, int64_t n, int64_t width, int64_t first, int
 }
 
 INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
-                     void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int threads)
+                     void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level, int threads)
 {
-    const int64_t size = is_bf16 ? 2 : 4;
-    char *rows = malloc(n * (hidden + 3 * width) * size);
+    const int64_t size = is_bf16 ? 2 : 4, copied = n * (hidden + 3 * width) * size;
+    threads = threads_for(3 * hidden * width * size, threads);
+    Input input, activated;
+    const int64_t first_room = carve(&input, NULL, n, hidden, width, is_bf16, level, threads);
+    char *rows = malloc(copied + first_room + carve(&activated, NULL, n, width, hidden, is_bf16, level, threads));
     if (!rows)
         return 1;
     char *wide = rows + n * hidden * size, *narrow = wide + 2 * n * width * size;
+    carve(&input, rows + copied, n, hidden, width, is_bf16, level, threads);
+    carve(&activated, rows + copied + first_room, n, width, hidden, is_bf16, level, threads);
     normalised(x, stride, norm, eps, rows, n, hidden, is_bf16);
-    threads = threads_for(3 * hidden * width * size, threads);
+    lay_out(&input, rows);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int64_t first, stop;
-        share(width, &first, &stop);
-        linear_part(rows, gate_up, NULL, wide, n, hidden, 2 * width, first, stop, is_bf16);
-        linear_part(rows, gate_up, NULL, wide, n, hidden, 2 * width, width + first, width + stop, is_bf16);
+        share(&input, width, &first, &stop);
+        part(&input, gate_up, NULL, wide, 2 * width, first, stop, is_bf16);
+        part(&input, gate_up, NULL, wide, 2 * width, width + first, width + stop, is_bf16);
         activate(wide, n, width, first, stop, is_bf16);
         for (int64_t r = 0; r < n; r++)
             memcpy(narrow + (r * width + first) * size, wide + (2 * r * width + first) * size, (stop - first) * size);
 #pragma omp barrier
-        share(hidden, &first, &stop);
-        linear_part(narrow, down, NULL, out, n, width, hidden, first, stop, is_bf16);
+#pragma omp single
+        lay_out(&activated, narrow);
+        share(&activated, hidden, &first, &stop);
+        part(&activated, down, NULL, out, hidden, first, stop, is_bf16);
     }
     free(rows);
     return 0;
@@ -308,17 +295,19 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
 /* Each is compiled twice, once per input type, so that the type is a constant there. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                    void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int threads)
+                    void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
+                    int threads)
 {
-    return is_bf16 ? linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 1, threads)
-                   : linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 0, threads);
+    return is_bf16 ? linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 1, level, threads)
+                   : linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 0, level, threads);
 }
 
 int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                       const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int threads)
+                       const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level,
+                       int threads)
 {
-    return is_bf16 ? gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 1, threads)
-                   : gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 0, threads);
+    return is_bf16 ? gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 1, level, threads)
+                   : gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 0, level, threads);
 }
 
 void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,

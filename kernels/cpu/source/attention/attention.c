@@ -108,7 +108,7 @@ int triforce_attend(const Attention *call)
     const int shared =
         threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
 
-    const int64_t run = larger(1, smaller(8, heads * blocks * splits / (4 * threads))); /* splits that a thread takes in a row */
+    const int64_t in_a_row = larger(1, smaller(8, heads * blocks * splits / (4 * threads))); /* splits that a thread takes */
 
     Work sizes;
     const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);
@@ -134,7 +134,7 @@ int triforce_attend(const Attention *call)
         carve(kernels, &work, aligned + own * me, dim, block_rows);
         work.peaks = peaks;
         if (shared) {
-#pragma omp for schedule(dynamic, run)
+#pragma omp for schedule(dynamic, in_a_row)
             for (int64_t item = 0; item < heads * blocks * splits; item++) {
                 const int64_t at = item / splits, head = at / blocks, first = at % blocks * row_block;
                 const int64_t rows = smaller(row_block, all_rows - first);

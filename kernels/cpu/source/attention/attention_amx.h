@@ -1,35 +1,20 @@
 /* Attention with AMX: products of 16 rows, 16 keys and 32 dimensions at a time. Included by attention_avx512.c, behind the
  * kernels for bfloat16 dot products, of which it takes what is not computed in matrix tiles.
  *
- * The arithmetic of a row: the scores of a split, their peak, the shares relative to it and their sum, and the products of
- * the shares, rounded to bfloat16, with the values. It depends neither on the other rows of a tile nor on keys that the row
- * does not see, whose shares are 0. */
+ * The arithmetic of a row: the scores of a split, times log2 e; the integer above the highest of them; the shares relative to
+ * 2 to that power, and their sum; the products of the shares, rounded to bfloat16, with the values, and the sum of rounded
+ * shares, by which the result is divided. As shares are relative to
+ * a power of two, how they are rounded does not depend on which keys make up a split. Nothing depends on the other rows of a
+ * tile, nor on keys that none of them sees, whose shares and values are 0. */
 
-#define AMX_TARGET AVX512BF16_TARGET ",amx-tile,amx-bf16"
-#define AMX __attribute__((target(AMX_TARGET))) static
-#define AMX_INLINE __attribute__((target(AMX_TARGET))) static inline __attribute__((always_inline))
+#include "../amx.h"
+
 #define BF16(name) attention_avx512bf16_bfloat16_##name
 
-#define SIDE 16                      /* rows, or 32-bit columns, of a matrix tile */
-#define TILE_WORDS (SIDE * SIDE)     /* 32-bit words of one: 1 KiB */
-#define PAIRED 32                    /* keys, or dimensions, of a product: two in each word */
 #define TOGETHER (2 * SIDE)          /* rows that are computed together, which halves what is loaded */
 #define SCORES_STRIDE (SPLIT + SIDE) /* floats between rows of scores: no multiple of a page's fraction */
 #define AHEAD (2 * TILE)             /* keys from those that are used to those that are brought to the second cache */
 #define FEW 4                        /* rows that are picked from among keys faster than all are turned */
-
-/* All tiles are whole. */
-AMX void amx_begin(void)
-{
-    static const struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } layout = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-    _tile_loadconfig(&layout);
-}
-
-AMX void amx_end(void) { _tile_release(); }
 
 /* Brings `count` rows of keys or values to the second cache: those AHEAD of `rows`. */
 AMX_INLINE void amx_fetch(const uint16_t *rows, int64_t row, int64_t count, int64_t words)
@@ -37,21 +22,6 @@ AMX_INLINE void amx_fetch(const uint16_t *rows, int64_t row, int64_t count, int6
     for (int64_t i = AHEAD; i < AHEAD + count; i++)
         for (int64_t word = 0; word < words; word += SIDE)
             __builtin_prefetch(rows + i * row + 2 * word, 0, 2);
-}
-
-/* Lays SIDE rows out as tiles: [words / 16][16 words][16 rows]. Those from `count` on are zeros. */
-AMX_INLINE void amx_turn(const uint16_t *rows, int64_t row, int64_t count, int64_t words, float *tiles)
-{
-    for (int64_t word = 0; word < words; word += SIDE, tiles += TILE_WORDS) {
-        __m512 r[SIDE];
-#pragma GCC unroll 16
-        for (int i = 0; i < SIDE; i++)
-            r[i] = i < count ? _mm512_loadu_ps((const float *)(const void *)(rows + i * row) + word) : _mm512_setzero_ps();
-        avx512_transpose(r);
-#pragma GCC unroll 16
-        for (int i = 0; i < SIDE; i++)
-            _mm512_store_ps(tiles + i * SIDE, r[i]);
-    }
 }
 
 /* Lays two rows of values out: [words / 16][even, odd columns][16 columns][2 keys], tiles apart. */
@@ -62,32 +32,32 @@ AMX_INLINE void amx_pair(__m512i x, __m512i y, float *tile)
 }
 
 /* Lays PAIRED rows of values out as tiles: [words / 16][even, odd columns][16 pairs of keys][16 columns][2 keys]. Those
- * from `count` on are zeros. */
-AMX_INLINE void amx_lay_values(const uint16_t *values, int64_t row, int64_t count, int64_t words, float *tiles)
+ * before `start` and from `stop` on are zeros. */
+AMX_INLINE void amx_lay_values(const uint16_t *values, int64_t row, int64_t start, int64_t stop, int64_t words, float *tiles)
 {
     const __m512i zeros = _mm512_setzero_si512();
     for (int64_t word = 0; word < words; word += SIDE, tiles += 2 * TILE_WORDS, values += PAIRED) {
-        if (count >= PAIRED)
+        if (start <= 0 && stop >= PAIRED)
 #pragma GCC unroll 16
             for (int i = 0; i < SIDE; i++)
                 amx_pair(_mm512_loadu_si512(values + 2 * i * row), _mm512_loadu_si512(values + (2 * i + 1) * row), tiles + i * SIDE);
         else
-            for (int i = 0; i < SIDE; i++)
-                amx_pair(2 * i < count ? _mm512_loadu_si512(values + 2 * i * row) : zeros,
-                         2 * i + 1 < count ? _mm512_loadu_si512(values + (2 * i + 1) * row) : zeros, tiles + i * SIDE);
+            for (int64_t i = 0; i < PAIRED; i += 2)
+                amx_pair(start <= i && i < stop ? _mm512_loadu_si512(values + i * row) : zeros,
+                         start <= i + 1 && i + 1 < stop ? _mm512_loadu_si512(values + (i + 1) * row) : zeros, tiles + i / 2 * SIDE);
     }
 }
 
-/* 2^x for x up to 0, with a relative error of 3e-6: less than a hundredth of what rounding to bfloat16 adds; 0 far below,
- * NaN for NaN. */
-AMX_INLINE __m512 amx_exp2(__m512 x)
+/* 2^(x - peak) for an integer `peak`, with a relative error of 3e-6: less than a hundredth of what rounding to bfloat16 adds; 0
+ * far below, NaN for NaN. Its fraction does not depend on `peak`. */
+AMX_INLINE __m512 amx_share(__m512 x, __m512 peak)
 {
-    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x less the integer below */
     __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(0.013534167f), _mm512_set1_ps(0.052011464f));
     y = _mm512_fmadd_ps(f, y, _mm512_set1_ps(0.24144275f));
     y = _mm512_fmadd_ps(f, y, _mm512_set1_ps(0.69300383f));
     y = _mm512_fmadd_ps(f, y, _mm512_set1_ps(1.0000026f));
-    return _mm512_scalef_ps(y, x); /* by the integer below x */
+    return _mm512_scalef_ps(y, _mm512_sub_ps(_mm512_sub_ps(x, f), peak));
 }
 
 /* The highest of a row's scores of keys `from` to before `to`, of which it sees those from `start` to before `stop`, in
@@ -107,28 +77,33 @@ AMX_INLINE __m512 amx_most(const float *scores, int from, int to, int start, int
     return _mm512_max_ps(most[0], most[1]);
 }
 
-/* The shares of these keys, relative to the highest score; `shares` may be the place of `scores`. Returns their sum, before
- * they are rounded, in sixteen parts. */
-AMX_INLINE __m512 amx_exponentiate(
-    float *scores, uint16_t *shares, float scale, float peak, int from, int to, int start, int stop, const int partly)
+/* The shares of these keys, relative to 2^`peak`; `shares` may be the place of `scores`. The sums, each in sixteen parts, are
+ * those of the shares before they are rounded, and after. */
+AMX_INLINE void amx_exponentiate(
+    float *scores, uint16_t *shares, float scale, float peak, int from, int to, int start, int stop, const int partly, __m512 *exact,
+    __m512 *rounded)
 {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     const __m512 factor = _mm512_set1_ps(scale), highest = _mm512_set1_ps(peak);
-    __m512 totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    __m512 totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, total = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int key = from; key < to; key += PAIRED) {
         __m512 x[2];
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             const int at = key + j * SIDE;
-            x[j] = amx_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + at), factor, highest));
+            x[j] = amx_share(_mm512_mul_ps(_mm512_load_ps(scores + at), factor), highest);
             if (partly)
                 x[j] = avx512_within(x[j], 0.0f, start - at, stop - at);
         }
-        _mm512_store_si512(shares + key, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
+        const __m512bh both = _mm512_cvtne2ps_pbh(x[1], x[0]);
+        _mm512_store_si512(shares + key, (__m512i)both);
+        total = _mm512_dpbf16_ps(total, both, ones);
         totals[0] = _mm512_add_ps(totals[0], x[0]);
         totals[1] = _mm512_add_ps(totals[1], x[1]);
     }
-    return _mm512_add_ps(totals[0], totals[1]);
+    *exact = _mm512_add_ps(totals[0], totals[1]);
+    *rounded = total;
 }
 
 /* Up to 32 rows of a block, over one split. */
@@ -144,6 +119,7 @@ typedef struct {
 AMX_INLINE void amx_score(const AmxRows *this, const int halves)
 {
     const int64_t words = this->call->head_dim / 2;
+    AMX_WRITTEN;
     for (int64_t key = this->from; key < this->to; key += PAIRED) {
         const float *keys = this->work->keys + key * words;
         float *scores = this->work->scores + key;
@@ -192,6 +168,7 @@ AMX_INLINE void amx_score_few(const AmxRows *this, const uint16_t *keys, int64_t
             here = rest;
             row = 4 * words;
         }
+        AMX_WRITTEN;
         _tile_zero(0);
         for (int64_t word = 0; word < words; word += SIDE) {
             _tile_loadd(4, here + 2 * word, row);
@@ -226,32 +203,38 @@ AMX_INLINE void amx_seen(const AmxRows *this, int64_t r, int *start, int *stop)
     *stop = (int)larger(smaller(this->rows[r].stop - this->base, SPLIT), 0);
 }
 
-/* The highest score of each of up to 16 rows, from `first` on. */
-AMX_INLINE void amx_peaks(const AmxRows *this, float scale, int64_t first, float *peaks)
+/* The integers above the highest scores of `some` rows, of up to 16, from `first` on. */
+AMX_INLINE void amx_peaks(const AmxRows *this, float scale, int64_t first, int64_t some, float *peaks)
 {
     __m512 most[SIDE], highest;
-    for (int64_t i = 0; i < SIDE; i++) {
-        const int64_t r = smaller(first + i, this->some - 1);
-        const float *scores = this->work->scores + r * SCORES_STRIDE;
+    for (int64_t i = 0; i < some; i++) {
+        const float *scores = this->work->scores + (first + i) * SCORES_STRIDE;
         int start, stop;
-        amx_seen(this, r, &start, &stop);
-        if (first + i > r)
-            most[i] = most[i - 1];
-        else if (start == 0 && stop == SPLIT)
+        amx_seen(this, first + i, &start, &stop);
+        if (start == 0 && stop == SPLIT)
             most[i] = amx_most(scores, 0, SPLIT, 0, SPLIT, 0);
         else
             most[i] = amx_most(scores, (int)this->from, (int)this->to, start, stop, 1);
     }
-    avx512_transpose(most);
-    highest = most[0];
+    if (some <= FEW) {
+        highest = _mm512_setzero_ps();
+        for (int64_t i = 0; i < some; i++)
+            highest = _mm512_mask_mov_ps(highest, (__mmask16)(1u << i), _mm512_set1_ps(_mm512_reduce_max_ps(most[i])));
+    } else {
+        for (int64_t i = some; i < SIDE; i++)
+            most[i] = most[0];
+        avx512_transpose(most);
+        highest = most[0];
 #pragma GCC unroll 16
-    for (int i = 1; i < SIDE; i++)
-        highest = _mm512_max_ps(highest, most[i]);
-    _mm512_store_ps(peaks, _mm512_max_ps(_mm512_mul_ps(highest, _mm512_set1_ps(scale)), _mm512_set1_ps(EMPTY)));
+        for (int i = 1; i < SIDE; i++)
+            highest = _mm512_max_ps(highest, most[i]);
+    }
+    highest = _mm512_max_ps(_mm512_mul_ps(highest, _mm512_set1_ps(scale)), _mm512_set1_ps(EMPTY));
+    _mm512_storeu_ps(peaks, _mm512_roundscale_ps(highest, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
 }
 
-/* Puts a row's shares in the place of its scores; returns their sum, in sixteen parts. */
-AMX_INLINE __m512 amx_shares(const AmxRows *this, float scale, int64_t r, float peak)
+/* Puts a row's shares in the place of its scores. */
+AMX_INLINE void amx_shares(const AmxRows *this, float scale, int64_t r, float peak, __m512 *exact, __m512 *rounded)
 {
     const Attention *call = this->call;
     const Row *row = this->rows + r;
@@ -263,24 +246,26 @@ AMX_INLINE __m512 amx_shares(const AmxRows *this, float scale, int64_t r, float 
     if (row->mass) {
         for (int64_t first = from; first < to; first += TILE) {
             const int64_t key = this->base + first;
-            float exact[TILE] __attribute__((aligned(64)));
+            float unrounded[TILE] __attribute__((aligned(64)));
             for (int i = 0; i < TILE; i += SIDE) {
-                const __m512 x = amx_exp2(_mm512_fmsub_ps(_mm512_load_ps(scores + first + i), _mm512_set1_ps(scale), _mm512_set1_ps(peak)));
-                _mm512_store_ps(exact + i, avx512_within(x, 0.0f, start - (int)first - i, stop - (int)first - i));
+                const __m512 x = amx_share(_mm512_mul_ps(_mm512_load_ps(scores + first + i), _mm512_set1_ps(scale)), _mm512_set1_ps(peak));
+                _mm512_store_ps(unrounded + i, avx512_within(x, 0.0f, start - (int)first - i, stop - (int)first - i));
             }
-            BF16(sum_chunks)(call->chunk_size, smaller(TILE, call->m - key), exact, row->mass + key / call->chunk_size);
+            BF16(sum_chunks)(call->chunk_size, smaller(TILE, call->m - key), unrounded, row->mass + key / call->chunk_size);
             row->peaks[key / TILE] = peak;
         }
     }
     if (start == 0 && stop == SPLIT)
-        return amx_exponentiate(scores, shares, scale, peak, 0, SPLIT, 0, SPLIT, 0);
-    return amx_exponentiate(scores, shares, scale, peak, from, to, start, stop, 1);
+        amx_exponentiate(scores, shares, scale, peak, 0, SPLIT, 0, SPLIT, 0, exact, rounded);
+    else
+        amx_exponentiate(scores, shares, scale, peak, from, to, start, stop, 1, exact, rounded);
 }
 
 /* Writes the values, weighted by the shares. */
 AMX_INLINE void amx_weigh(const AmxRows *this, const int halves)
 {
     const int64_t dim = this->call->head_dim, words = dim / 2, stride = row_stride(dim);
+    AMX_WRITTEN;
     for (int64_t column = 0; column < dim; column += PAIRED) {
         float *out = this->out + column;
         _tile_zero(0);
@@ -312,32 +297,50 @@ AMX_INLINE void amx_weigh(const AmxRows *this, const int halves)
     }
 }
 
-/* What follows from scores: peaks, weighted values and sums of shares. */
+/* The sums of `some` rows, of up to sixteen, that each are in sixteen parts. */
+AMX_INLINE void amx_sum(__m512 *parts, int64_t some, float *sums)
+{
+    if (some <= FEW) {
+        for (int64_t r = 0; r < some; r++) {
+            float part[SIDE];
+            _mm512_storeu_ps(part, parts[r]);
+            sums[r] = part[0];
+            for (int i = 1; i < SIDE; i++)
+                sums[r] += part[i];
+        }
+        return;
+    }
+    for (int64_t r = some; r < SIDE; r++)
+        parts[r] = parts[0];
+    avx512_transpose(parts);
+#pragma GCC unroll 16
+    for (int i = 1; i < SIDE; i++)
+        parts[0] = _mm512_add_ps(parts[0], parts[i]);
+    _mm512_storeu_ps(sums, parts[0]);
+}
+
+/* What follows from scores: peaks, sums of shares, and weighted values. */
 AMX_INLINE void amx_attend(const AmxRows *this)
 {
     const int64_t dim = this->call->head_dim, stride = row_stride(dim);
     const float scale = (float)(this->call->scale * 1.4426950408889634);
     for (int64_t first = 0; first < this->some; first += SIDE) {
         const int64_t some = smaller(SIDE, this->some - first);
-        float peaks[SIDE] __attribute__((aligned(64))), sums[SIDE] __attribute__((aligned(64)));
-        __m512 totals[SIDE];
-        amx_peaks(this, scale, first, peaks);
-        for (int64_t r = 0; r < SIDE; r++)
-            totals[r] = r < some ? amx_shares(this, scale, first + r, peaks[r]) : _mm512_setzero_ps();
-        avx512_transpose(totals);
-#pragma GCC unroll 16
-        for (int i = 1; i < SIDE; i++)
-            totals[0] = _mm512_add_ps(totals[0], totals[i]);
-        _mm512_store_ps(sums, totals[0]);
+        float peaks[SIDE], sums[2][SIDE];
+        __m512 exact[SIDE], rounded[SIDE];
+        amx_peaks(this, scale, first, some, peaks);
+        for (int64_t r = 0; r < some; r++)
+            amx_shares(this, scale, first + r, peaks[r], exact + r, rounded + r);
+        amx_sum(exact, some, sums[0]);
+        amx_sum(rounded, some, sums[1]);
         for (int64_t r = 0; r < some; r++) {
-            this->out[(first + r) * stride + dim] = peaks[r];
-            this->out[(first + r) * stride + dim + 1] = sums[r];
+            float *out = this->out + (first + r) * stride + dim;
+            out[0] = peaks[r];
+            out[1] = sums[0][r];
+            out[2] = sums[1][r];
         }
     }
-    if (this->some > SIDE)
-        amx_weigh(this, 2);
-    else
-        amx_weigh(this, 1);
+    this->some > SIDE ? amx_weigh(this, 2) : amx_weigh(this, 1);
 }
 
 AMX void amx_part(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *part)
@@ -350,7 +353,8 @@ AMX void amx_part(const Attention *call, int64_t kv_head, int64_t rows, int64_t 
     if (rows <= SIDE)
         amx_turn((const uint16_t *)work->q, dim, rows, words, turned);
     for (int64_t first = start; first < stop; first += TILE) {
-        const int64_t block = (base + first) / call->block_size, offset = (base + first) % call->block_size, count = stop - first;
+        const int64_t block = (base + first) / call->block_size, offset = (base + first) % call->block_size;
+        const int64_t hidden = work->rows[0].start - base - first, count = stop - first; /* keys before and behind no row sees */
         const uint16_t *k = (const uint16_t *)call->k + kv_head * call->k_head + block * call->k_block + offset * call->k_row;
         const uint16_t *v = (const uint16_t *)call->v + kv_head * call->v_head + block * call->v_block + offset * call->v_row;
         if (rows <= SIDE)
@@ -366,7 +370,7 @@ AMX void amx_part(const Attention *call, int64_t kv_head, int64_t rows, int64_t 
             }
         for (int64_t key = 0; key < TILE; key += PAIRED) {
             amx_fetch(v + key * call->v_row, call->v_row, PAIRED, words);
-            amx_lay_values(v + key * call->v_row, call->v_row, count - key, words, work->values + (first + key) * words);
+            amx_lay_values(v + key * call->v_row, call->v_row, hidden - key, count - key, words, work->values + (first + key) * words);
         }
     }
     for (int64_t r0 = 0; r0 < rows; r0 += TOGETHER) {

@@ -3,7 +3,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 
 #include "attention.h"
-#include "avx512.h"
+#include "../avx512.h"
 
 #define SET avx512
 #define TARGET AVX512BF16_TARGET

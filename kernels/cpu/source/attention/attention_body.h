@@ -210,7 +210,7 @@ FN void F(part)(const Attention *call, int64_t kv_head, int64_t rows, int64_t sp
         }
     }
     for (int64_t r = 0; r < rows; r++)
-        part[r * stride + dim + 1] = V(sum)(V(load)(work->sums + r * 16));
+        part[r * stride + dim + 1] = part[r * stride + dim + 2] = V(sum)(V(load)(work->sums + r * 16));
 }
 
 FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
@@ -218,11 +218,12 @@ FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
     const int64_t stride = row_stride(dim);
     for (int64_t first = 0; first < rows; first += LANES, part += LANES * stride, whole += LANES * stride) {
         const int64_t some = smaller(LANES, rows - first);
-        float peaks[2][LANES], totals[2][LANES], factors[2][LANES];
+        float peaks[2][LANES], totals[2][LANES], divisors[2][LANES], factors[2][LANES];
         for (int64_t r = 0; r < LANES; r++) {
             const int64_t row = smaller(r, some - 1) * stride + dim;
             peaks[0][r] = whole[row], peaks[1][r] = part[row];
             totals[0][r] = whole[row + 1], totals[1][r] = part[row + 1];
+            divisors[0][r] = whole[row + 2], divisors[1][r] = part[row + 2];
         }
         const vec peak = V(max)(V(load)(peaks[0]), V(load)(peaks[1]));
         const vec old = V(exp2)(V(sub)(V(load)(peaks[0]), peak)), new = V(exp2)(V(sub)(V(load)(peaks[1]), peak));
@@ -230,6 +231,7 @@ FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
         V(store)(factors[1], new);
         V(store)(peaks[0], peak);
         V(store)(totals[0], V(fma)(V(load)(totals[1]), new, V(mul)(V(load)(totals[0]), old)));
+        V(store)(divisors[0], V(fma)(V(load)(divisors[1]), new, V(mul)(V(load)(divisors[0]), old)));
         for (int64_t r = 0; r < some; r++) {
             const float *from = part + r * stride;
             float *to = whole + r * stride;
@@ -240,12 +242,13 @@ FN void F(merge)(int64_t dim, int64_t rows, const float *part, float *whole)
                 V(store)(to + i, V(fma)(V(load)(from + i), added, V(mul)(V(load)(to + i), kept)));
             to[dim] = peaks[0][r];
             to[dim + 1] = totals[0][r];
+            to[dim + 2] = divisors[0][r];
         }
     }
 }
 
-/* Turns a row's sums by chunk into shares of its attention: each tile's sums are relative to the highest score up to that
- * tile. */
+/* Turns a row's sums by chunk into shares of its attention: each tile's sums are relative to the peak that was noted with
+ * them. */
 FN void F(finish_mass)(const Attention *call, const Row *row, float peak, float norm)
 {
     const int64_t chunks = call->m / call->chunk_size, each = TILE / call->chunk_size;
@@ -277,7 +280,7 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
     const float *whole = work->whole;
     for (int64_t r = 0; r < rows; r++, whole += row_stride(dim)) {
         const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
-        const float peak = whole[dim], total = whole[dim + 1], norm = total == 0.0f ? 0.0f : 1.0f / total;
+        const float peak = whole[dim], total = whole[dim + 1], norm = total == 0.0f ? 0.0f : 1.0f / whole[dim + 2];
         float *out = (float *)call->out + (head * call->n + i) * dim;
 #if IS_BF16
         for (int64_t at = 0; at < dim; at += 2 * LANES)
@@ -292,7 +295,7 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
         ((float *)call->lse)[head * call->n + i] =
             total == 0.0f ? -INFINITY : (peak + log2f(total)) * 0.6931471805599453f;
         if (work->rows[r].mass)
-            F(finish_mass)(call, work->rows + r, peak, norm);
+            F(finish_mass)(call, work->rows + r, peak, total == 0.0f ? 0.0f : 1.0f / total);
     }
 }
 

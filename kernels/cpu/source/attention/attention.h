@@ -1,15 +1,16 @@
 /* Attention on a CPU: what the driver (attention.c) and the kernels (attention_body.h, compiled once per instruction set
  * and input type) share. kernels/attention.py documents what is computed.
  *
- * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE
- * (with AMX, a split at a time), tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
+ * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
+ * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
  * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
- * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT. */
+ * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT.
+ * The peak that shares are relative to is the highest score up to a tile, with AMX an integer above all of a split. */
 
 #ifndef TRIFORCE_ATTENTION_H
 #define TRIFORCE_ATTENTION_H
 
-#include "cpu.h"
+#include "../cpu.h"
 
 #define TILE 64        /* keys whose scores are computed together */
 #define SPLIT 256      /* keys of a partial result */
@@ -57,12 +58,13 @@ typedef struct {
 
 /* The kernels of one instruction set and input type. A block of rows is `rows` of the `group * n` query rows of one KV
  * head, from `first` on; row r is position r / group of query head r % group. A row of a partial result is
- * [output, not normalised | peak | total]. `prepare` must be called before the others; `begin` and `end`, where they are,
- * by each thread before and after. `part` may write up to whole ROWS of rows. */
+ * [output, not normalised | peak | total | total of the shares as they weigh values]. `prepare` must be called before the
+ * others; `begin` and `end`, where they are, by each thread before and after. `part` may write up to whole ROWS of rows. */
 typedef struct {
     int64_t row_block; /* rows at most of a block */
     struct {
-        int64_t keys, values, scores; /* floats: for each dimension of a head, the same, in all */
+        int64_t keys, values; /* floats for each dimension of a head */
+        int64_t scores;       /* floats */
     } sizes;
     void (*begin)(void);
     void (*end)(void);
