@@ -78,10 +78,10 @@ AMX_INLINE __m512 amx_most(const float *scores, int from, int to, int start, int
 }
 
 /* The shares of these keys, relative to 2^`peak`; `shares` may be the place of `scores`. The sums, each in sixteen parts, are
- * those of the shares before they are rounded, and after. */
+ * those of the shares before they are rounded, and after; where there is `kept`, the former are written there. */
 AMX_INLINE void amx_exponentiate(
-    float *scores, uint16_t *shares, float scale, float peak, int from, int to, int start, int stop, const int partly, __m512 *exact,
-    __m512 *rounded)
+    float *scores, uint16_t *shares, float scale, float peak, int from, int to, int start, int stop, const int partly, float *kept,
+    __m512 *exact, __m512 *rounded)
 {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     const __m512 factor = _mm512_set1_ps(scale), highest = _mm512_set1_ps(peak);
@@ -95,6 +95,8 @@ AMX_INLINE void amx_exponentiate(
             x[j] = amx_share(_mm512_mul_ps(_mm512_load_ps(scores + at), factor), highest);
             if (partly)
                 x[j] = avx512_within(x[j], 0.0f, start - at, stop - at);
+            if (kept)
+                _mm512_store_ps(kept + at, x[j]);
         }
         const __m512bh both = _mm512_cvtne2ps_pbh(x[1], x[0]);
         _mm512_store_si512(shares + key, (__m512i)both);
@@ -244,21 +246,20 @@ AMX_INLINE void amx_shares(const AmxRows *this, float scale, int64_t r, float pe
     int start, stop;
     amx_seen(this, r, &start, &stop);
     if (row->mass) {
+        float kept[SPLIT] __attribute__((aligned(64)));
+        if (start == 0 && stop == SPLIT)
+            amx_exponentiate(scores, shares, scale, peak, 0, SPLIT, 0, SPLIT, 0, kept, exact, rounded);
+        else
+            amx_exponentiate(scores, shares, scale, peak, from, to, start, stop, 1, kept, exact, rounded);
         for (int64_t first = from; first < to; first += TILE) {
             const int64_t key = this->base + first;
-            float unrounded[TILE] __attribute__((aligned(64)));
-            for (int i = 0; i < TILE; i += SIDE) {
-                const __m512 x = amx_share(_mm512_mul_ps(_mm512_load_ps(scores + first + i), _mm512_set1_ps(scale)), _mm512_set1_ps(peak));
-                _mm512_store_ps(unrounded + i, avx512_within(x, 0.0f, start - (int)first - i, stop - (int)first - i));
-            }
-            BF16(sum_chunks)(call->chunk_size, smaller(TILE, call->m - key), unrounded, row->mass + key / call->chunk_size);
+            BF16(sum_chunks)(call->chunk_size, smaller(TILE, call->m - key), kept + first, row->mass + key / call->chunk_size);
             row->peaks[key / TILE] = peak;
         }
-    }
-    if (start == 0 && stop == SPLIT)
-        amx_exponentiate(scores, shares, scale, peak, 0, SPLIT, 0, SPLIT, 0, exact, rounded);
+    } else if (start == 0 && stop == SPLIT)
+        amx_exponentiate(scores, shares, scale, peak, 0, SPLIT, 0, SPLIT, 0, 0, exact, rounded);
     else
-        amx_exponentiate(scores, shares, scale, peak, from, to, start, stop, 1, exact, rounded);
+        amx_exponentiate(scores, shares, scale, peak, from, to, start, stop, 1, 0, exact, rounded);
 }
 
 /* Writes the values, weighted by the shares. */
