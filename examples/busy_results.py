@@ -9,10 +9,9 @@ are medians over all answers, and the median ratio to the first window. The mach
 
 import argparse
 import json
-import multiprocessing
-import os
-import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
 
 SETTLING_S = 1.0
+MOST_TOKENS = 20_000
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     busy = tuple(dict.fromkeys((0, 1, usable_cores())))
     found = {}
     for tiers in map(int, given.tiers.split(",")):
-        request = Request(prompt, Sampling(0.0), 1_000_000, ignore_eos=True)
+        request = Request(prompt, Sampling(0.0), MOST_TOKENS, ignore_eos=True)
         seconds: dict[int, list[float]] = {number: [] for number in busy}
         for pair in range(given.pairs):
             batch = engine.batch([request], tiers=tiers)
@@ -74,22 +74,13 @@ def write(answer: Iterator[tuple[int, Round]], seconds: float) -> float:
 @contextmanager
 def processes(number: int) -> Iterator[None]:
     """So many processes that each take a core, as far as they get one."""
-    spawn = multiprocessing.get_context("spawn")
-    started = [spawn.Process(target=count, daemon=True) for _ in range(number)]
-    for process in started:
-        process.start()
+    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
     finally:
         for process in started:
-            os.kill(process.pid or 0, signal.SIGKILL)
-            process.join()
-
-
-def count() -> None:
-    number = 0
-    while True:
-        number += 1
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def attend(
     Args:
         q: `[num_heads, n, head_dim]`.
         k, v: `[num_kv_heads, m, head_dim]`; `num_heads` is a multiple of `num_kv_heads` (grouped queries).
-        scale: factor on the scores, usually `head_dim ** -0.5`.
+        scale: factor on the scores, above 0, usually `head_dim ** -0.5`.
         diagonal: row `i` sees keys `j <= diagonal + i`; with `None` every row sees every key. Keys that no row sees may
             hold anything in `k`, but must be finite in `v` (the compiled kernels take anything). A tensor of one int32
             or int64 on `q`'s device is read when the kernels run and the call never waits for it: a captured CUDA graph

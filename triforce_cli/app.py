@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..tp.errors import PeerError, TriforceError
 from ..tp.parallel.launch import must_not_finalize, record
@@ -34,7 +35,8 @@ def main() -> None:
         code = stop.exit_code
     if must_not_finalize():
         # The interpreter would take apart what threads still use, or a group while other ranks are in it.
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -1,14 +1,27 @@
 """A decoder's small products: the compiled kernels against PyTorch in float64, and each row against itself alone."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import at_the_end
 from torch import Tensor
 from triforce.kernels import layers
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 
-SHAPES = [(96, 32), (13, 77), (256, 160), (1, 8), (1027, 515), (1027, 514), (48, 40)]  # outputs, inputs
+SHAPES = [
+    (96, 32),
+    (13, 77),
+    (256, 160),
+    (1, 8),
+    (1027, 515),
+    (1027, 514),
+    (48, 40),
+    (33, 8),
+    (34, 2),
+]  # outputs, inputs
 FORMATS = [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)]
 ROWS = [1, 2, 3, 5, 13, 32, 33]
 
@@ -88,6 +101,15 @@ def test_rotate_turns_pairs_and_writes_where_it_is_told(n, head_dim, dtype, tole
     assert torch.equal(cache[:, 4 + n :], untouched[:, 4 + n :])
     alike = torch.stack([layers.rotate(x[:, i : i + 1], cos[0], sin[0])[:, 0] for i in range(n)], dim=1)
     assert torch.equal(layers.rotate(x, cos[0], sin[0]), alike)
+
+
+@compiled
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are locked away by mprotect")
+def test_nothing_behind_a_matrix_is_read(outputs, inputs):
+    x, weight = random(13, inputs, dtype=torch.bfloat16, seed=1), random(outputs, inputs, dtype=torch.bfloat16, seed=2)
+    assert torch.equal(layers.linear(x, at_the_end(weight)), layers.linear(x, weight))
 
 
 @compiled

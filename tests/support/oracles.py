@@ -1,7 +1,10 @@
-"""Attention by PyTorch's own function in float64, which every implementation is compared with, and random inputs, those
-of packing included."""
+"""Attention by PyTorch's own function in float64, which every implementation is compared with, random inputs, those of
+packing included, and inputs behind which nothing can be read."""
 
 from __future__ import annotations
+
+import ctypes
+import mmap
 
 import torch
 import torch.nn.functional as F
@@ -93,3 +96,14 @@ def damaged_slots(blocks: Tensor, count: int, seed: int) -> tuple[Tensor, Layout
             total = torch.randint(layout.capacity + 1, (1,), generator=g, dtype=torch.int32)
             slot[layout.exceptions - 4 : layout.exceptions] = total.view(torch.uint8)
     return slots, layout
+
+
+def at_the_end(tensor: Tensor) -> Tensor:
+    """A copy in memory that ends with it: what reads on ends the process. Linux only."""
+    size = tensor.numel() * tensor.itemsize
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
+    end = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=pages - size)
+    return end.view(tensor.shape).copy_(tensor)

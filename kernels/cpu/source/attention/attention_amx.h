@@ -231,7 +231,8 @@ AMX_INLINE void amx_peaks(const AmxRows *this, float scale, int64_t first, int64
         for (int i = 1; i < SIDE; i++)
             highest = _mm512_max_ps(highest, most[i]);
     }
-    highest = _mm512_max_ps(_mm512_mul_ps(highest, _mm512_set1_ps(scale)), _mm512_set1_ps(EMPTY));
+    const __m512 empty = _mm512_set1_ps(EMPTY), scaled = _mm512_mul_ps(highest, _mm512_set1_ps(scale));
+    highest = _mm512_mask_mov_ps(empty, _mm512_cmp_ps_mask(highest, empty, _CMP_GT_OQ), _mm512_max_ps(scaled, empty));
     _mm512_storeu_ps(peaks, _mm512_roundscale_ps(highest, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
 }
 
@@ -314,7 +315,6 @@ AMX_INLINE void amx_sum(__m512 *parts, int64_t some, float *sums)
     for (int64_t r = some; r < SIDE; r++)
         parts[r] = parts[0];
     avx512_transpose(parts);
-#pragma GCC unroll 16
     for (int i = 1; i < SIDE; i++)
         parts[0] = _mm512_add_ps(parts[0], parts[i]);
     _mm512_storeu_ps(sums, parts[0]);

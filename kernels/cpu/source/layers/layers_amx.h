@@ -66,8 +66,9 @@ AMX void amx_linear_part(
         const bf16 *matrix = w + o * inputs;
         int64_t stride = inputs;
         const bf16 *next = matrix + AMX_OUTPUTS * inputs;
-        /* The last tile of a row goes on into the next row, which meets zeros of `x`; behind the last row nothing is read. */
-        if (count % SIDE || (whole != inputs && o + count == outputs)) {
+        /* The last tile of a row goes on into the next rows, whose numbers, which must be finite, meet zeros of `x`. Behind the
+         * last row nothing is read. */
+        if (count % SIDE || (outputs - o - count) * inputs < whole - inputs) {
             for (int64_t i = 0; i < count; i++) {
                 memcpy(spare + i * whole, matrix + i * inputs, inputs * 2);
                 memset(spare + i * whole + inputs, 0, (whole - inputs) * 2);
