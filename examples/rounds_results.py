@@ -48,6 +48,9 @@ LEAST_PAIRS = 5
 CLEAR = 0.9
 """A cell of the grid ends after `LEAST_PAIRS` pairs where the upper end is below this ratio."""
 
+LONGEST_ROUND = 129
+"""Tokens that a round brings at most, by which an answer may be longer than was asked for."""
+
 TURNS = 12
 """Parts in which each answer of a pair is written."""
 
@@ -276,12 +279,12 @@ class Answer:
 
     def __init__(self, engine: Engine, prompts: list[list[int]], tiers: int, first: int, tokens: int) -> None:
         """Args: behind the first `first` tokens of every sequence `tokens` are timed."""
-        most = 2 * (first + tokens)  # of the sequence that is ahead of the others
+        most = 2 * (first + tokens + LONGEST_ROUND)  # of the sequence that is ahead of the others
         requests = [Request(prompt, Sampling(0.6, 0.9), most, ignore_eos=True) for prompt in prompts]
         self._batch = engine.batch(requests, tiers=tiers, contexts=ContextRequest(SAVED))
-        self._written, self._seconds, self._end, self._most = [0] * len(prompts), 0.0, first + tokens, most
+        self._written, self._seconds, self._end, self._most = [0] * len(prompts), 0.0, first, most
         self.go_on(first)
-        self._first, self._seconds = sum(self._written), 0.0
+        self._first, self._seconds, self._end = sum(self._written), 0.0, min(self._written) + tokens
 
     def go_on(self, tokens: int) -> bool:
         """Writes so many further tokens of each sequence; whether there are more to write."""
