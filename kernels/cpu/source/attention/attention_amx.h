@@ -117,39 +117,47 @@ typedef struct {
     float *q, *out;
 } AmxRows;
 
+/* Writes the products of 32 rows `a`, or with one half of 16, and 32 columns `b`, as sums of `steps` products of tiles.
+ * `a_stride` and `out_stride` are floats between rows; the columns' tiles are `second` floats apart, and `step` from one
+ * product to the next. */
+AMX_INLINE void amx_multiply(
+    const int halves, const float *a, int64_t a_stride, const float *b, int64_t second, int64_t step, int64_t steps, float *out,
+    int64_t out_stride)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    if (halves == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (; steps > 0; steps--, a += SIDE, b += step) {
+        _tile_loadd(4, a, a_stride * 4);
+        _tile_loadd(6, b, 64);
+        _tile_loadd(7, b + second, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (halves == 2) {
+            _tile_loadd(5, a + SIDE * a_stride, a_stride * 4);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + SIDE, out_stride * 4);
+    if (halves == 2) {
+        _tile_stored(2, out + SIDE * out_stride, out_stride * 4);
+        _tile_stored(3, out + SIDE * out_stride + SIDE, out_stride * 4);
+    }
+}
+
 /* Scores [32][SCORES_STRIDE] from keys that are laid out. */
 AMX_INLINE void amx_score(const AmxRows *this, const int halves)
 {
     const int64_t words = this->call->head_dim / 2;
     AMX_WRITTEN;
-    for (int64_t key = this->from; key < this->to; key += PAIRED) {
-        const float *keys = this->work->keys + key * words;
-        float *scores = this->work->scores + key;
-        _tile_zero(0);
-        _tile_zero(1);
-        if (halves == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t word = 0; word < words; word += SIDE) {
-            _tile_loadd(4, this->q + word, words * 4);
-            _tile_loadd(6, keys + word * SIDE, 64);
-            _tile_loadd(7, keys + (words + word) * SIDE, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (halves == 2) {
-                _tile_loadd(5, this->q + SIDE * words + word, words * 4);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, scores, SCORES_STRIDE * 4);
-        _tile_stored(1, scores + SIDE, SCORES_STRIDE * 4);
-        if (halves == 2) {
-            _tile_stored(2, scores + SIDE * SCORES_STRIDE, SCORES_STRIDE * 4);
-            _tile_stored(3, scores + SIDE * SCORES_STRIDE + SIDE, SCORES_STRIDE * 4);
-        }
-    }
+    for (int64_t key = this->from; key < this->to; key += PAIRED)
+        amx_multiply(halves, this->q, words, this->work->keys + key * words, words * SIDE, TILE_WORDS, words / SIDE,
+                     this->work->scores + key, SCORES_STRIDE);
 }
 
 /* Scores of up to 16 rows from `TILE` keys as they lie, `first` keys behind the split's first. Those from `count` on are
@@ -266,37 +274,11 @@ AMX_INLINE void amx_shares(const AmxRows *this, float scale, int64_t r, float pe
 /* Writes the values, weighted by the shares. */
 AMX_INLINE void amx_weigh(const AmxRows *this, const int halves)
 {
-    const int64_t dim = this->call->head_dim, words = dim / 2, stride = row_stride(dim);
+    const int64_t dim = this->call->head_dim, words = dim / 2, from = this->from;
     AMX_WRITTEN;
-    for (int64_t column = 0; column < dim; column += PAIRED) {
-        float *out = this->out + column;
-        _tile_zero(0);
-        _tile_zero(1);
-        if (halves == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t key = this->from; key < this->to; key += PAIRED) {
-            const uint16_t *shares = (const uint16_t *)this->work->scores + key;
-            const float *values = this->work->values + key * words + column * SIDE;
-            _tile_loadd(4, shares, SCORES_STRIDE * 4);
-            _tile_loadd(6, values, 64);
-            _tile_loadd(7, values + TILE_WORDS, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (halves == 2) {
-                _tile_loadd(5, shares + 2 * SIDE * SCORES_STRIDE, SCORES_STRIDE * 4);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, out, stride * 4);
-        _tile_stored(1, out + SIDE, stride * 4);
-        if (halves == 2) {
-            _tile_stored(2, out + SIDE * stride, stride * 4);
-            _tile_stored(3, out + SIDE * stride + SIDE, stride * 4);
-        }
-    }
+    for (int64_t column = 0; column < dim; column += PAIRED)
+        amx_multiply(halves, this->work->scores + from / 2, SCORES_STRIDE, this->work->values + from * words + column * SIDE,
+                     TILE_WORDS, PAIRED * words, (this->to - from) / PAIRED, this->out + column, row_stride(dim));
 }
 
 /* The sums of `some` rows, of up to sixteen, that each are in sixteen parts. */

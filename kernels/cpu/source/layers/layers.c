@@ -17,6 +17,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+
 /* Bytes that a matrix is prefetched ahead of the products: its rows are too short for the processor's own prefetching. */
 #define FETCH_AHEAD (16 * 1024)
 
