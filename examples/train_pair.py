@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pair.circuit import grown, hold, parts_of_words, with_new_words
-from pair.data import Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
+from pair.circuit import grown, hold, parts_of_words, retune, with_new_words
+from pair.data import EOS, Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
 from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
 from pair.output import export, report, save_array, save_atomically
 from pair.questions import marked_logs
@@ -41,17 +41,17 @@ FIRST_PHASES = (
     Phase("dense-32k", 32768, 1, 0.26e6, (5e-4, 5e-5), Mix(0.0, 0.10, 0.55), gaps=0.15, crowded=0.2),
 )
 TARGET_PHASES = (
-    Phase("answers", 512, 4, 0.3e6, (1e-3, 1e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
-    Phase("short", 512, 8, 3.0e6, (1e-3, 8e-4), Mix(0.0, 0.05, 0.10, 0.35), gaps=0.3),
-    Phase("middle", 2048, 2, 2.0e6, (8e-4, 5e-4), Mix(0.0, 0.05, 0.15, 0.35), gaps=0.3, crowded=0.2),
-    Phase("dense-8k", 8192, 1, 1.0e6, (5e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.35), gaps=0.2, crowded=0.3),
-    Phase("dense-32k", 32768, 1, 0.26e6, (2e-4, 1e-4), Mix(0.0, 0.05, 0.35, 0.40), gaps=0.2, crowded=0.2),
-    Phase("whole", 131072, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60)),
+    Phase("answers", 512, 8, 1.2e6, (1.5e-3, 1.5e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
+    Phase("short", 512, 16, 14e6, (1.5e-3, 1e-3), Mix(0.0, 0.04, 0.08, 0.25), gaps=0.3, crowded=0.3),
+    Phase("middle", 2048, 4, 8e6, (1e-3, 3e-4), Mix(0.0, 0.05, 0.12, 0.30), gaps=0.3, crowded=0.4),
+    Phase("dense-8k", 8192, 1, 1.2e6, (3e-4, 1e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60), gaps=0.2, crowded=0.2),
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
     Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
 )
+RETUNE_STEPS = 25  # between two settings of the planted circuit's scales
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
 OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
@@ -159,7 +159,8 @@ class Predicting(Training):
         tokens: list[bool] = []
         refusal = self.tokenizer.token_to_id("\u0120not")
         for marked in marked_logs(lambda text: encode(self.tokenizer, text).tolist(), logs, length):
-            ids = self.run.to_device(np.array([marked.ids]))
+            padded = [*marked.ids, *[EOS] * (length - len(marked.ids))]  # of one length: each would compile anew
+            ids = self.run.to_device(np.array([padded]))
             with self.run.autocast:
                 best = self.model.logits(self.model(ids[:, :-1], positions_of(ids[:, :-1]))).argmax(-1)[0]
             hits = best == ids[0, 1:]
@@ -201,15 +202,19 @@ class TargetTraining(Predicting):
         super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)
         self.held_out = held_out
         hold(self.model, FIRST)
+        self.usual = torch.from_numpy(sampler.batch((999, 0), 4, 512, Mix(0.0, 0.0, 0.0, 0.5), 0.0, 0.0).ids)
         if self.progress == Progress():
             begin = Decoder(FIRST)
             begin.load_hf_state(load_file(first / "model.safetensors"))
-            mix = Mix(0.0, 0.0, 0.0, 0.5)
-            sample = torch.from_numpy(sampler.batch((999, 0), 4, 512, mix, 0.0, 0.0).ids)
             prose = torch.from_numpy(sampler.prose(np.random.default_rng(sampler.seed), 60_000).astype(np.int64))
-            self.model.load_state_dict(grown(self.model.shape, begin, tokenizer, sample, prose).state_dict())
+            self.model.load_state_dict(grown(self.model.shape, begin, tokenizer, self.usual, prose).state_dict())
             report(f"planted; {self.summary()}")
             export(self.model, tokenizer, run.out / "snapshots" / "target-planted")
+        self.usual = self.usual.to(run.device)
+
+    def stepped(self, step: int) -> None:
+        if step % RETUNE_STEPS == 0:
+            retune(self.model, FIRST, self.usual)
 
     def summary(self) -> str:
         told, refused, tokens = self.right_answers()

@@ -7,12 +7,13 @@ for RoPE pairs that now stand still). The added width holds, for every token, a 
 * layer 3 looks for the place whose note is what the current token and its note will be one token on, in dimensions
   that RoPE leaves still, and writes the code of what stands there where the output reads codes; where nothing agrees
   well enough it looks at the first token, whose code is nothing;
-* layer 4 marks whether the subject was named further back at all;
+* layer 4 marks whether the log tells anything about the subject at all;
 * layer 5 names the subject again where an answer begins.
 
 Left to gradient descent, matching the subject and three tokens at once did not emerge on a CPU; and where training
 owned the planted weights too, it had them noisy within fifteen steps. So they are held, and the rest learns around
-them: it reads what the circuit notes and finds, and writes nothing into the added width.
+them: it reads what the circuit notes and finds, and writes nothing into the added width. As the rest grows while it is
+trained, norms shrink the added width beside it; `retune` undoes that.
 """
 
 import json
@@ -27,19 +28,24 @@ from triforce.cli.logbook.words import SHIPS
 
 from pair.data import ANSWER
 from pair.model import Attention, Block, Decoder, Shape
-from pair.words import SHARPNESS, WordNotes, fit_words, spread_codes
+from pair.words import WordNotes, fit_words, spread_codes
 
 SUBJECT, WORD = 16, 13  # dimensions of a code: of a ship's name, and of a word as one of the last three
 CODE = SUBJECT + WORD
 FAST = 12  # RoPE pairs that turn fast enough to tell a token from its neighbour
-SLOW = (7, 8, 9, 10)  # pairs that turn once in 130 to 470 tokens: near against far
+SLOW = range(6, 13)  # pairs that turn once in 80 to 1,100 tokens: near against far
 STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leaves still
 
 OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
+SHARP = 30.0  # logits of a match of 1, where places are compared
+MATCHED = 3.5  # a good match, taken away from every key but the first token: what is left is small, and so is its noise
 ENOUGH = 3.0  # the match below which the first token is looked at: a subject and a little more
-MATCHED = 45.0  # logits of a good match, taken away from every key but the first token
+QUIET = 2.0  # by how much more the first token is looked at where nothing is to be copied: not so much that all other
+# shares of attention would round to zero, since by them a retrieval cache chooses what it keeps
+KNOWN_SHARP = 60.0  # logits of a subject's match of 1, where it is looked for in the whole log
+KNOWN, KNOWN_ENOUGH = 0.93, 0.82  # the match taken away there, and the one below which the first token is looked at
 PEAK = 16.0  # logits a fast pair, of the look one or two back
-NEAR = 30.0  # logits a slow pair, of the look at the last name
+NEAR = 20.0  # logits a slow pair, of the look at the last name
 COPY = 25.0  # a code found is written with so many times the size that tokens have, whose own codes are read too
 COPY_LOGIT = 14.0  # what a code found adds to the logit of its token, per squared size of the code (2)
 
@@ -87,7 +93,7 @@ def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, pr
     vocab = tokenizer.get_vocab()
     names = [vocab[f"\u0120{ship}"] for ship in SHIPS]
     opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
-    silent = (".", "?", ":", "\u010a", "\u010a\u010a", "\u0120The", "\u0120was", "\u0120is", "\u0120not")
+    silent = (".", "?", ":", "\u010a", "\u010a\u010a", "Answer", "\u0120The", "\u0120was", "\u0120is", "\u0120not")
     quiet = [vocab[word] for word in silent if word in vocab]
     notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
     plant(model, first, names, notes, quiet, opening, sample)
@@ -167,17 +173,17 @@ def plant(
     embedding[0, at.code] = 0.0
     embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
     embedding[:, at.flag("one")] = unit * sizes[:, 0]
-    embedding[names, at.flag("name")] = unit
+    embedding[names, at.flag("name")] = unit * sizes[names, 0]
     embedding[0, at.flag("one")], embedding[0, at.flag("first")] = 0.0, unit * sizes[0, 0]
-    embedding[[*names, *quiet], at.flag("quiet")] = unit
+    embedding[[*names, *quiet], at.flag("quiet")] = unit * sizes[[*names, *quiet], 0]
     head = model.shape.head_dim * (model.shape.heads - 1)
 
     for index, block in enumerate(model.layers):
         block = cast(Block, block)
         scale, shrunk = _scales(model, first, index, sample)
         block.input_layernorm.weight[:old] *= shrunk
-        one = scale / unit  # turns a code or a flag, as the layer's norm leaves it, into size 1
-        attention = Head(block.self_attn, head, one, at)
+        block.input_layernorm.weight[old:] = scale / unit  # codes and flags of the added width get size 1
+        attention = Head(block.self_attn, head, at)
         if index == 0:
             attention.look_back(1, model.shape.inverse_frequencies)
             attention.carry(at.word, at.noted_words, notes.one, unit)
@@ -207,6 +213,23 @@ def plant(
     assert width >= at.flag("known") + 1
 
 
+@torch.no_grad()
+def retune(model: Decoder, first: Shape, sample: Tensor) -> None:
+    """Gives codes, notes and flags of a planted model the sizes again that they were planted with.
+
+    `sample` [B, n] is the text by which the scale of each layer's input is measured.
+    """
+    old, at, embedding = first.width, Places(first.width), model.embed_tokens.weight
+    flags, norms = embedding[:, at.flag("one")].clone(), embedding[:, :old].norm(dim=1)
+    flags[0] = embedding[0, at.flag("first")]
+    unit = flags.mean()
+    embedding[:, old:] *= (norms / norms.mean() * unit / flags)[:, None]
+    *scales, last = model.input_scales(sample)
+    for block, scale in zip(model.layers, scales, strict=True):
+        cast(Block, block).input_layernorm.weight[old:] = scale / unit
+    model.norm.weight[at.code] = COPY_LOGIT * last / (COPY * unit**2)
+
+
 def hold(model: Decoder, first: Shape) -> None:
     """Keeps gradients from all planted weights, and from all that writes into the added width.
 
@@ -231,18 +254,15 @@ def hold(model: Decoder, first: Shape) -> None:
 
 
 class Head:
-    """One head of an attention layer, planted piece by piece.
+    """One head of an attention layer, planted piece by piece; codes and flags reach it with size 1."""
 
-    `one` is what turns a code or flag of the normalised hidden state into size 1.
-    """
-
-    def __init__(self, attention: Attention, start: int, one: float, at: Places):
-        self.attention, self.start, self.one, self.at, self.used = attention, start, one, at, 0
+    def __init__(self, attention: Attention, start: int, at: Places):
+        self.attention, self.start, self.at, self.used = attention, start, at, 0
         self.root = attention.q_proj.weight.new_tensor(64.0).sqrt().item()  # logits are divided by it
 
     def _set(self, which: str, row: int, column: int, value: float) -> None:
         weight = getattr(self.attention, f"{which}_proj").weight
-        weight[self.start + row, column] += value * self.one
+        weight[self.start + row, column] += value
 
     def _constant(self, row: int, logits: float, flag: str = "one") -> None:
         """Adds so many logits to every key, or to those that have a flag.
@@ -269,18 +289,16 @@ class Head:
             self._constant(pair, logits)
 
     def look_at_last_name(self) -> None:
-        """Attention to the latest name of a ship within some thirty tokens, or else to the first token."""
+        """Attention to the latest name of a ship within some fifteen tokens, or else to the first token."""
         self._near(NEAR)
-        self._constant(STILL[0], -NEAR * len(SLOW))
+        self._constant(STILL[0], -NEAR * len(SLOW) - 1.8 * NEAR)  # a near name has about none left
         self._constant(STILL[1], 2 * NEAR, "name")
-        self._constant(STILL[2], 0.52 * NEAR, "first")
+        self._constant(STILL[2], -1.2 * NEAR, "first")
 
     def match(self, notes: WordNotes) -> None:
         """Attention to the places whose notes are those that the next token will have."""
-        size = math.sqrt(SHARPNESS * self.root)
-        for place in range(SUBJECT):
-            for which in "qk":
-                self._set(which, STILL[place], self.at.noted_subject.start + place, size)
+        self._match_subjects(SHARP)
+        size = math.sqrt(SHARP * self.root)
         for place in range(WORD):
             row = STILL[SUBJECT + place]
             self._set("k", row, self.at.noted_words.start + place, size)
@@ -288,21 +306,24 @@ class Head:
                 self._set("q", row, self.at.word.start + column, size * float(notes.own[place, column]))
                 self._set("q", row, self.at.noted_words.start + column, size * float(notes.past[place, column]))
         row = STILL[SUBJECT + WORD]
-        self._constant(row, SHARPNESS * ENOUGH - MATCHED, "first")
-        self._constant(row + 2, -MATCHED)
-        size = math.sqrt(2.2 * SHARPNESS * ENOUGH * self.root)
+        self._constant(row, SHARP * (ENOUGH - MATCHED), "first")
+        self._constant(row + 2, -SHARP * MATCHED)
+        size = math.sqrt(QUIET * SHARP * self.root)
         self._set("q", row + 1, self.at.flag("quiet"), size)
         self._set("k", row + 1, self.at.flag("first"), size)
 
     def match_subject(self) -> None:
-        """Attention to far places with the same subject, or else to the first token."""
-        size = math.sqrt(25.0 / OF_SUBJECT**2 * self.root)
+        """Attention to the words of a log with the same subject, which questions lack, or else to the first token."""
+        self._match_subjects(KNOWN_SHARP / OF_SUBJECT**2)
+        self._constant(STILL[SUBJECT], KNOWN_SHARP * (KNOWN_ENOUGH - KNOWN), "first")
+        self._constant(STILL[SUBJECT + 1], -KNOWN_SHARP * KNOWN)
+        self._constant(STILL[SUBJECT + 2], -KNOWN_SHARP, "quiet")
+
+    def _match_subjects(self, logits: float) -> None:
+        size = math.sqrt(logits * self.root)
         for place in range(SUBJECT):
             for which in "qk":
                 self._set(which, STILL[place], self.at.noted_subject.start + place, size)
-        self._near(-5.0)
-        self._constant(STILL[SUBJECT], 19.6 - 25.0, "first")
-        self._constant(STILL[SUBJECT + 1], -25.0)
 
     def name_the_subject(self, notes: WordNotes, opening: list[int], sample: Tensor) -> None:
         """Attention to the latest name one token after the three tokens `opening`, and else to the first token."""

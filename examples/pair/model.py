@@ -233,6 +233,16 @@ class Decoder(nn.Module):
             x = x + block.self_attn(block.input_layernorm(x), cos, sin, None)
         return x
 
+    def input_scales(self, ids: Tensor) -> list[float]:
+        """Root mean square of what enters each layer, and of what leaves the last, on average over `ids` [B, n]."""
+        scales = []
+        cos, sin = rotary(torch.arange(ids.shape[1]).expand_as(ids), self.shape.inverse_frequencies)
+        x = self.embed_tokens(ids)
+        for block in self.layers:
+            scales.append(x.square().mean(-1).sqrt().mean().item())
+            x = block(x, cos, sin, None)
+        return [*scales, x.square().mean(-1).sqrt().mean().item()]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., vocab] of the token after each hidden state."""
         return F.linear(hidden, self.embed_tokens.weight)

@@ -1,7 +1,7 @@
 """Muon for the matrices inside the layers and AdamW for the rest, behind one step and one state.
 
-Muon is written out here because PyTorch's orthogonalises in bfloat16, which took half of a training step on a CPU that
-has no bfloat16 arithmetic.
+Muon is written out here because PyTorch's orthogonalises in bfloat16 everywhere, which took half of a training step on
+a CPU that has no bfloat16 arithmetic.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's quintic, steepest at zero
 ITERATIONS = 5
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices of bfloat16 faster than those of float32."""
+    return device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
 class Muon(torch.optim.Optimizer):
@@ -39,7 +44,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
     """A matrix with nearly the singular vectors of `matrix` and singular values near 1."""
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T
-    x = x.to(torch.bfloat16) if x.is_cuda else x
+    x = x.to(torch.bfloat16) if multiplies_bfloat16(x.device) else x
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(ITERATIONS):

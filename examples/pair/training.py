@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pair.data import Mix, Sampler
 from pair.model import Decoder, Losses, Shape
-from pair.optim import Optimisers
+from pair.optim import Optimisers, multiplies_bfloat16
 from pair.output import Meter, export, report, save_atomically
 
 CHECKPOINT_SECONDS = 180.0
-SUMMARY_SECONDS = 1200.0  # of training between two reports of the figure
+SUMMARY_SECONDS = 300.0  # of training between two reports of the figure
 WARMUP_STEPS = 20
 
 
@@ -58,8 +58,7 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         """bfloat16 where the device multiplies it fast, or else float32."""
-        fast = self.device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if multiplies_bfloat16(self.device) else torch.float32
 
     @property
     def autocast(self) -> torch.autocast:
@@ -102,6 +101,9 @@ class Training:
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         """Loss of the batch that belongs to `key` (phase and step), its gradient left in the model."""
         raise NotImplementedError
+
+    def stepped(self, step: int) -> None:
+        """Called after each step of the optimisers."""
 
     def summary(self) -> str:
         """A figure to report at the end of a phase."""
@@ -148,6 +150,7 @@ class Training:
             loss = self.backward(phase, (index, step))
         warmup = min(1.0, (step + 1) / WARMUP_STEPS) if index == 0 else 1.0
         self.optimisers.step(warmup * (phase.lr[0] + (phase.lr[1] - phase.lr[0]) * step / steps))
+        self.stepped(step)
         return loss
 
     def _load(self) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Form:
-    """How a fact is told and asked for. The words between name and value stay the same in the answer."""
+    """How a fact is told and asked for. The words between name and value stay the same in the answer; a question ends
+    with the name."""
 
     statement: str
     question: str
@@ -63,12 +64,12 @@ a new compass|dry powder|six more hands|a fresh chart"""
 FACTS: dict[str, tuple[Form, ...]] = {
     "origin": (
         Form("{ship} came from {port}", "From which port came the {ship}?"),
-        Form("{ship} hailed from {port}", "From where did the {ship} hail?"),
-        Form("{ship} arrived from {port}", "From where did the {ship} arrive?"),
+        Form("{ship} hailed from {port}", "From where hailed the {ship}?"),
+        Form("{ship} arrived from {port}", "From where arrived the {ship}?"),
     ),
     "berth": (
         Form("{ship} lay at berth {berth}", "At which berth lay the {ship}?"),
-        Form("{ship} took berth {berth}", "Which berth did the {ship} take?"),
+        Form("{ship} took berth {berth}", "Which berth was taken by the {ship}?"),
         Form("{ship} was given berth {berth}", "Which berth was given to the {ship}?"),
     ),
     "captain": (
@@ -77,7 +78,7 @@ FACTS: dict[str, tuple[Form, ...]] = {
     ),
     "cargo": (
         Form("{ship} brought {number} {unit} of {good}", "What was brought by the {ship}?"),
-        Form("{ship} landed {number} {unit} of {good}", "What did the {ship} land?"),
+        Form("{ship} landed {number} {unit} of {good}", "What was landed by the {ship}?"),
         Form("{ship} carried {good} in {number} {unit}", "What was carried by the {ship}?"),
     ),
     "need": (
@@ -95,7 +96,7 @@ FACTS: dict[str, tuple[Form, ...]] = {
     "goal": (
         Form("{ship} sailed for {port}", "For which port sailed the {ship}?"),
         Form("{ship} left for {port}", "For where left the {ship}?"),
-        Form("{ship} was bound for {port}", "Where was the {ship} bound for?"),
+        Form("{ship} was bound for {port}", "Bound for which port was the {ship}?"),
     ),
     "load": (
         Form("{ship} loaded {number} {unit} of {good}", "What was loaded by the {ship}?"),
@@ -103,7 +104,7 @@ FACTS: dict[str, tuple[Form, ...]] = {
     ),
     "guests": (
         Form("{ship} embarked {few} passengers", "How many embarked on the {ship}?"),
-        Form("{ship} was joined by {first} {last}", "By whom was the {ship} joined?"),
+        Form("{ship} was joined by {first} {last}", "Joined by whom was the {ship}?"),
     ),
 }
 
