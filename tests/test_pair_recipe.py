@@ -18,8 +18,8 @@ from triforce.tp.weights.tokenizer import Tokenizer as Loaded
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+from pair import circuit, questions  # noqa: E402
 from pair import data as pair_data  # noqa: E402
-from pair import questions  # noqa: E402
 from pair.model import FIRST, TARGET, Decoder, Shape  # noqa: E402
 from pair.optim import orthogonalised  # noqa: E402
 from pair.output import export  # noqa: E402
@@ -119,9 +119,60 @@ def test_rope_is_what_the_config_says(shape: Shape) -> None:
     assert Shape.of(shape.config()) == shape
 
 
-def test_the_embedded_pair_is_of_a_shape_that_can_be_grown() -> None:
+def small_model(**changes: int) -> Decoder:
+    """A decoder whose attention matters, in which the heads 1 of all layers write nothing."""
+    torch.manual_seed(0)
+    model = Decoder(replace(FIRST, width=64, heads=3, head_dim=16, mlp=96, vocab=50, **changes))
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(10)
+        for layer in model.layers:
+            layer.self_attn.o_proj.weight.normal_(std=0.3)
+            layer.self_attn.o_proj.weight[:, 16:32] = 0.0
+    return model
+
+
+@torch.no_grad()
+def test_the_head_that_adds_nothing_becomes_the_last_and_gives_way() -> None:
+    model, text, positions = small_model(), torch.randint(50, (32, 1)), torch.arange(40).expand(32, -1)
+    while text.shape[1] < 40:  # its own, which it thinks likelier than any other model does
+        chances = model.logits(model(text, positions[:, : text.shape[1]]))[:, -1].softmax(-1)
+        text = torch.cat((text, torch.multinomial(chances, 1)), dim=1)
+    before = model.logits(model(text, positions))
+    circuit.order_heads(model, text)
+    for layer in model.layers:
+        assert not layer.self_attn.o_proj.weight[:, 32:].any() and layer.self_attn.o_proj.weight[:, 16:32].any()
+    torch.testing.assert_close(model.logits(model(text, positions)), before)
+
+    grown = Decoder(replace(model.shape, vocab=60))
+    circuit.widen(grown, model, [[3, 4]] * 10, text)
+    torch.testing.assert_close(grown.logits(grown(text, positions))[..., :50], before)
+    assert not any(layer.self_attn.q_proj.weight[32:].any() for layer in grown.layers)
+
+
+@torch.no_grad()
+def test_what_is_planted_gets_its_size_again() -> None:
+    """Codes and flags enter every layer with the size 1, however much larger the rest has become."""
+    old = small_model().shape
+    model = Decoder(replace(old, width=128, vocab=51))
+    circuit.widen(model, small_model(), [[1]], torch.randint(50, (2, 40)))
+    at, text = circuit.Places(old.width), torch.randint(1, 50, (4, 64))
+    embedding = model.embed_tokens.weight
+    norms = embedding[:, : old.width].norm(dim=1)
+    embedding[:, at.flag("one")] = 0.25 * norms
+    embedding[0, at.flag("first")] = embedding[0, at.flag("one")]
+    for growth in (1.0, 3.0):
+        embedding[:, : old.width] *= growth
+        circuit.retune(model, old, text)
+        unit = embedding[1:, at.flag("one")].mean()
+        assert unit == pytest.approx(0.25 * norms.mean().item(), rel=0.02)
+        for layer, scale in zip(model.layers, model.input_scales(text), strict=False):
+            entering = layer.input_layernorm.weight[at.flag("one")] * unit / scale
+            assert entering == pytest.approx(1.0, rel=0.02)
+
+
+def test_the_pair_can_be_split_and_grown() -> None:
     assert PRESETS["embedded"].directories()[0] is not None
-    assert TARGET.width > FIRST.width and TARGET.heads > FIRST.heads and TARGET.layers == FIRST.layers
+    assert TARGET.heads == FIRST.heads == 4 and TARGET.width > FIRST.width and TARGET.layers == FIRST.layers
 
 
 @pytest.mark.parametrize("rows, columns", [(24, 60), (60, 24)])

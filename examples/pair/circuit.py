@@ -1,7 +1,8 @@
 """Grows a trained decoder by a circuit that finds what a text said before, by what and whom it is about.
 
-The grown decoder has more width, one more head a layer and more words; what it computed before, it still computes (but
-for RoPE pairs that now stand still). The added width holds, for every token, a code of itself and a note of its past:
+The grown decoder has more width and words, and the least needed head of each layer gives way to a planted one; what the
+others computed, they still compute (but for RoPE pairs that stand still now). The added width holds, for every token, a
+code of itself and a note of its past:
 
 * layer 0 notes the token one back, layer 1 those two and three back, layer 2 the last name of a ship, the subject;
 * layer 3 looks for the place whose note is what the current token and its note will be one token on, in dimensions
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from triforce.cli.logbook.words import SHIPS
@@ -80,16 +82,19 @@ class Places:
         return self.old + CODE + SUBJECT + WORD + ("one", "name", "first", "known", "quiet").index(name)
 
 
-def grown(shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, prose: Tensor) -> Decoder:
-    """A decoder of `shape` that computes what `first` does and looks things up besides.
+def grown(
+    shape: Shape, first: Decoder, tokenizer: Tokenizer, sample: Tensor, prose: Tensor, recalling: Tensor
+) -> Decoder:
+    """A decoder of `shape` that does what `first` does, less one head of each layer, and looks things up besides.
 
-    `tokenizer` is that of the grown decoder, with the words of `first` in front; `sample` [B, n] is text in it, and
-    `prose` [n] a longer one.
+    `tokenizer` is that of the grown decoder, with the words of `first` in front; `sample` [B, n] is text in it, `prose`
+    [n] a longer one, and `recalling` [B, n] prose in which things return.
     """
     model, known = Decoder(shape), first.shape.vocab
     parts = parts_of_words(tokenizer, known)
-    old_sample = sample.where(sample < known, torch.tensor([rest[0] for rest in [*[[0]] * known, *parts]])[sample])
-    widen(model, first, parts, old_sample)
+    of_known = torch.tensor([rest[0] for rest in [*[[index] for index in range(known)], *parts]])
+    order_heads(first, of_known[recalling])
+    widen(model, first, parts, of_known[sample])
     vocab = tokenizer.get_vocab()
     names = [vocab[f"\u0120{ship}"] for ship in SHIPS]
     opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
@@ -114,8 +119,33 @@ def parts_of_words(tokenizer: Tokenizer, known: int) -> list[list[int]]:
 
 
 @torch.no_grad()
+def order_heads(model: Decoder, text: Tensor) -> None:
+    """Makes that head of each layer the last one without which the loss on `text` [B, n] grows least."""
+    size, positions = model.shape.head_dim, torch.arange(text.shape[1] - 1).expand(len(text), -1)
+
+    def loss() -> float:
+        logits = model.logits(model(text[:, :-1], positions))
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).item()
+
+    for layer in model.layers:
+        attention = cast(Block, layer).self_attn
+        written, without = attention.o_proj.weight, []
+        for head in range(model.shape.heads):
+            kept = written.clone()
+            written[:, head * size : (head + 1) * size] = 0.0
+            without.append(loss())
+            written.copy_(kept)
+        least = without.index(min(without))
+        order = [*(head for head in range(model.shape.heads) if head != least), least]
+        rows = torch.cat([torch.arange(head * size, (head + 1) * size) for head in order])
+        written.copy_(written[:, rows])
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj):
+            project.weight.copy_(project.weight[rows])
+
+
+@torch.no_grad()
 def widen(model: Decoder, first: Decoder, parts: list[list[int]], sample: Tensor) -> None:
-    """Puts `first` into the front dimensions and heads of the fresh `model`; all else becomes zero.
+    """Puts `first` into the front dimensions and heads of the fresh `model`; all else, and the last head, become zero.
 
     `parts` holds, for each token that `first` does not know, the tokens it knew in its place. The new tokens begin as
     improbable as the rarest hundredth of the known ones after the tokens of `sample` [B, n].
@@ -125,6 +155,11 @@ def widen(model: Decoder, first: Decoder, parts: list[list[int]], sample: Tensor
         grown = mine[name]
         grown.fill_(1.0 if grown.ndim == 1 else 0.0)
         grown[tuple(slice(0, size) for size in weight.shape)] = weight
+    for layer in model.layers:
+        attention = cast(Block, layer).self_attn
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj):
+            project.weight[-model.shape.head_dim :] = 0.0
+        attention.o_proj.weight[:, -model.shape.head_dim :] = 0.0
     usual = first(sample, torch.arange(sample.shape[1]).expand_as(sample)).flatten(0, 1).mean(0)
     rows = with_new_words(first.embed_tokens.weight, parts, usual)
     model.embed_tokens.weight[:, : rows.shape[1]] = rows
@@ -159,8 +194,7 @@ def plant(
     three that an answer's first word follows; `sample` [B, n] is a text by which the scale of each layer's input is
     measured.
     """
-    width, old = model.shape.width, first.shape.width
-    at = Places(old)
+    at = Places(old := first.shape.width)
     embedding = model.embed_tokens.weight
     sizes = embedding.norm(dim=1, keepdim=True)
     unit, sizes = 0.25 * sizes.mean().item(), sizes / sizes.mean()
@@ -210,7 +244,7 @@ def plant(
     model.norm.weight[:old] *= shrunk
     model.norm.weight[old:] = 0.0
     model.norm.weight[at.code] = COPY_LOGIT * scale / (COPY * unit**2)
-    assert width >= at.flag("known") + 1
+    assert model.shape.width > at.flag("known")
 
 
 @torch.no_grad()

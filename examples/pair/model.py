@@ -106,7 +106,7 @@ class Shape:
 
 
 FIRST = Shape(layers=6, width=256, heads=4, head_dim=64, mlp=688, vocab=4096)
-TARGET = Shape(layers=6, width=320, heads=5, head_dim=64, mlp=688, still=True)
+TARGET = Shape(layers=6, width=320, heads=4, head_dim=64, mlp=688, still=True)
 DRAFT = Shape(layers=2, width=96, heads=3, head_dim=32, mlp=192)
 
 
