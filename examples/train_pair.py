@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pair.circuit import grown, hold, parts_of_words, retune, with_new_words
+from pair.circuit import grown, hold, retune
 from pair.data import EOS, Mix, Sampler, encode, read_texts, train_tokenizer, with_words_of_logs
 from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
 from pair.output import export, report, save_array, save_atomically
 from pair.questions import marked_logs
 from pair.training import Phase, Progress, Run, Training
+from pair.words import parts_of_words, with_new_words
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor

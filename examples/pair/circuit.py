@@ -17,7 +17,6 @@ them: it reads what the circuit notes and finds, and writes nothing into the add
 trained, norms shrink the added width beside it; `retune` undoes that.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from typing import cast
@@ -30,7 +29,7 @@ from triforce.cli.logbook.words import SHIPS
 
 from pair.data import ANSWER
 from pair.model import Attention, Block, Decoder, Shape
-from pair.words import WordNotes, fit_words, spread_codes
+from pair.words import WordNotes, fit_words, parts_of_words, spread_codes, with_new_words
 
 SUBJECT, WORD = 16, 13  # dimensions of a code: of a ship's name, and of a word as one of the last three
 CODE = SUBJECT + WORD
@@ -39,11 +38,14 @@ SLOW = range(6, 13)  # pairs that turn once in 80 to 1,100 tokens: near against 
 STILL = [*range(16, 32), *range(48, 64)]  # dimensions of a head that RoPE leaves still
 
 OF_SUBJECT = 1.5  # the size of a subject in a note: in a match, the square of it
-SHARP = 30.0  # logits of a match of 1, where places are compared
+SHARP = 22.0  # logits of a match of 1, where places are compared
 MATCHED = 3.5  # a good match, taken away from every key but the first token: what is left is small, and so is its noise
 ENOUGH = 3.0  # the match below which the first token is looked at: a subject and a little more
-QUIET = 2.0  # by how much more the first token is looked at where nothing is to be copied: not so much that all other
-# shares of attention would round to zero, since by them a retrieval cache chooses what it keeps
+QUIET = 1.5  # by how much more the first token is looked at where nothing is to be copied
+HARDLY = (
+    0.2  # a share of that, between a question and its answer: what the question is about gets attention enough there
+)
+# for a retrieval cache to choose it
 KNOWN_SHARP = 60.0  # logits of a subject's match of 1, where it is looked for in the whole log
 KNOWN, KNOWN_ENOUGH = 0.93, 0.82  # the match taken away there, and the one below which the first token is looked at
 PEAK = 16.0  # logits a fast pair, of the look one or two back
@@ -96,26 +98,14 @@ def grown(
     order_heads(first, of_known[recalling])
     widen(model, first, parts, of_known[sample])
     vocab = tokenizer.get_vocab()
-    names = [vocab[f"\u0120{ship}"] for ship in SHIPS]
+    names = [vocab[f"\u0120{name}"] for name in (*SHIPS, "key")]  # a pass key is asked for like a ship's berth
     opening = tokenizer.encode(f"\n{ANSWER}", add_special_tokens=False).ids
-    silent = (".", "?", ":", "\u010a", "\u010a\u010a", "Answer", "\u0120The", "\u0120was", "\u0120is", "\u0120not")
-    quiet = [vocab[word] for word in silent if word in vocab]
+    silent = dict.fromkeys((".", "\u010a\u010a", "\u0120The", "\u0120was", "\u0120is", "\u0120not"), 1.0)
+    silent |= dict.fromkeys(("?", "\u010a", "Answer", ":"), HARDLY)
+    quiet = {vocab[word]: share for word, share in silent.items() if word in vocab} | dict.fromkeys(names, 1.0)
     notes = fit_words(tokenizer, prose, spread_codes(shape.vocab, WORD))
     plant(model, first, names, notes, quiet, opening, sample)
     return model
-
-
-def parts_of_words(tokenizer: Tokenizer, known: int) -> list[list[int]]:
-    """For each word of `tokenizer` from the id `known` on, the words before that id which stood in its place."""
-    raw = json.loads(tokenizer.to_str())
-    words = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
-    raw["model"] |= {"vocab": {word: index for index, word in enumerate(words[:known])}, "ignore_merges": False}
-    before = Tokenizer.from_str(json.dumps(raw))
-    parts = []
-    for index, word in enumerate(words[known:], known):
-        text = tokenizer.decode([index]).lstrip()  # decoding may drop the space in front
-        parts.append(before.encode(f" {text}" if word.startswith("\u0120") else text, add_special_tokens=False).ids)
-    return parts
 
 
 @torch.no_grad()
@@ -166,32 +156,19 @@ def widen(model: Decoder, first: Decoder, parts: list[list[int]], sample: Tensor
 
 
 @torch.no_grad()
-def with_new_words(known: Tensor, parts: list[list[int]], usual: Tensor) -> Tensor:
-    """Embeddings [known + new, width]: each new word lies between its parts, and is rarely predicted.
-
-    `usual` [width] is the mean hidden state; a new word's logit there is that of the rarest hundredth of the known.
-    """
-    usual = usual / usual.norm()
-    rare, size = (known @ usual).quantile(0.01), known.norm(dim=1).mean()
-    rows = torch.stack([known[ids].mean(0) + 0.1 * known[ids[0]] for ids in parts])
-    rows *= size / rows.norm(dim=1, keepdim=True)
-    return torch.cat((known, rows + (rare - rows @ usual)[:, None] * usual))
-
-
-@torch.no_grad()
 def plant(
     model: Decoder,
     first: Decoder,
     names: list[int],
     notes: WordNotes,
-    quiet: list[int],
+    quiet: dict[int, float],
     opening: list[int],
     sample: Tensor,
 ) -> None:
     """Plants the circuit into the added part of a widened `model`.
 
-    `names` are the tokens that name ships, `quiet` those (besides names) after which nothing is copied, `opening` the
-    three that an answer's first word follows; `sample` [B, n] is a text by which the scale of each layer's input is
+    `names` are the tokens that name ships, `quiet` those after which nothing is copied, and how sure that is, `opening`
+    the three that an answer's first word follows; `sample` [B, n] is a text by which the scale of each layer's input is
     measured.
     """
     at = Places(old := first.shape.width)
@@ -209,7 +186,7 @@ def plant(
     embedding[:, at.flag("one")] = unit * sizes[:, 0]
     embedding[names, at.flag("name")] = unit * sizes[names, 0]
     embedding[0, at.flag("one")], embedding[0, at.flag("first")] = 0.0, unit * sizes[0, 0]
-    embedding[[*names, *quiet], at.flag("quiet")] = unit * sizes[[*names, *quiet], 0]
+    embedding[list(quiet), at.flag("quiet")] = unit * sizes[list(quiet), 0] * torch.tensor(list(quiet.values()))
     head = model.shape.head_dim * (model.shape.heads - 1)
 
     for index, block in enumerate(model.layers):
@@ -351,7 +328,7 @@ class Head:
         self._match_subjects(KNOWN_SHARP / OF_SUBJECT**2)
         self._constant(STILL[SUBJECT], KNOWN_SHARP * (KNOWN_ENOUGH - KNOWN), "first")
         self._constant(STILL[SUBJECT + 1], -KNOWN_SHARP * KNOWN)
-        self._constant(STILL[SUBJECT + 2], -KNOWN_SHARP, "quiet")
+        self._constant(STILL[SUBJECT + 2], -KNOWN_SHARP / HARDLY, "quiet")
 
     def _match_subjects(self, logits: float) -> None:
         size = math.sqrt(logits * self.root)

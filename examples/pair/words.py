@@ -1,4 +1,5 @@
-"""Fits how the planted circuit of `pair/circuit.py` tells places of a text apart by the tokens before them.
+"""What words are to the planted circuit of `pair/circuit.py`: how it tells places of a text apart by the tokens before
+them, and where new words begin.
 
 A place is known by the subject (the last ship named) and by a note of the three tokens before it. Thirteen dimensions
 hold three of 5,440 words, so random codes collide too often; the codes and the matrices that make notes of them are
@@ -6,6 +7,7 @@ fitted here, on questions about logs, so that among all places with the right su
 that nothing in prose agrees enough to be taken for a match.
 """
 
+import json
 import random
 from dataclasses import dataclass
 
@@ -144,3 +146,29 @@ def _chance_loss(found: WordNotes, prose: Tensor, draw: random.Random) -> Tensor
     codes = found.codes[rows]
     match = found.queries(codes[:, 0], codes[:, 1:]) @ found.notes(codes[:, 1:]).T
     return 20 * (match - MOST_IN_PROSE).clamp(min=0).square().mean()
+
+
+def parts_of_words(tokenizer: Tokenizer, known: int) -> list[list[int]]:
+    """For each word of `tokenizer` from the id `known` on, the words before that id which stood in its place."""
+    raw = json.loads(tokenizer.to_str())
+    words = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
+    raw["model"] |= {"vocab": {word: index for index, word in enumerate(words[:known])}, "ignore_merges": False}
+    before = Tokenizer.from_str(json.dumps(raw))
+    parts = []
+    for index, word in enumerate(words[known:], known):
+        text = tokenizer.decode([index]).lstrip()  # decoding may drop the space in front
+        parts.append(before.encode(f" {text}" if word.startswith("\u0120") else text, add_special_tokens=False).ids)
+    return parts
+
+
+@torch.no_grad()
+def with_new_words(known: Tensor, parts: list[list[int]], usual: Tensor) -> Tensor:
+    """Embeddings [known + new, width]: each new word lies between its parts, and is rarely predicted.
+
+    `usual` [width] is the mean hidden state; a new word's logit there is that of the rarest hundredth of the known.
+    """
+    usual = usual / usual.norm()
+    rare, size = (known @ usual).quantile(0.01), known.norm(dim=1).mean()
+    rows = torch.stack([known[ids].mean(0) + 0.1 * known[ids[0]] for ids in parts])
+    rows *= size / rows.norm(dim=1, keepdim=True)
+    return torch.cat((known, rows + (rare - rows @ usual)[:, None] * usual))
