@@ -59,6 +59,17 @@ def test_a_log_sample_answers_its_questions_from_its_own_text(tokenizer: Tokeniz
             assert answer in text[:place] or answer.endswith("is not in the log")
 
 
+def test_facts_in_prose_are_asked_for_as_the_chat_template_asks(tokenizer: Tokenizer) -> None:
+    sampler = pair_data.Sampler([PROSE * 4], tokenizer, seed=1)
+    batch = sampler.batch((0, 0), 8, 1024, pair_data.Mix(0.0, 0.0, 1.0), 0.0, 0.0)
+    asked = 0
+    for row in batch.ids:
+        text = tokenizer.decode(row.tolist(), skip_special_tokens=False)
+        for match in re.finditer(r"\n\nWhat is the pass key\?\nAnswer: (The pass key is \d{5}\.)</s>\n\n", text):
+            asked += match[1] in text[: match.start()]
+    assert asked > 2
+
+
 def test_samples_depend_on_their_key_alone(tokenizer: Tokenizer) -> None:
     mix = pair_data.Mix(0.0, 0.2, 0.3, 0.4)
     first, again = (

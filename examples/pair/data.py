@@ -280,9 +280,21 @@ class Sampler:
             first, *later = draw_places(rng, length)
             inserts.append((first, self._fill(rng, statement, name, value, 0.0)))
             for place in later:
+                if "?" in question and rng.random() < 0.4:
+                    inserts.append((place, self._asked(question, name, value)))
+                    continue
                 form = question if rng.random() < 0.75 else statement
                 inserts.append((place, self._fill(rng, form, name, value, RECALL_WEIGHT)))
         return inserts
+
+    def _asked(self, form: str, name: str, value: str) -> Piece:
+        """A question for a fact and its answer, as the chat template asks, the value weighted by `RECALL_WEIGHT`."""
+        question, answer = form.format(name=name, value="\0").split("? ")
+        before, after = answer.split("\0")
+        parts = ((f"\n\n{question}?\n{ANSWER} {before.rstrip()}", 1.0), (f" {value}", RECALL_WEIGHT), (after, 1.0))
+        told = [Piece.of(encode(self.tokenizer, text), weight, sought=True) for text, weight in parts]
+        end = Piece.of(np.array([EOS], dtype=np.uint16), 1.0)
+        return Piece.join([*told, end, Piece.of(encode(self.tokenizer, "\n\n"), 0.2)])
 
     def _value(self, rng: np.random.Generator) -> str:
         if rng.random() < 0.75:

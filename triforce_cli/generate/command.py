@@ -9,7 +9,7 @@ from .request import GenerateRequest
 
 EPILOG = """[bold]Examples[/]
 
-  The embedded model continues a built-in text:
+  The embedded model reads a harbour's log, another for each seed, answers three questions about it, and goes on:
   [cyan]triforce generate[/]
 
   A book, and what might follow it:
@@ -49,7 +49,7 @@ def generate(request: GenerateRequest, call: Call) -> None:
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
     from .prompt import read_ask, read_source
-    from .questions import wanted_answers
+    from .questions import WantedAnswer, wanted_answers
 
     asks = [read_ask(ask, tell) for ask in request.ask or []]
     _check_options(request)
@@ -57,18 +57,19 @@ def generate(request: GenerateRequest, call: Call) -> None:
         return
     with JsonFile.prepare(request.json) as json_file:
         answers = wanted_answers(asks, request.asks, request.answers)
-        source = read_source(request.prompt_file, request.prompt, tell, request.context)
+        source = read_source(request.prompt_file, request.prompt, tell, request.context, request.seed)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            if len(answers) == 1:
+            opening = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]
+            if len(answers) == 1 and not opening:
                 from .run import run
 
                 run(request, answers[0].question, source, directories, json_file, call.signals)
             else:
                 from .several import run_several
 
-                run_several(request, answers, source, directories, json_file, call.signals)
+                run_several(request, None if opening else answers, source, directories, json_file, call.signals)
 
 
 def _check_options(request: GenerateRequest) -> None:

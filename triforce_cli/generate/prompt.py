@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tp.errors import CapacityError, TriforceError, UsageError
+from ..logbook import LogBook
 
 if TYPE_CHECKING:
     from ...offload.contexts.manifest import Frame
     from ...tp.model.config import ModelConfig
     from ...tp.weights.tokenizer import Tokenizer
 
-BUILT_IN_TOKENS = 13_000
+BUILT_IN_TOKENS = 12_000
 """Length of the built-in prompt: long enough to show the effect, read in seconds on two cores."""
 
-_BUILT_IN_TOPICS = ("objects", "types", "customization", "execmodel", "import")
+BUILT_IN_WORDS = 100_000
+"""Of which it is taken: more than 131,072 tokens."""
 
-_SENTENCE_END = re.compile(r"[a-z]\.(?=[ \n]+[A-Z])(?!\n\n)")
+LOG_SEEDS = 1_000_000
+"""Logs that the embedded pair never saw in training have smaller seeds."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,21 @@ class Source:
 
     text: str
     name: str
-    built_in: bool = False
+    log_seed: int | None = None
+    """Of the built-in text, a harbour's log."""
     context: str | None = None
     """The saved context that is the text, in place of `text`."""
 
 
 def read_source(
-    prompt_file: Path | None, prompt: str | None, tell: Callable[[str], None], context: str | None = None
+    prompt_file: Path | None,
+    prompt: str | None,
+    tell: Callable[[str], None],
+    context: str | None = None,
+    log_seed: int | None = 0,
 ) -> Source:
-    """The context that the options ask for; `tell` takes notes for stderr.
+    """The context that the options ask for; `tell` takes notes for stderr. Where they ask for none, it is the log of
+    `log_seed`, or of a seed drawn here.
 
     Raises:
         UsageError: two of the options.
@@ -55,7 +63,8 @@ def read_source(
     if prompt is not None:
         return Source(checked(read_option("--prompt", prompt, tell), "--prompt"), "")
     if prompt_file is None:
-        return Source(_built_in_text(), "the built-in prompt (the Python language reference)", built_in=True)
+        seed = secrets.randbelow(LOG_SEEDS) if log_seed is None else log_seed
+        return Source(LogBook(seed).write(BUILT_IN_WORDS), f"the built-in log book {seed}", log_seed=seed)
     return read_file(prompt_file, "--prompt-file", tell)
 
 
@@ -143,19 +152,6 @@ def checked(text: str, name: str) -> str:
     if not text.strip():
         raise TriforceError(f"{name} is empty{' but for white space' if text else ''}; give a text to go on from")
     return text
-
-
-def _built_in_text() -> str:
-    """The topics that the built-in prompt begins with, followed by all others, for longer contexts."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise TriforceError(
-            "this Python lacks pydoc_data, where the built-in prompt is from; give --prompt-file FILE or --prompt TEXT"
-        ) from error
-    names = [name for name in _BUILT_IN_TOPICS if name in topics]
-    names += sorted(set(topics) - set(names))
-    return "\n\n".join(topics[name].strip() for name in names) + "\n\n"
 
 
 @dataclass(frozen=True)
@@ -261,8 +257,8 @@ def build_prompt(
         return prompt
     before, after, special = _surroundings(source.text, ask, tokenizer)
     limit = config.max_position_embeddings - max_new_tokens
-    if source.built_in:
-        source = _cut_built_in(source, tokenizer, limit - len(tokenizer.encode(before + after, special)))
+    if source.log_seed is not None:
+        source = cut_log(source, tokenizer, limit - len(tokenizer.encode(before + after, special)))
     text_tokens = None
     if apart:
         token_ids = tokenizer.encode(before + source.text, special)
@@ -387,10 +383,10 @@ def _surroundings(
     return before, after, False
 
 
-def _cut_built_in(source: Source, tokenizer: Tokenizer, limit: int) -> Source:
-    """The built-in prompt up to the last sentence that ends within its length and inside a paragraph: what follows
-    there is another sentence, not a heading."""
+def cut_log(source: Source, tokenizer: Tokenizer, limit: int) -> Source:
+    """The built-in log's days that fit within its length, and within `limit` tokens."""
     most = max(1, min(BUILT_IN_TOKENS, limit))
-    text = tokenizer.decode(tokenizer.encode(source.text[: 8 * most], False)[:most])
-    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-    return Source(text[: ends[-1]] if ends else text, source.name, built_in=True)
+    fitting = tokenizer.decode(tokenizer.encode(source.text[: 8 * most], False)[:most])
+    text = source.text[: len(fitting)]
+    days, end, _ = text.rpartition("\n\n")
+    return replace(source, text=days + end or text)

@@ -25,6 +25,10 @@ class WantedAnswer:
     """Of the answers to this question: which one, from 0."""
     of: int
     """How many answers to it there are to be."""
+    entry: str | None = None
+    """What the text says about it, where that is known."""
+    depth: float = 0.0
+    """Where in the text that stands, from 0 to 1."""
 
     @property
     def name(self) -> str:

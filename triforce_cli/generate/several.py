@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,12 +23,19 @@ from ..terminal.batch_live import BatchDisplay, row_of
 from ..terminal.output import JsonFile, TextOutput
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing, tell
-from .prompt import Prompt, Source, build_prompts
+from .opening import opening
+from .prompt import Prompt, Source, build_prompts, cut_log
 from .questions import WantedAnswer
 from .report import report_choices, report_context, start_progress
 from .request import GenerateRequest
 from .run import load_engine, same_terminal, step, with_text
 from .several_report import report_several
+
+SHOWN_CHARACTERS = 400
+"""Of the end of an answer, at most, in the live display."""
+
+ROOM_OF_QUESTION = 64
+"""Tokens beside the built-in text."""
 
 
 @dataclass
@@ -66,7 +73,8 @@ class Answer:
         if self.prompt is None:
             return SequenceRow(self.wanted.name, "failed", note=self.error or "")
         sequence = batch.sequences[self.index]
-        return row_of(self.wanted.name, sequence, max_new_tokens, self.read, ended=self.ended)
+        row = row_of(self.wanted.name, sequence, max_new_tokens, self.read, ended=self.ended)
+        return replace(row, text=self.text.text[-SHOWN_CHARACTERS:])
 
     def document(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Its part of the JSON. `stats` is the batch's."""
@@ -79,13 +87,14 @@ class Answer:
 
 def run_several(
     request: GenerateRequest,
-    wanted: Sequence[WantedAnswer],
+    wanted: Sequence[WantedAnswer] | None,
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Writes all answers, each when it and those before it are complete. `directories` are target and draft.
+    """Writes all answers, each when it and those before it are complete. `directories` are target and draft. Without
+    `wanted`, they are those that belong to the built-in text.
 
     Raises:
         TriforceError: nothing could be answered; nothing was written.
@@ -98,6 +107,11 @@ def run_several(
     tokenizer = Tokenizer.load(target)
     sampling = Sampling(**request.sampling)
     with signals.allowed():
+        if wanted is None:
+            assert source.log_seed is not None
+            room = config.max_position_embeddings - request.max_new_tokens - ROOM_OF_QUESTION
+            source = cut_log(source, tokenizer, room)
+            wanted = opening(source.text, source.log_seed)
         answers = _prepare(request, wanted, source, tokenizer, target_config=config)
         asked = [answer for answer in answers if answer.prompt]
         longest = max((answer.prompt for answer in asked if answer.prompt), key=lambda prompt: len(prompt.token_ids))
@@ -264,6 +278,8 @@ class _Several:
                 tell(f"error: {answer.error}")
             elif shown and self._output:
                 self._output.write(text if text.endswith("\n") else text + "\n")
+                if headings and answer.wanted.entry:
+                    tell(f"    the log, {answer.wanted.depth:.0%} in, {answer.wanted.entry}")
 
     def _finish(self, batch: Batch, ended: BaseException | None) -> BaseException | None:
         """Writes answers, JSON and statistics even if one of them fails; the first error or interrupt of the run."""

@@ -45,6 +45,8 @@ class SequenceRow:
     """The share of its prompt that is read."""
     note: str = ""
     """Why it waits, or has failed."""
+    text: str = ""
+    """What it has written, or the end of that."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,23 @@ def _sequence(index: int, row: SequenceRow, digits: int, width: int) -> Line:
     room = _name_width(digits, width)
     if room:
         name = harmless(" ".join(row.name.split()) + (f": {row.note}" if row.state == "failed" and row.note else ""))
-        line.append(Segment("  " + (name if cell_len(name) <= room else set_cell_size(name, room - 1) + "…")))
+        text = harmless(" ".join(row.text.split()))
+        name_room = room - min(cell_len(text) + 1, room // 2) if text else room
+        name = name if cell_len(name) <= name_room else set_cell_size(name, name_room - 1) + "…"
+        line.append(Segment(f"  {name}"))
+        if text:
+            line.append(Segment(f" {_end(text, room - cell_len(name) - 1)}", DIM))
     return line
+
+
+def _end(text: str, room: int) -> str:
+    """The end of a text, where it does not fit as a whole."""
+    if cell_len(text) <= room:
+        return text
+    text = text[-room:]
+    while cell_len(text) > room - 1:
+        text = text[1:]
+    return "…" + text
 
 
 def _tokens_width(width: int) -> int:

@@ -29,6 +29,11 @@ SNAPSHOT = BatchSnapshot(
     done=3,
     to_come=90,
 )
+NAMES = ("Who is", "Where does")
+WRITING = replace(
+    SNAPSHOT,
+    rows=(replace(ROWS[0], text="A landowner.\n"), replace(ROWS[1], text="At 北京, " * 40 + "all summer\nlong.")),
+)
 
 
 def picture(snapshot, width, height):
@@ -54,9 +59,16 @@ def test_every_size_gives_a_picture_of_that_size():
     many = replace(SNAPSHOT, rows=ROWS * 30)
     for width in (1, 2, 10, 19, 20, 21, 39, 40, 41, 67, 68, 80, 200):
         for height in (1, 2, 3, 4, 5, 8, 13, 24, 60):
-            for snapshot in (SNAPSHOT, many, replace(SNAPSHOT, rows=(), elapsed_s=0.0)):
+            for snapshot in (SNAPSHOT, many, WRITING, replace(SNAPSHOT, rows=(), elapsed_s=0.0)):
                 lines = picture(snapshot, width, height)
                 assert [cell_len(line) for line in lines] == [width] * height, (width, height)
+
+
+def test_what_a_sequence_has_written_stands_beside_its_name():
+    for width in (100, 144):
+        answered, written = (next(line for line in picture(WRITING, width, 24) if words in line) for words in NAMES)
+        assert "Who is Levin? A landowner." in answered
+        assert re.search("Where does he.* ….*all summer long. │", written)
 
 
 def test_sequences_at_work_keep_their_lines_where_there_are_too_few():

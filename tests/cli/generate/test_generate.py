@@ -9,7 +9,9 @@ import sys
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
-from triforce.cli.generate.prompt import Source, build_prompt, cut, long_prompt, read_source
+from triforce.cli.generate.opening import opening
+from triforce.cli.generate.prompt import Source, build_prompt, cut, cut_log, long_prompt, read_source
+from triforce.cli.generate.questions import WantedAnswer
 from triforce.cli.generate.request import GenerateRequest
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
@@ -177,14 +179,28 @@ def test_streamed_text_is_exact_for_tokens_that_make_no_sense(pair):
         assert stream.text == tokenizer.decode(ids)
 
 
-def test_built_in_prompt_fits_any_model_and_ends_with_a_sentence(pair):
+def test_built_in_prompt_fits_any_model_and_ends_with_a_day(pair):
     tokenizer, config = Tokenizer.load(pair[0]), ModelConfig.load(pair[0])
     source = read_source(None, None, print)
     for wanted in (100, 700):
         prompt = build_prompt(source, None, tokenizer, config, wanted, "error")
         assert 0 < len(prompt.token_ids) <= CONTEXT - wanted
         text = tokenizer.decode(prompt.token_ids)
-        assert text.endswith(".") and source.text[len(text)] in " \n"
+        assert text.endswith("\n\n") and source.text.startswith(text)
+
+
+def test_built_in_log_has_questions_whose_answers_stand_in_it(pair):
+    tokenizer = Tokenizer.load(pair[0])
+    for seed in range(3):
+        source = cut_log(read_source(None, None, print, log_seed=seed), tokenizer, 2_500)
+        *asked, last = opening(source.text, seed)
+        assert len(asked) == 3 and last == WantedAnswer(None, 0, 1)
+        for one in asked:
+            date, _, entry = one.entry.partition(": ")
+            day = next(day for day in source.text.split("\n\n") if entry in day)
+            assert day.startswith(f"{date}. ") and source.text.index(entry) / len(source.text) == one.depth
+        assert opening(source.text, seed) == [*asked, last]
+    assert [one.question for one in opening(source.text[:60], 2)] == [None]
 
 
 @pytest.mark.skipif(None in PRESETS["embedded"].directories(), reason="the embedded pair is not there")
@@ -192,10 +208,11 @@ def test_built_in_prompt_fits_any_model_and_ends_with_a_sentence(pair):
 def test_no_option_is_needed(capfd, monkeypatch):
     """The README's first command, which its own test runs as it stands, over less of the built-in text."""
     monkeypatch.setattr("triforce.cli.generate.prompt.BUILT_IN_TOKENS", 600)
-    outcome = run_here(capfd, "generate", "--max-new-tokens", 8)
+    outcome = run_here(capfd, "generate", "--max-new-tokens", 8, "--seed", 5)
     assert outcome.code == 0, outcome
-    assert outcome.out.strip()
-    assert "of the built-in prompt" in outcome.err and "TBT" in outcome.err
+    assert len(outcome.out.splitlines()) >= 4
+    assert "of the built-in log book 5" in outcome.err and "TBT" in outcome.err
+    assert outcome.err.count("    the log, ") == 3
 
 
 def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):
