@@ -43,7 +43,7 @@ FIRST_PHASES = (
 )
 TARGET_PHASES = (
     Phase("answers", 512, 8, 1.2e6, (1.5e-3, 1.5e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
-    Phase("short", 512, 16, 14e6, (1.5e-3, 1e-3), Mix(0.0, 0.04, 0.08, 0.25), gaps=0.3, crowded=0.3),
+    Phase("short", 512, 16, 10.5e6, (1.5e-3, 1e-3), Mix(0.0, 0.04, 0.08, 0.25), gaps=0.3, crowded=0.3),
     Phase("middle", 2048, 4, 8e6, (1e-3, 3e-4), Mix(0.0, 0.05, 0.12, 0.30), gaps=0.3, crowded=0.4),
     Phase("dense-8k", 8192, 1, 1.2e6, (3e-4, 1e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.3),
     Phase("dense-32k", 32768, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60), gaps=0.2, crowded=0.2),
@@ -53,6 +53,7 @@ DRAFT_PHASES = (
     Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
 )
 RETUNE_STEPS = 25  # between two settings of the planted circuit's scales
+EVENNESS = 2.0  # nats for a variance of 1 of the logarithm of that size
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
 OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
@@ -141,12 +142,16 @@ class Predicting(Training):
     """Predicts the next token of samples that ask for recall."""
 
     held_out: np.ndarray
+    even = False
+    """Whether tokens are to be of even size between the layers."""
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
         ids, targets, weights, positions, crowd = map(self.run.to_device, vars(batch).values())
-        hidden = self.model(ids, positions, crowd if phase.crowded else None)
-        return self.losses.predict(self.model, hidden, targets, weights)
+        sizes: list[Tensor] = []
+        hidden = self.model(ids, positions, crowd if phase.crowded else None, sizes)
+        uneven = EVENNESS * torch.stack([size[:, 1:].var() for size in sizes[:-1]]).sum() if self.even else None
+        return self.losses.predict(self.model, hidden, targets, weights, uneven)
 
     def summary(self) -> str:
         return f"held-out loss {self.held_out_loss():.3f} nats at 2,048 tokens"
@@ -198,6 +203,8 @@ class FirstTraining(Predicting):
 
 class TargetTraining(Predicting):
     """The long-context model, which begins as the smaller one with the circuit planted."""
+
+    even = True  # norms divide by that size, planted codes and notes, too
 
     def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, held_out: np.ndarray, first: Path):
         super().__init__(run, "target", TARGET, TARGET_PHASES, tokenizer, sampler)

@@ -183,10 +183,9 @@ def plant(
     embedding[:, at.subject], embedding[:, at.word] = unit * everyone, unit * notes.codes
     embedding[0, at.code] = 0.0
     embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
-    embedding[:, at.flag("one")] = unit * sizes[:, 0]
-    embedding[names, at.flag("name")] = unit * sizes[names, 0]
-    embedding[0, at.flag("one")], embedding[0, at.flag("first")] = 0.0, unit * sizes[0, 0]
-    embedding[list(quiet), at.flag("quiet")] = unit * sizes[list(quiet), 0] * torch.tensor(list(quiet.values()))
+    embedding[1:, at.flag("one")] = embedding[0, at.flag("first")] = unit
+    embedding[names, at.flag("name")] = unit
+    embedding[list(quiet), at.flag("quiet")] = unit * torch.tensor(list(quiet.values()))
     head = model.shape.head_dim * (model.shape.heads - 1)
 
     for index, block in enumerate(model.layers):
@@ -231,10 +230,9 @@ def retune(model: Decoder, first: Shape, sample: Tensor) -> None:
     `sample` [B, n] is the text by which the scale of each layer's input is measured.
     """
     old, at, embedding = first.width, Places(first.width), model.embed_tokens.weight
-    flags, norms = embedding[:, at.flag("one")].clone(), embedding[:, :old].norm(dim=1)
-    flags[0] = embedding[0, at.flag("first")]
-    unit = flags.mean()
-    embedding[:, old:] *= (norms / norms.mean() * unit / flags)[:, None]
+    unit, norms = embedding[1, at.flag("one")].item(), embedding[:, :old].norm(dim=1)
+    codes = embedding[1:, at.subject].norm(dim=1)
+    embedding[1:, at.code] *= (unit * norms[1:] / norms[sample].mean() / codes)[:, None]
     *scales, last = model.input_scales(sample)
     for block, scale in zip(model.layers, scales, strict=True):
         cast(Block, block).input_layernorm.weight[old:] = scale / unit

@@ -215,11 +215,16 @@ class Decoder(nn.Module):
             elif weight.ndim == 2:
                 nn.init.normal_(weight, std=0.5 * weight.shape[1] ** -0.5)
 
-    def forward(self, ids: Tensor, positions: Tensor, crowd: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, positions: Tensor, crowd: Tensor | None = None, sizes: list[Tensor] | None = None
+    ) -> Tensor:
+        """Hidden states; `sizes` takes the logarithms [B, n] of what is between layers, as a root mean square."""
         cos, sin = rotary(positions, self.shape.inverse_frequencies)
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = self._block(layer, x, cos, sin, crowd)
+            if sizes is not None:
+                sizes.append(0.5 * x.square().mean(-1).log())
         return self.norm(x)
 
     def trace(self, ids: Tensor, layer: int, after_attention: bool = False) -> Tensor:
@@ -335,14 +340,18 @@ class Losses:
         self._prediction = compile_if(compiled, _prediction_loss)
         self._imitation = compile_if(compiled, _imitation_loss)
 
-    def predict(self, model: Decoder, hidden: Tensor, targets: Tensor, weights: Tensor) -> float:
-        """Mean cross-entropy in nats of `targets` [B, n], weighted by `weights` [B, n]."""
+    def predict(
+        self, model: Decoder, hidden: Tensor, targets: Tensor, weights: Tensor, more: Tensor | None = None
+    ) -> float:
+        """Mean cross-entropy in nats of `targets` [B, n], weighted by `weights` [B, n]; `more` [] is what to lower
+        besides.
+        """
         embedding = model.embed_tokens.weight
 
         def part(rows: slice, h: Tensor) -> Tensor:
             return self._prediction(h, embedding, targets.flatten()[rows], weights.flatten()[rows])
 
-        return _backward_in_parts(hidden, part, weights.sum())
+        return _backward_in_parts(hidden, part, weights.sum(), more)
 
     def imitate(self, model: Decoder, hidden: Tensor, teacher: Decoder, wanted: Tensor, weights: Tensor) -> float:
         """Mean cross-entropy in nats to the teacher's distribution; `wanted`: its hidden states [B, n, its width]."""
@@ -355,7 +364,9 @@ class Losses:
         return _backward_in_parts(hidden, part, weights.sum())
 
 
-def _backward_in_parts(hidden: Tensor, part: Callable[[slice, Tensor], Tensor], total: Tensor) -> float:
+def _backward_in_parts(
+    hidden: Tensor, part: Callable[[slice, Tensor], Tensor], total: Tensor, more: Tensor | None = None
+) -> float:
     leaf = hidden.detach().flatten(0, 1).requires_grad_()
     loss = 0.0
     for start in range(0, len(leaf), LOSS_ROWS):
@@ -363,7 +374,11 @@ def _backward_in_parts(hidden: Tensor, part: Callable[[slice, Tensor], Tensor], 
         value = part(rows, leaf[rows]) / total.clamp(min=1.0)
         value.backward()
         loss += value.item()
-    hidden.backward(cast(Tensor, leaf.grad).view_as(hidden))
+    gradient = cast(Tensor, leaf.grad).view_as(hidden)
+    if more is None:
+        hidden.backward(gradient)
+    else:
+        torch.autograd.backward((hidden, more), (gradient, torch.ones_like(more)))
     return loss
 
 
