@@ -143,14 +143,14 @@ class Predicting(Training):
 
     held_out: np.ndarray
     even = False
-    """Whether tokens are to be of even size between the layers."""
+    """Whether tokens are to be of even size where they enter layers."""
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
         ids, targets, weights, positions, crowd = map(self.run.to_device, vars(batch).values())
         sizes: list[Tensor] = []
         hidden = self.model(ids, positions, crowd if phase.crowded else None, sizes)
-        uneven = EVENNESS * torch.stack([size[:, 1:].var() for size in sizes[:-1]]).sum() if self.even else None
+        uneven = EVENNESS * torch.stack([size[:, 1:].var() for size in sizes]).sum() if self.even else None
         return self.losses.predict(self.model, hidden, targets, weights, uneven)
 
     def summary(self) -> str:

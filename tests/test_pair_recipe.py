@@ -169,15 +169,12 @@ def test_what_is_planted_gets_its_size_again() -> None:
     at, text = circuit.Places(old.width), torch.randint(1, 50, (4, 64))
     embedding = model.embed_tokens.weight
     embedding[1:, at.flag("one")] = embedding[0, at.flag("first")] = unit = 0.1
-    embedding[1:, at.subject] = torch.randn(50, circuit.SUBJECT)
     for growth in (1.0, 3.0):
         embedding[:, : old.width] *= growth
         circuit.retune(model, old, text)
         for layer, scale in zip(model.layers, model.input_scales(text), strict=False):
             entering = layer.input_layernorm.weight[at.flag("one")] * unit / scale
             assert entering == pytest.approx(1.0, rel=0.02)
-        first = model.layers[0].input_layernorm(embedding[1:])[:, at.subject].norm(dim=1)
-        assert first.min() > 0.8 and first.max() < 1.25
 
 
 def test_the_pair_can_be_split_and_grown() -> None:

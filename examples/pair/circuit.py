@@ -173,8 +173,7 @@ def plant(
     """
     at = Places(old := first.shape.width)
     embedding = model.embed_tokens.weight
-    sizes = embedding.norm(dim=1, keepdim=True)
-    unit, sizes = 0.25 * sizes.mean().item(), sizes / sizes.mean()
+    unit = 0.25 * embedding.norm(dim=1).mean().item()
     with torch.enable_grad():
         subject = spread_codes(len(names), SUBJECT)
     everyone = torch.randn(len(embedding), SUBJECT)
@@ -182,7 +181,6 @@ def plant(
     everyone[names] = subject
     embedding[:, at.subject], embedding[:, at.word] = unit * everyone, unit * notes.codes
     embedding[0, at.code] = 0.0
-    embedding[:, at.code] *= sizes  # so that the first norm leaves all codes of one size
     embedding[1:, at.flag("one")] = embedding[0, at.flag("first")] = unit
     embedding[names, at.flag("name")] = unit
     embedding[list(quiet), at.flag("quiet")] = unit * torch.tensor(list(quiet.values()))
@@ -225,14 +223,12 @@ def plant(
 
 @torch.no_grad()
 def retune(model: Decoder, first: Shape, sample: Tensor) -> None:
-    """Gives codes, notes and flags of a planted model the sizes again that they were planted with.
+    """Gives codes, notes and flags of a planted model the size again that they had in each layer when planted.
 
     `sample` [B, n] is the text by which the scale of each layer's input is measured.
     """
-    old, at, embedding = first.width, Places(first.width), model.embed_tokens.weight
-    unit, norms = embedding[1, at.flag("one")].item(), embedding[:, :old].norm(dim=1)
-    codes = embedding[1:, at.subject].norm(dim=1)
-    embedding[1:, at.code] *= (unit * norms[1:] / norms[sample].mean() / codes)[:, None]
+    old, at = first.width, Places(first.width)
+    unit = model.embed_tokens.weight[1, at.flag("one")].item()
     *scales, last = model.input_scales(sample)
     for block, scale in zip(model.layers, scales, strict=True):
         cast(Block, block).input_layernorm.weight[old:] = scale / unit

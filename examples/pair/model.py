@@ -218,13 +218,13 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, crowd: Tensor | None = None, sizes: list[Tensor] | None = None
     ) -> Tensor:
-        """Hidden states; `sizes` takes the logarithms [B, n] of what is between layers, as a root mean square."""
+        """Hidden states; `sizes` takes the logarithms [B, n] of what enters each layer, as a root mean square."""
         cos, sin = rotary(positions, self.shape.inverse_frequencies)
         x = self.embed_tokens(ids)
         for layer in self.layers:
-            x = self._block(layer, x, cos, sin, crowd)
             if sizes is not None:
                 sizes.append(0.5 * x.square().mean(-1).log())
+            x = self._block(layer, x, cos, sin, crowd)
         return self.norm(x)
 
     def trace(self, ids: Tensor, layer: int, after_attention: bool = False) -> Tensor:
