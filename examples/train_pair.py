@@ -44,16 +44,15 @@ FIRST_PHASES = (
 TARGET_PHASES = (
     Phase("answers", 512, 8, 1.2e6, (1.5e-3, 1.5e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
     Phase("short", 512, 16, 10.5e6, (1.5e-3, 1e-3), Mix(0.0, 0.04, 0.08, 0.25), gaps=0.3, crowded=0.3),
-    Phase("middle", 2048, 4, 8e6, (1e-3, 3e-4), Mix(0.0, 0.05, 0.12, 0.30), gaps=0.3, crowded=0.4),
-    Phase("dense-8k", 8192, 1, 1.2e6, (3e-4, 1e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.3),
-    Phase("dense-32k", 32768, 1, 0.26e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60), gaps=0.2, crowded=0.2),
+    Phase("middle", 2048, 4, 6.5e6, (1e-3, 3e-4), Mix(0.0, 0.05, 0.12, 0.30), gaps=0.3, crowded=0.4),
+    Phase("dense-8k", 8192, 1, 1.0e6, (3e-4, 1e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.3),
+    Phase("dense-32k", 32768, 1, 0.2e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60), gaps=0.2, crowded=0.2),
 )
 DRAFT_PHASES = (
-    Phase("books", 496, 16, 2.0e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
-    Phase("own-samples", 496, 16, 4.0e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+    Phase("books", 496, 16, 2.5e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
+    Phase("own-samples", 496, 16, 7.5e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
 )
-RETUNE_STEPS = 25  # between two settings of the planted circuit's scales
-EVENNESS = 2.0  # nats for a variance of 1 of the logarithm of that size
+EVENNESS = 2.0  # nats for a variance of 1 of the logarithm of tokens' root mean squares where they enter a layer
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
 OWN_ROWS = 96
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
@@ -148,9 +147,9 @@ class Predicting(Training):
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         batch = self.sampler.batch(key, phase.rows, phase.length, phase.mix, phase.gaps, phase.crowded)
         ids, targets, weights, positions, crowd = map(self.run.to_device, vars(batch).values())
-        sizes: list[Tensor] = []
+        sizes: list[Tensor] | None = [] if self.even else None
         hidden = self.model(ids, positions, crowd if phase.crowded else None, sizes)
-        uneven = EVENNESS * torch.stack([size[:, 1:].var() for size in sizes]).sum() if self.even else None
+        uneven = EVENNESS * torch.stack([size[:, 1:].var() for size in sizes]).sum() if sizes else None
         return self.losses.predict(self.model, hidden, targets, weights, uneven)
 
     def summary(self) -> str:
@@ -222,9 +221,8 @@ class TargetTraining(Predicting):
             export(self.model, tokenizer, run.out / "snapshots" / "target-planted")
         self.usual = self.usual.to(run.device)
 
-    def stepped(self, step: int) -> None:
-        if step % RETUNE_STEPS == 0:
-            retune(self.model, FIRST, self.usual)
+    def settle(self) -> None:
+        retune(self.model, FIRST, self.usual)
 
     def summary(self) -> str:
         told, refused, tokens = self.right_answers()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from pair import circuit, questions  # noqa: E402
 from pair import data as pair_data  # noqa: E402
-from pair.model import FIRST, TARGET, Decoder, Shape  # noqa: E402
+from pair.model import FIRST, TARGET, Decoder, Losses, Shape  # noqa: E402
 from pair.optim import orthogonalised  # noqa: E402
 from pair.output import export  # noqa: E402
 from pair.words import WordNotes  # noqa: E402
@@ -169,12 +169,37 @@ def test_what_is_planted_gets_its_size_again() -> None:
     at, text = circuit.Places(old.width), torch.randint(1, 50, (4, 64))
     embedding = model.embed_tokens.weight
     embedding[1:, at.flag("one")] = embedding[0, at.flag("first")] = unit = 0.1
+    written: list[float] = []
     for growth in (1.0, 3.0):
         embedding[:, : old.width] *= growth
         circuit.retune(model, old, text)
-        for layer, scale in zip(model.layers, model.input_scales(text), strict=False):
-            entering = layer.input_layernorm.weight[at.flag("one")] * unit / scale
+        sizes: list[torch.Tensor] = []
+        model(text, torch.arange(64).expand(4, -1), None, sizes)
+        for layer, size in zip(model.layers, sizes, strict=True):
+            entering = layer.input_layernorm.weight[at.flag("one")] * unit / size.exp().mean()
             assert entering == pytest.approx(1.0, rel=0.02)
+        written.append(model.norm.weight[at.code][0].item())
+    assert written[1] > 1.02 * written[0]  # what leaves the last layer has grown beside the codes
+
+
+def test_what_is_planted_is_held_also_against_uneven_sizes() -> None:
+    model, old = small_model(), replace(FIRST, width=40)
+    circuit.hold(model, old)
+    ids = torch.randint(50, (2, 33))
+    sizes: list[torch.Tensor] = []
+    hidden = model(ids[:, :-1], torch.arange(32).expand(2, -1), None, sizes)
+    uneven = torch.stack([size.var() for size in sizes]).sum()
+    Losses().predict(model, hidden, ids[:, 1:], torch.ones(2, 32), uneven)
+    embedding, layer = model.embed_tokens.weight, model.layers[1]
+    assert embedding.grad is not None and embedding.grad[:, :40].any() and not embedding.grad[:, 40:].any()
+    assert layer.mlp.down_proj.weight.grad[:40].any() and not layer.mlp.down_proj.weight.grad[40:].any()
+    assert layer.self_attn.q_proj.weight.grad[:32].any() and not layer.self_attn.q_proj.weight.grad[32:].any()
+    assert not model.norm.weight.grad[40:].any()
+
+    alone = small_model()
+    hidden = alone(ids[:, :-1], torch.arange(32).expand(2, -1))
+    Losses().predict(alone, hidden, ids[:, 1:], torch.ones(2, 32))
+    assert not torch.allclose(alone.embed_tokens.weight.grad[:, :40], embedding.grad[:, :40])
 
 
 def test_the_pair_can_be_split_and_grown() -> None:

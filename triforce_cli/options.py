@@ -256,7 +256,12 @@ class Request(ModelRequest):
 
     prompt_file: Annotated[
         Path | None,
-        option(PROMPT, FILE, "Text file to read; [bold]-[/] is stdin. Without it and --prompt: a built-in text."),
+        option(
+            PROMPT,
+            FILE,
+            "Text file to read; [bold]-[/] is stdin. Without it and --prompt: the log book of a harbour, made up here; "
+            "generate asks three questions about it, and --seed S is another log.",
+        ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
     device: Annotated[str, DEVICE] = "auto"

@@ -4,7 +4,7 @@ The grown decoder has more width and words, and the least needed head of each la
 others computed, they still compute (but for RoPE pairs that stand still now). The added width holds, for every token, a
 code of itself and a note of its past:
 
-* layer 0 notes the token one back, layer 1 those two and three back, layer 2 the last name of a ship, the subject;
+* layer 0 notes the token one back, layer 1 those two and three back, layer 2 the last name (of a ship), the subject;
 * layer 3 looks for the place whose note is what the current token and its note will be one token on, in dimensions
   that RoPE leaves still, and writes the code of what stands there where the output reads codes; where nothing agrees
   well enough it looks at the first token, whose code is nothing;
@@ -28,7 +28,7 @@ from torch import Tensor
 from triforce.cli.logbook.words import SHIPS
 
 from pair.data import ANSWER
-from pair.model import Attention, Block, Decoder, Shape
+from pair.model import Attention, Block, Decoder, Shape, rotary
 from pair.words import WordNotes, fit_words, parts_of_words, spread_codes, with_new_words
 
 SUBJECT, WORD = 16, 13  # dimensions of a code: of a ship's name, and of a word as one of the last three
@@ -42,10 +42,8 @@ SHARP = 22.0  # logits of a match of 1, where places are compared
 MATCHED = 3.5  # a good match, taken away from every key but the first token: what is left is small, and so is its noise
 ENOUGH = 3.0  # the match below which the first token is looked at: a subject and a little more
 QUIET = 1.5  # by how much more the first token is looked at where nothing is to be copied
-HARDLY = (
-    0.2  # a share of that, between a question and its answer: what the question is about gets attention enough there
-)
-# for a retrieval cache to choose it
+# A share of that after a question, so that what it is about gets attention there, by which a retrieval cache chooses.
+HARDLY = 0.2
 KNOWN_SHARP = 60.0  # logits of a subject's match of 1, where it is looked for in the whole log
 KNOWN, KNOWN_ENOUGH = 0.93, 0.82  # the match taken away there, and the one below which the first token is looked at
 PEAK = 16.0  # logits a fast pair, of the look one or two back
@@ -218,7 +216,7 @@ def plant(
     model.norm.weight[:old] *= shrunk
     model.norm.weight[old:] = 0.0
     model.norm.weight[at.code] = COPY_LOGIT * scale / (COPY * unit**2)
-    assert model.shape.width > at.flag("known")
+    assert model.shape.width > at.flag("quiet")
 
 
 @torch.no_grad()
@@ -229,10 +227,19 @@ def retune(model: Decoder, first: Shape, sample: Tensor) -> None:
     """
     old, at = first.width, Places(first.width)
     unit = model.embed_tokens.weight[1, at.flag("one")].item()
-    *scales, last = model.input_scales(sample)
-    for block, scale in zip(model.layers, scales, strict=True):
-        cast(Block, block).input_layernorm.weight[old:] = scale / unit
-    model.norm.weight[at.code] = COPY_LOGIT * last / (COPY * unit**2)
+    positions = torch.arange(sample.shape[1], device=sample.device).expand_as(sample)
+    cos, sin = rotary(positions, model.shape.inverse_frequencies)
+    x = model.embed_tokens(sample)
+    for layer in model.layers:
+        block = cast(Block, layer)
+        block.input_layernorm.weight[old:] = usual_size(x) / unit
+        x = block(x, cos, sin, None)
+    model.norm.weight[at.code] = COPY_LOGIT * usual_size(x) / (COPY * unit**2)
+
+
+def usual_size(x: Tensor) -> float:
+    """The root mean square of hidden states [..., width], on average."""
+    return x.square().mean(-1).sqrt().mean().item()
 
 
 def hold(model: Decoder, first: Shape) -> None:
@@ -248,6 +255,7 @@ def hold(model: Decoder, first: Shape) -> None:
         weight.register_hook(lambda gradient: gradient * free)
 
     keep(model.embed_tokens.weight, (slice(None), slice(old, None)))
+    keep(model.norm.weight, (slice(old, None),))
     for layer in model.layers:
         block = cast(Block, layer)
         for norm in (block.input_layernorm, block.post_attention_layernorm):
@@ -294,7 +302,7 @@ class Head:
             self._constant(pair, logits)
 
     def look_at_last_name(self) -> None:
-        """Attention to the latest name of a ship within some fifteen tokens, or else to the first token."""
+        """Attention to the latest name within some fifteen tokens, or else to the first token."""
         self._near(NEAR)
         self._constant(STILL[0], -NEAR * len(SLOW) - 1.8 * NEAR)  # a near name has about none left
         self._constant(STILL[1], 2 * NEAR, "name")

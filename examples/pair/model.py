@@ -229,7 +229,8 @@ class Decoder(nn.Module):
 
     def trace(self, ids: Tensor, layer: int, after_attention: bool = False) -> Tensor:
         """The residual stream [B, n, width] where it enters a layer, or its MLP."""
-        cos, sin = rotary(torch.arange(ids.shape[1]).expand_as(ids), self.shape.inverse_frequencies)
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        cos, sin = rotary(positions, self.shape.inverse_frequencies)
         x = self.embed_tokens(ids)
         for block in self.layers[:layer]:
             x = block(x, cos, sin, None)
@@ -237,16 +238,6 @@ class Decoder(nn.Module):
             block = cast(Block, self.layers[layer])
             x = x + block.self_attn(block.input_layernorm(x), cos, sin, None)
         return x
-
-    def input_scales(self, ids: Tensor) -> list[float]:
-        """Root mean square of what enters each layer, and of what leaves the last, on average over `ids` [B, n]."""
-        scales = []
-        cos, sin = rotary(torch.arange(ids.shape[1]).expand_as(ids), self.shape.inverse_frequencies)
-        x = self.embed_tokens(ids)
-        for block in self.layers:
-            scales.append(x.square().mean(-1).sqrt().mean().item())
-            x = block(x, cos, sin, None)
-        return [*scales, x.square().mean(-1).sqrt().mean().item()]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., vocab] of the token after each hidden state."""

@@ -20,6 +20,7 @@ from pair.output import Meter, export, report, save_atomically
 CHECKPOINT_SECONDS = 180.0
 SUMMARY_SECONDS = 300.0  # of training between two reports of the figure
 WARMUP_STEPS = 20
+SETTLE_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Training:
         """Loss of the batch that belongs to `key` (phase and step), its gradient left in the model."""
         raise NotImplementedError
 
-    def stepped(self, step: int) -> None:
-        """Called after each step of the optimisers."""
+    def settle(self) -> None:
+        """Called every `SETTLE_STEPS` steps, and when a phase ends."""
 
     def summary(self) -> str:
         """A figure to report at the end of a phase."""
@@ -117,6 +118,7 @@ class Training:
                 report("out of time: the same command resumes")
                 return False
             self.progress = Progress(self.progress.phase + 1, 0, self.progress.seconds)
+            self.settle()
             self._save()
             export(self.model, self.tokenizer, self.run.out / "snapshots" / f"{self.name}-{phase.name}")
             export(self.model, self.tokenizer, self.run.out / self.name)
@@ -150,7 +152,8 @@ class Training:
             loss = self.backward(phase, (index, step))
         warmup = min(1.0, (step + 1) / WARMUP_STEPS) if index == 0 else 1.0
         self.optimisers.step(warmup * (phase.lr[0] + (phase.lr[1] - phase.lr[0]) * step / steps))
-        self.stepped(step)
+        if step % SETTLE_STEPS == 0:
+            self.settle()
         return loss
 
     def _load(self) -> None:

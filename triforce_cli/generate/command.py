@@ -33,8 +33,8 @@ EPILOG = """[bold]Examples[/]
   [cyan]triforce generate --prompt-file book.txt --seed 1 --json - | jq .token_ids[/]
 
   With lengths fixed by hand, against plain decoding:
-  [cyan]triforce generate --draft-length 4 --block-length 12 --budget 1024[/]
-  [cyan]triforce generate --tiers 1[/]
+  [cyan]triforce generate --prompt-file book.txt --draft-length 4 --block-length 12 --budget 1024[/]
+  [cyan]triforce generate --prompt-file book.txt --tiers 1[/]
 """
 
 

@@ -17,6 +17,7 @@ from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_pair
 from ...tp.errors import TriforceError
+from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import TextStream, Tokenizer
 from ..terminal.batch_frame import SequenceRow
 from ..terminal.batch_live import BatchDisplay, row_of
@@ -34,8 +35,11 @@ from .several_report import report_several
 SHOWN_CHARACTERS = 400
 """Of the end of an answer, at most, in the live display."""
 
-ROOM_OF_QUESTION = 64
-"""Tokens beside the built-in text."""
+COMPARED = 16
+"""Tokens of two prompts by which one sees whether they begin with the same text."""
+
+ROOM_OF_QUESTION = 128
+"""Tokens kept free beside the built-in text, for a question and what a chat template puts around it."""
 
 
 @dataclass
@@ -78,7 +82,9 @@ class Answer:
 
     def document(self, stats: dict[str, Any]) -> dict[str, Any]:
         """Its part of the JSON. `stats` is the batch's."""
-        asked = {"ask": self.wanted.question, "number": self.wanted.number}
+        asked: dict[str, Any] = {"ask": self.wanted.question, "number": self.wanted.number}
+        if self.wanted.entry:
+            asked |= {"entry": self.wanted.entry, "depth": self.wanted.depth}
         if self.error is not None:
             return asked | {"error": self.error}
         found = {name: value for name, value in stats["sequences"][self.index].items() if name != "error"}
@@ -108,11 +114,9 @@ def run_several(
     sampling = Sampling(**request.sampling)
     with signals.allowed():
         if wanted is None:
-            assert source.log_seed is not None
-            room = config.max_position_embeddings - request.max_new_tokens - ROOM_OF_QUESTION
-            source = cut_log(source, tokenizer, room)
-            wanted = opening(source.text, source.log_seed)
-        answers = _prepare(request, wanted, source, tokenizer, target_config=config)
+            answers = _prepare_opening(request, source, tokenizer, config)
+        else:
+            answers = _prepare(request, wanted, source, tokenizer, target_config=config)
         asked = [answer for answer in answers if answer.prompt]
         longest = max((answer.prompt for answer in asked if answer.prompt), key=lambda prompt: len(prompt.token_ids))
         engine = load_engine(request, len(longest.token_ids) + request.max_new_tokens)
@@ -143,7 +147,7 @@ def _prepare(
     source: Source,
     tokenizer: Tokenizer,
     *,
-    target_config: Any,
+    target_config: ModelConfig,
 ) -> list[Answer]:
     """The answers with their prompts, or the reasons why they have none.
 
@@ -170,6 +174,21 @@ def _prepare(
         else:
             answers.append(Answer(one, None, text, str(prompt), ended=True))
     return answers
+
+
+def _prepare_opening(
+    request: GenerateRequest, source: Source, tokenizer: Tokenizer, config: ModelConfig
+) -> list[Answer]:
+    """The answers that belong to the built-in text: to questions about it, and its continuation, unless a chat template
+    puts something before the text, which would then be read twice.
+    """
+    assert source.log_seed is not None
+    room = config.max_position_embeddings - request.max_new_tokens - ROOM_OF_QUESTION
+    whole = replace(cut_log(source, tokenizer, room), log_seed=None)
+    answers = _prepare(request, opening(whole.text, source.log_seed), whole, tokenizer, target_config=config)
+    first, last = answers[0].prompt, answers[-1].prompt
+    begins_alike = first and last and first.token_ids[:COMPARED] == last.token_ids[:COMPARED]
+    return answers if begins_alike else answers[:-1]
 
 
 class _Several:
@@ -278,8 +297,8 @@ class _Several:
                 tell(f"error: {answer.error}")
             elif shown and self._output:
                 self._output.write(text if text.endswith("\n") else text + "\n")
-                if headings and answer.wanted.entry:
-                    tell(f"    the log, {answer.wanted.depth:.0%} in, {answer.wanted.entry}")
+                if headings:
+                    _tell_entry(answer.wanted)
 
     def _finish(self, batch: Batch, ended: BaseException | None) -> BaseException | None:
         """Writes answers, JSON and statistics even if one of them fails; the first error or interrupt of the run."""
@@ -297,5 +316,16 @@ class _Several:
             self._json_file.write(document)
         except (TriforceError, Stop) as error:
             ended = ended or error
+        if self._output is None or (self._live and not self._together):  # where no headings stood between the texts
+            for answer in self._answers:
+                if answer.wanted.entry:
+                    tell(f"--- {answer.wanted.name}")
+                    _tell_entry(answer.wanted)
         report_several(self._console, document, [answer.wanted.name for answer in self._answers])
         return ended
+
+
+def _tell_entry(wanted: WantedAnswer) -> None:
+    """Says what the text says about a question, where that is known."""
+    if wanted.entry:
+        tell(f"    the log, {wanted.depth:.0%} in, {wanted.entry}")
