@@ -45,8 +45,8 @@ TARGET_PHASES = (
     Phase("answers", 512, 8, 1.2e6, (1.5e-3, 1.5e-3), Mix(0.0, 0.03, 0.07, 0.55), gaps=0.3),
     Phase("short", 512, 16, 10.5e6, (1.5e-3, 1e-3), Mix(0.0, 0.04, 0.08, 0.25), gaps=0.3, crowded=0.3),
     Phase("middle", 2048, 4, 6.5e6, (1e-3, 3e-4), Mix(0.0, 0.05, 0.12, 0.30), gaps=0.3, crowded=0.4),
-    Phase("dense-8k", 8192, 1, 1.0e6, (3e-4, 1e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.3),
-    Phase("dense-32k", 32768, 1, 0.2e6, (1e-4, 2e-5), Mix(0.0, 0.0, 0.40, 0.60), gaps=0.2, crowded=0.2),
+    Phase("dense-8k", 8192, 1, 0.8e6, (3e-4, 2e-4), Mix(0.0, 0.05, 0.20, 0.40), gaps=0.2, crowded=0.4),
+    Phase("cooling", 2048, 4, 2.5e6, (2e-4, 1e-5), Mix(0.0, 0.04, 0.12, 0.30), gaps=0.3, crowded=0.4),
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 2.5e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
