@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from pair import circuit, questions  # noqa: E402
 from pair import data as pair_data  # noqa: E402
-from pair.model import FIRST, TARGET, Decoder, Losses, Shape  # noqa: E402
+from pair.model import FIRST, TARGET, Block, Decoder, Losses, Shape  # noqa: E402
 from pair.optim import orthogonalised  # noqa: E402
 from pair.output import export  # noqa: E402
 from pair.words import WordNotes  # noqa: E402
@@ -130,13 +131,22 @@ def test_rope_is_what_the_config_says(shape: Shape) -> None:
     assert Shape.of(shape.config()) == shape
 
 
-def small_model(**changes: int) -> Decoder:
+def blocks(model: Decoder) -> list[Block]:
+    return [cast(Block, layer) for layer in model.layers]
+
+
+def gradient(weight: torch.Tensor) -> torch.Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def small_model() -> Decoder:
     """A decoder whose attention matters, in which the heads 1 of all layers write nothing."""
     torch.manual_seed(0)
-    model = Decoder(replace(FIRST, width=64, heads=3, head_dim=16, mlp=96, vocab=50, **changes))
+    model = Decoder(replace(FIRST, width=64, heads=3, head_dim=16, mlp=96, vocab=50))
     with torch.no_grad():
         model.embed_tokens.weight.mul_(10)
-        for layer in model.layers:
+        for layer in blocks(model):
             layer.self_attn.o_proj.weight.normal_(std=0.3)
             layer.self_attn.o_proj.weight[:, 16:32] = 0.0
     return model
@@ -150,14 +160,14 @@ def test_the_head_that_adds_nothing_becomes_the_last_and_gives_way() -> None:
         text = torch.cat((text, torch.multinomial(chances, 1)), dim=1)
     before = model.logits(model(text, positions))
     circuit.order_heads(model, text)
-    for layer in model.layers:
+    for layer in blocks(model):
         assert not layer.self_attn.o_proj.weight[:, 32:].any() and layer.self_attn.o_proj.weight[:, 16:32].any()
     torch.testing.assert_close(model.logits(model(text, positions)), before)
 
     grown = Decoder(replace(model.shape, vocab=60))
     circuit.widen(grown, model, [[3, 4]] * 10, text)
     torch.testing.assert_close(grown.logits(grown(text, positions))[..., :50], before)
-    assert not any(layer.self_attn.q_proj.weight[32:].any() for layer in grown.layers)
+    assert not any(layer.self_attn.q_proj.weight[32:].any() for layer in blocks(grown))
 
 
 @torch.no_grad()
@@ -175,7 +185,7 @@ def test_what_is_planted_gets_its_size_again() -> None:
         circuit.retune(model, old, text)
         sizes: list[torch.Tensor] = []
         model(text, torch.arange(64).expand(4, -1), None, sizes)
-        for layer, size in zip(model.layers, sizes, strict=True):
+        for layer, size in zip(blocks(model), sizes, strict=True):
             entering = layer.input_layernorm.weight[at.flag("one")] * unit / size.exp().mean()
             assert entering == pytest.approx(1.0, rel=0.02)
         written.append(model.norm.weight[at.code][0].item())
@@ -190,16 +200,17 @@ def test_what_is_planted_is_held_also_against_uneven_sizes() -> None:
     hidden = model(ids[:, :-1], torch.arange(32).expand(2, -1), None, sizes)
     uneven = torch.stack([size.var() for size in sizes]).sum()
     Losses().predict(model, hidden, ids[:, 1:], torch.ones(2, 32), uneven)
-    embedding, layer = model.embed_tokens.weight, model.layers[1]
-    assert embedding.grad is not None and embedding.grad[:, :40].any() and not embedding.grad[:, 40:].any()
-    assert layer.mlp.down_proj.weight.grad[:40].any() and not layer.mlp.down_proj.weight.grad[40:].any()
-    assert layer.self_attn.q_proj.weight.grad[:32].any() and not layer.self_attn.q_proj.weight.grad[32:].any()
-    assert not model.norm.weight.grad[40:].any()
+    embedding, layer = gradient(model.embed_tokens.weight), blocks(model)[1]
+    assert embedding[:, :40].any() and not embedding[:, 40:].any()
+    written, looked = gradient(layer.mlp.down_proj.weight), gradient(layer.self_attn.q_proj.weight)
+    assert written[:40].any() and not written[40:].any()
+    assert looked[:32].any() and not looked[32:].any()
+    assert not gradient(model.norm.weight)[40:].any()
 
     alone = small_model()
     hidden = alone(ids[:, :-1], torch.arange(32).expand(2, -1))
     Losses().predict(alone, hidden, ids[:, 1:], torch.ones(2, 32))
-    assert not torch.allclose(alone.embed_tokens.weight.grad[:, :40], embedding.grad[:, :40])
+    assert not torch.allclose(gradient(alone.embed_tokens.weight)[:, :40], embedding[:, :40])
 
 
 def test_the_pair_can_be_split_and_grown() -> None:

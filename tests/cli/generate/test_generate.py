@@ -191,11 +191,13 @@ def test_built_in_prompt_fits_any_model_and_ends_with_a_day(pair):
 
 def test_built_in_log_has_questions_whose_answers_stand_in_it(pair):
     tokenizer = Tokenizer.load(pair[0])
+    source = read_source(None, None, print)
     for seed in range(3):
         source = cut_log(read_source(None, None, print, log_seed=seed), tokenizer, 2_500)
         *asked, last = opening(source.text, seed)
         assert len(asked) == 3 and last == WantedAnswer(None, 0, 1)
         for one in asked:
+            assert one.entry is not None
             date, _, entry = one.entry.partition(": ")
             day = next(day for day in source.text.split("\n\n") if entry in day)
             assert day.startswith(f"{date}. ") and source.text.index(entry) / len(source.text) == one.depth
