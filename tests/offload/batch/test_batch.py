@@ -297,15 +297,15 @@ def test_a_further_sequence_takes_the_memory_that_is_planned_for_it(settings):
 
     engine = Engine.load("embedded", device="cpu", block_length=16, draft_length=4, **settings)
     prompts = [random_tokens(4000 + i, seed=i, vocab_size=4000) for i in range(4)]
-    batch = engine.batch([Request(prompts[0], GREEDY, 96, ignore_eos=True)])
+    batch = engine.batch([Request(prompts[0], GREEDY, 600, ignore_eos=True)])
     next(batch)
     next(batch)
     for prompt in prompts[1:]:
         before = held()
-        index = batch.add(Request(prompt, GREEDY, 96, ignore_eos=True))
+        index = batch.add(Request(prompt, GREEDY, 600, ignore_eos=True))
         while index >= len(batch.sequences) or batch.sequences[index].statistics.rounds < 2:
             next(batch)
-        plan = engine.plan(len(prompt) + 96)
+        plan = engine.plan(len(prompt) + 600)
         planned = plan.kv + plan.retrieval + plan.open_stretches + plan.ring
         assert held() - before == pytest.approx(planned, rel=0.1)
     batch.close()
