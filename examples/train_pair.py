@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from pair.model import DRAFT, FIRST, TARGET, Decoder, plant_attention
 from pair.output import export, report, save_array, save_atomically
 from pair.questions import marked_logs
 from pair.training import Phase, Progress, Run, Training
-from pair.words import parts_of_words, with_new_words
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -49,12 +47,13 @@ TARGET_PHASES = (
     Phase("cooling", 2048, 4, 2.5e6, (2e-4, 1e-5), Mix(0.0, 0.04, 0.12, 0.30), gaps=0.3, crowded=0.4),
 )
 DRAFT_PHASES = (
-    Phase("books", 496, 16, 2.5e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.4)),
-    Phase("own-samples", 496, 16, 7.5e6, (3e-3, 1e-4), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+    Phase("books", 496, 16, 5e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.3)),
+    Phase("own-samples", 496, 16, 20e6, (3e-3, 1e-3), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+    Phase("agreement", 496, 16, 10e6, (1e-3, 1e-5), Mix(0.0, 0.0, 0.1, 0.2), own=0.5, agreement=0.7),
 )
 EVENNESS = 2.0  # nats for a variance of 1 of the logarithm of tokens' root mean squares where they enter a layer
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)
-OWN_ROWS = 96
+OWN_ROWS = 640
 SINKS, WINDOW = 16, 256  # the draft's streaming cache: so many first tokens, and so many tokens with them
 
 
@@ -83,7 +82,7 @@ def main() -> int:
         if not TargetTraining(run, tokenizer, sampler, encode(tokenizer, held_out), first).train():
             return 0
     if "draft" in options.only:
-        DraftTraining(run, tokenizer, sampler, options.first).train()
+        DraftTraining(run, tokenizer, sampler).train()
     return 0
 
 
@@ -106,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--first",
         type=Path,
-        help="folder of a model that knows books: the target grows from it, and the draft from its",
+        help="folder of a model that knows books, from which the target grows",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the tokens of every phase")
     parser.add_argument("--seed", type=int, default=1)
@@ -241,18 +240,14 @@ class DraftTraining(Training):
 
     FIRST_COUNTED = 48  # in steady state the cache is full: the first rows of a window know less than they ever will
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler, first: Path | None):
+    def __init__(self, run: Run, tokenizer: Tokenizer, sampler: Sampler):
         super().__init__(run, "draft", DRAFT, DRAFT_PHASES, tokenizer, sampler)
         weights = load_file(run.out / "target" / "model.safetensors")
         self.target = Decoder(TARGET, run.compiled).to(run.device).requires_grad_(False)
         self.target.load_hf_state(weights)
         self.own: np.ndarray | None = None
         if self.progress == Progress():
-            earlier = first.parent / "draft" / "model.safetensors" if first else None
-            if earlier and earlier.exists():
-                self._go_on_from(load_file(earlier))
-            else:
-                self._inherit_embedding()
+            self._inherit_embedding()
 
     @torch.no_grad()
     def _inherit_embedding(self) -> None:
@@ -260,17 +255,6 @@ class DraftTraining(Training):
         theirs = self.target.embed_tokens.weight
         directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: self.model.shape.width]
         self.model.embed_tokens.weight.copy_(theirs @ directions.T)
-
-    @torch.no_grad()
-    def _go_on_from(self, weights: dict[str, Tensor]) -> None:
-        """Starts from the draft that stands beside the first model; new words begin between their parts."""
-        known = weights["model.embed_tokens.weight"].float()
-        begin = Decoder(replace(DRAFT, vocab=len(known)))
-        begin.load_hf_state(weights)
-        ids = torch.from_numpy(self.sampler.batch((998, 0), 4, 256, Mix(0.0, 0.0, 0.0), 0.0, 0.0).ids)
-        usual = begin(ids.clamp(max=len(known) - 1), positions_of(ids)).flatten(0, 1).mean(0)
-        rows = with_new_words(known, parts_of_words(self.tokenizer, len(known)), usual)
-        self.model.load_hf_state(weights | {"model.embed_tokens.weight": rows})
 
     def backward(self, phase: Phase, key: tuple[int, int]) -> float:
         ids = self._samples(phase, key)
@@ -281,7 +265,9 @@ class DraftTraining(Training):
         hidden = self.model(seen, positions_of(seen))
         weights = torch.ones(seen.shape, device=ids.device)
         weights[:, : self.FIRST_COUNTED] = 0.0
-        return self.losses.imitate(self.model, hidden, self.target, wanted[:, windows].flatten(0, 1), weights)
+        return self.losses.imitate(
+            self.model, hidden, self.target, wanted[:, windows].flatten(0, 1), weights, phase.agreement
+        )
 
     def _samples(self, phase: Phase, key: tuple[int, int]) -> Tensor:
         ids = self.sampler.batch(key, phase.rows, phase.length, phase.mix, 0.0, 0.0).ids

@@ -59,6 +59,7 @@ def attend(
     scratch: Scratch | None = None,
     mass: Tensor | None = None,
     running: Tensor | None = None,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends `n` query rows to `m` keys.
 
@@ -76,10 +77,11 @@ def attend(
             gives to each chunk of `chunk_size` keys (see `chunk_mass`).
         running: of `new_running` or of calls for the keys before these, brought up to date: results are then over all
             keys so far, and so are the shares of `mass`.
+        rounded: whether `out` has `q`'s dtype.
 
     Returns:
-        `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, the natural log of the summed exponentials of
-        the scaled scores. A row that sees no key has `out` 0 and `lse` -inf.
+        `out` `[num_heads, n, head_dim]`, in the sums' dtype unless `rounded`, and `lse` `[num_heads, n]`, the natural
+        log of the summed exponentials of the scaled scores. A row that sees no key has `out` 0 and `lse` -inf.
 
     Raises:
         ValueError: the head counts do not divide.
@@ -95,9 +97,9 @@ def attend(
     fused_mass = None  # mass that is summed from the scores that attention computes
     if backend == "compiled":
         fused_mass = mass if mass is not None and sums_mass(mass, m) else None
-        known = int(diagonal) if isinstance(diagonal, Tensor) else diagonal  # a CPU's tensor can be read at once
+        known = diagonal.long() if isinstance(diagonal, Tensor) else diagonal
         out, lse = attend_compiled(
-            q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass, running=running
+            q, k, v, scale=scale, diagonal=known, window=window, mass=fused_mass, running=running, rounded=rounded
         )
     elif backend == "triton":
         from .triton.attention import attend_triton  # not imported where it is not used
@@ -128,7 +130,7 @@ def attend(
         first = n - mass.shape[1]
         seen = None if diagonal is None else diagonal + first
         chunk_mass(q[:, first:], k, lse[:, first:], mass, scale=scale, diagonal=seen, window=window)
-    return out, lse
+    return out.to(q.dtype) if rounded else out, lse
 
 
 def goes_on(q: Tensor, block: Tensor) -> bool:
@@ -156,6 +158,7 @@ def attend_blocks(
     window: int | None = None,
     mass: Tensor | None = None,
     running: Tensor | None = None,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` to the first `m` keys of a blocked cache, in one call.
 
@@ -181,13 +184,14 @@ def attend_blocks(
             window=window,
             mass=fused_mass,
             running=running,
+            rounded=rounded,
         )
     if mass is not None and fused_mass is None:
         first = n - mass.shape[1]
         _mass_of_blocks(
             q[:, first:], blocks[:, 0], m, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window
         )
-    return out, lse
+    return out.to(q.dtype) if rounded else out, lse
 
 
 def _attend_flash_segments(q: Tensor, blocks: Tensor, m: int, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.attention import compiled_attention
+from .cpu.calls import call
 from .cpu.library import Level, cpu_level, loaded
 from .selection import FEW_ROWS, TILE_ROWS, selected
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 0.0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """`x` or, with `norm`, its RMS norm, times `weight`.
 
@@ -32,21 +39,24 @@ def linear(
         weight: `[outputs, inputs]`, contiguous.
         bias: `[outputs]`.
         norm: `[inputs]`, the weight of an RMS norm over `x` with `eps`.
+        onto: `[n, outputs]`, no part of `x`: what the product, in `x`'s dtype, is added to.
 
     Returns:
-        `[n, outputs]` in `x`'s dtype.
+        `[n, outputs]` in `x`'s dtype: `onto`, if that is given.
     """
-    kernels = _kernels_for(x, weight, bias, norm)
+    kernels = _kernels_for(x, weight, bias, norm) if _takes_sums(onto, x) else None
     if kernels is None:
-        return _by_tiles(
+        product = _by_tiles(
             lambda rows: F.linear(rows if norm is None else F.rms_norm(rows, norm.shape, norm, eps), weight, bias), x
         )
+        return product if onto is None else onto.add_(product)
     outputs, inputs = weight.shape
-    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
-    return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, out, (inputs, outputs))
+    return _normed(kernels.triforce_linear, x, norm, eps, weight, bias, onto, (inputs, outputs), outputs)
 
 
-def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor) -> Tensor:
+def gated_mlp(
+    x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor, *, onto: Tensor | None = None
+) -> Tensor:
     """The MLP of Llama, with the RMS norm before it: `down · (silu(gate · y) * (up · y))`.
 
     Args:
@@ -54,21 +64,28 @@ def gated_mlp(x: Tensor, norm: Tensor, eps: float, gate_up: Tensor, down: Tensor
         norm: `[hidden]`.
         gate_up: `[2 * intermediate, hidden]`, contiguous.
         down: `[hidden, intermediate]`, contiguous.
+        onto: `[n, hidden]`, which may be `x`: what the result, in `x`'s dtype, is added to.
 
     Returns:
-        `[n, hidden]` in `x`'s dtype.
+        `[n, hidden]` in `x`'s dtype: `onto`, if that is given.
     """
-    kernels = _kernels_for(x, gate_up, norm) if down.is_contiguous() and down.dtype == x.dtype else None
+    fits = down.is_contiguous() and down.dtype == x.dtype and _takes_sums(onto, x)
+    kernels = _kernels_for(x, gate_up, norm) if fits else None
     if kernels is None:
 
         def plain(rows: Tensor) -> Tensor:
             gate, up = F.linear(F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
             return F.linear(F.silu(gate) * up, down)
 
-        return _by_tiles(plain, x)
+        result = _by_tiles(plain, x)
+        return result if onto is None else onto.add_(result)
     hidden, width = down.shape
-    out = torch.empty((x.shape[0], hidden), dtype=x.dtype, device=x.device)
-    return _normed(kernels.triforce_gated_mlp, x, norm, eps, gate_up, down, out, (hidden, width))
+    return _normed(kernels.triforce_gated_mlp, x, norm, eps, gate_up, down, onto, (hidden, width), hidden)
+
+
+def _takes_sums(onto: Tensor | None, x: Tensor) -> bool:
+    """Whether the compiled kernels can add to `onto` what they compute of `x`."""
+    return onto is None or (onto.is_contiguous() and onto.dtype == x.dtype)
 
 
 def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -94,12 +111,15 @@ def _normed(
     eps: float,
     weight: Tensor,
     second: Tensor | None,
-    out: Tensor,
+    onto: Tensor | None,
     sizes: tuple[int, int],
+    outputs: int,
 ) -> Tensor:
     """Calls `triforce_linear` or `triforce_gated_mlp`, which take the same arguments but for `second`: the bias of the
     former, the second matrix of the latter."""
-    failed = kernel(
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device) if onto is None else onto
+    failed = call(
+        kernel,
         x.data_ptr(),
         x.stride(0),
         None if norm is None else norm.data_ptr(),
@@ -107,6 +127,7 @@ def _normed(
         weight.data_ptr(),
         None if second is None else second.data_ptr(),
         out.data_ptr(),
+        onto is not None,
         x.shape[0],
         *sizes,
         x.dtype == torch.bfloat16,
@@ -137,23 +158,53 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits and cos.dtype == torch.float32 else None
     if kernels is None:
         return out.copy_(torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin))
+    _rotate(kernels, x, (cos, sin), out, None)
+    return out
+
+
+def put(x: Tensor, buffer: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor] | None = None) -> None:
+    """Writes rows to places that are read from memory.
+
+    Args:
+        x: `[heads, n, head_dim]`.
+        buffer: `[heads, room, head_dim]`.
+        slots: `[n]` int64, the rows of `buffer`.
+        rotation: `cos` and `sin` of `rotate`, which is then applied first.
+    """
+    fits = x.shape[1] <= FEW_ROWS and x.stride(2) == buffer.stride(2) == 1 and buffer.dtype == x.dtype
+    fits = fits and slots.dtype == torch.int64 and slots.is_contiguous()
+    if rotation is not None:
+        fits = fits and rotation[0].is_contiguous() and rotation[0].dtype == torch.float32
+    kernels = _kernels(x.device, x.dtype, selected().layers) if fits else None
+    if kernels is None:
+        buffer.index_copy_(1, slots, rotate(x, *rotation) if rotation else x)
+    else:
+        _rotate(kernels, x, rotation, buffer, slots)
+
+
+def _rotate(
+    kernels: ctypes.CDLL, x: Tensor, rotation: tuple[Tensor, Tensor] | None, out: Tensor, slots: Tensor | None
+) -> None:
+    heads, n, head_dim = x.shape
+    cos, sin = rotation or (None, None)
     (head_stride, row_stride, _), (out_head_stride, out_row_stride, _) = x.stride(), out.stride()
-    kernels.triforce_rotate(
+    call(
+        kernels.triforce_rotate,
         x.data_ptr(),
         head_stride,
         row_stride,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        0 if cos.dim() == 1 else head_dim,
+        None if cos is None else cos.data_ptr(),
+        None if sin is None else sin.data_ptr(),
+        0 if cos is None or cos.dim() == 1 else head_dim,
         out.data_ptr(),
         out_head_stride,
         out_row_stride,
+        None if slots is None else slots.data_ptr(),
         heads,
         n,
         head_dim,
         x.dtype == torch.bfloat16,
     )
-    return out
 
 
 def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:

@@ -54,7 +54,7 @@ def new_running(q: Tensor) -> Tensor:
     """
     num_heads, n, head_dim = q.shape
     running = q.new_zeros(num_heads, n, head_dim + 16, dtype=accumulation_dtype(q.dtype))
-    running[..., head_dim] = EMPTY
+    running[..., head_dim].fill_(EMPTY)  # an assignment would make a tensor of the number first
     return running
 
 

@@ -30,7 +30,8 @@ from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
 from .contexts.model import ContextPlan, ContextRequest, ModelContexts
 from .contexts.store import ContextStore
 from .generation import Generation, Result
-from .graphs.passes import Graphs, capture_for
+from .graphs.capture import capture_for
+from .graphs.passes import Graphs
 from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
@@ -45,8 +46,8 @@ class Engine:
     A run whose prompt begins like the one before it (a follow-up question about the same book) starts from the keys and
     values that are already there. One run at a time: starting another ends the one before.
 
-    On several ranks every rank has an engine and starts the same runs, with the same methods or with `follow`. Each
-    draws the same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
+    On several ranks each has an engine and starts the same runs, with the same methods or with `follow`, and draws the
+    same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Engine:
         self.target, self.draft, self.settings = target, draft, settings
         self._names = names
         self._kept = KeptCache(target, settings.link_gbps)
-        self._capture = capture_for(target.device)
+        self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
         self._running: Batch | None = None
         self.contexts: ModelContexts | None = None
@@ -112,8 +113,7 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
-            tiers, budget, chunk_size, draft_length, block_length, refresh, exact, early_end, pack, host_memory,
-            threads: see `Settings`; if open, budget and chunk size are as published for the preset, or planned.
+            tiers, budget and all others: see `Settings`; if open, budget and chunk size are the preset's, or planned.
 
         Raises:
             UsageError, ModelError, CapacityError: with the value and the remedy.

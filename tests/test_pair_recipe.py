@@ -213,6 +213,24 @@ def test_what_is_planted_is_held_also_against_uneven_sizes() -> None:
     assert not torch.allclose(gradient(alone.embed_tokens.weight)[:, :40], embedding[:, :40])
 
 
+def test_a_draft_is_taught_to_agree_where_that_is_wanted() -> None:
+    torch.manual_seed(0)
+    draft, teacher = small_model(), small_model()
+    hidden, wanted = torch.randn(2, 8, 64), torch.randn(2, 8, 64)
+
+    def distribution(model: Decoder, states: torch.Tensor) -> torch.Tensor:
+        return (states @ model.embed_tokens.weight.T).softmax(-1).detach()
+
+    p, q = distribution(teacher, wanted), distribution(draft, hidden)
+    weights = torch.ones(2, 8)
+    for agreement, expected in ((0.0, -(p * q.log()).sum(-1)), (1.0, -torch.minimum(p, q).sum(-1).log())):
+        leaf = hidden.clone().requires_grad_()
+        loss = Losses().imitate(draft, leaf * 1.0, teacher, wanted, weights, agreement)
+        assert loss == pytest.approx(expected.mean().item(), rel=1e-4)
+        stepped = distribution(draft, hidden - 0.5 * gradient(leaf))
+        assert torch.minimum(p, stepped).sum() > torch.minimum(p, q).sum()
+
+
 def test_the_pair_can_be_split_and_grown() -> None:
     assert PRESETS["embedded"].directories()[0] is not None
     assert TARGET.heads == FIRST.heads == 4 and TARGET.width > FIRST.width and TARGET.layers == FIRST.layers

@@ -107,7 +107,7 @@ class Shape:
 
 FIRST = Shape(layers=6, width=256, heads=4, head_dim=64, mlp=688, vocab=4096)
 TARGET = Shape(layers=6, width=320, heads=4, head_dim=64, mlp=688, still=True)
-DRAFT = Shape(layers=2, width=96, heads=3, head_dim=32, mlp=192)
+DRAFT = Shape(layers=2, width=160, heads=5, head_dim=32, mlp=416)
 
 
 def rotary(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,13 +344,19 @@ class Losses:
 
         return _backward_in_parts(hidden, part, weights.sum(), more)
 
-    def imitate(self, model: Decoder, hidden: Tensor, teacher: Decoder, wanted: Tensor, weights: Tensor) -> float:
-        """Mean cross-entropy in nats to the teacher's distribution; `wanted`: its hidden states [B, n, its width]."""
+    def imitate(
+        self, model: Decoder, hidden: Tensor, teacher: Decoder, wanted: Tensor, weights: Tensor, agreement: float = 0.0
+    ) -> float:
+        """Mean loss in nats against the teacher's distribution; `wanted`: its hidden states [B, n, its width].
+
+        The share `agreement` of it is the negative logarithm of the overlap, which is what acceptance counts, and the
+        rest is cross-entropy, which also learns where the two do not overlap yet.
+        """
         ours, theirs = model.embed_tokens.weight, teacher.embed_tokens.weight.detach()
         wanted = wanted.flatten(0, 1)
 
         def part(rows: slice, h: Tensor) -> Tensor:
-            return self._imitation(h, ours, wanted[rows], theirs, weights.flatten()[rows])
+            return self._imitation(h, ours, wanted[rows], theirs, weights.flatten()[rows], agreement)
 
         return _backward_in_parts(hidden, part, weights.sum())
 
@@ -378,7 +384,13 @@ def _prediction_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights
     return (losses * weights).sum()
 
 
-def _imitation_loss(hidden: Tensor, embedding: Tensor, wanted: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    probabilities = F.linear(wanted, teacher).float().softmax(-1)
-    losses = -(probabilities * F.linear(hidden, embedding).float().log_softmax(-1)).sum(-1)
+def _imitation_loss(
+    hidden: Tensor, embedding: Tensor, wanted: Tensor, teacher: Tensor, weights: Tensor, agreement: float
+) -> Tensor:
+    theirs = F.linear(wanted, teacher).float().softmax(-1)
+    ours = F.linear(hidden, embedding).float().log_softmax(-1)
+    losses = -(theirs * ours).sum(-1)
+    if agreement:
+        overlap = torch.minimum(theirs, ours.exp()).sum(-1)
+        losses = (1 - agreement) * losses - agreement * overlap.log()
     return (losses * weights).sum()

@@ -28,8 +28,8 @@ class Phase:
     """One stretch of training: samples of `length` tokens, `rows` a step, until `tokens` are seen.
 
     The learning rate falls linearly from `lr[0]` to `lr[1]`. `gaps` is the share of samples whose positions have
-    gaps, `crowded` the share attended as if their far part were longer, `own` (draft only) the share of rows the
-    target wrote.
+    gaps, `crowded` the share attended as if their far part were longer. Of drafts only: `own` is the share of rows the
+    target wrote, `agreement` that of the loss which is about overlap.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Phase:
     gaps: float = 0.0
     crowded: float = 0.0
     own: float = 0.0
+    agreement: float = 0.0
 
     def steps(self, scale: float) -> int:
         return max(1, round(self.tokens * scale / (self.length * self.rows)))

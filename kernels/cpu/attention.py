@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import call as call_kernel
 from .library import AttentionCall, Level, cpu_level, loaded
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -41,10 +42,11 @@ def attend_compiled(
     v: Tensor,
     *,
     scale: float,
-    diagonal: int | None = None,
+    diagonal: int | Tensor | None = None,
     window: int | None = None,
     mass: Tensor | None = None,
     running: Tensor | None = None,
+    rounded: bool = False,
     m: int | None = None,
     level: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,7 @@ def attend_compiled(
     `block_size` a multiple of `TILE`; the first `m` keys count.
 
     Args:
+        diagonal: a tensor is of one int64, and read when the kernel runs.
         mass: contiguous float32; see `sums_mass`.
         level: the instructions to use, at most `cpu_level()`, which is the default.
 
@@ -70,14 +73,20 @@ def attend_compiled(
         call.k_head, call.k_row, _ = k.stride()
         call.v_head, call.v_row, _ = v.stride()
         keys = block_size
-    out = torch.empty(num_heads, n, head_dim, dtype=torch.float32, device=q.device)
+    dtype = q.dtype if rounded else torch.float32
+    out = torch.empty(n, num_heads, head_dim, dtype=dtype, device=q.device).transpose(0, 1)
+    call.out_head, call.out_row, _ = out.stride()
+    call.rounded = dtype == torch.bfloat16
     lse = torch.empty(num_heads, n, dtype=torch.float32, device=q.device)
     call.q, call.k, call.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     call.out, call.lse = out.data_ptr(), lse.data_ptr()
     call.q_head, call.q_row, _ = q.stride()
     call.num_heads, call.num_kv_heads, call.head_dim = num_heads, num_kv_heads, head_dim
     call.n, call.m, call.block_size = n, keys, block_size
-    call.diagonal = keys if diagonal is None else diagonal
+    if isinstance(diagonal, Tensor):
+        call.diagonal_at = diagonal.data_ptr()
+    else:
+        call.diagonal = keys if diagonal is None else diagonal
     call.window = _NO_WINDOW if window is None or diagonal is None else window
     call.chunk_size = 1
     if mass is not None:
@@ -88,7 +97,7 @@ def attend_compiled(
     call.threads = torch.get_num_threads()
     call.level = cpu_level() if level is None else level
     call.scale = scale
-    if _attend()(call):
+    if call_kernel(_attend(), call):
         raise MemoryError(f"no memory for the temporaries of attention of {n} rows to {keys} keys")
     return out, lse
 

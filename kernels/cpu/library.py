@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 6
+_ABI = 7
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -42,17 +42,18 @@ _DESCRIPTIONS = {
 class AttentionCall(ctypes.Structure):
     """The arguments of `triforce_attend`: `Attention` of attention.h, field by field.
 
-    `q` to `running` are addresses (`mass` and `running` may be 0); names with `_block`, `_head` and `_row` are
-    strides in elements; `level` is a `Level`.
+    `q` to `running` and `diagonal_at` are addresses (`mass`, `running` and `diagonal_at` may be 0); names with
+    `_block`, `_head` and `_row` are strides in elements; `level` is a `Level`.
     """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass", "running")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_row")),
+        *((name, ctypes.c_int64) for name in ("out_head", "out_row", "rounded")),
         *((name, ctypes.c_int64) for name in ("k_block", "k_head", "k_row")),
         *((name, ctypes.c_int64) for name in ("v_block", "v_head", "v_row")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "n", "m", "head_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("diagonal", "window")),
+        *((name, ctypes.c_int64) for name in ("diagonal", "window", "diagonal_at")),
         *((name, ctypes.c_int64) for name in ("mass_rows", "chunk_size")),
         *((name, ctypes.c_int64) for name in ("type", "threads", "level")),
         ("scale", ctypes.c_double),
@@ -109,12 +110,12 @@ def _declare(kernels: ctypes.CDLL) -> None:
     kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall)]
     for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
         kernel.argtypes = [
-            *(pointer, count, pointer, real, pointer, pointer, pointer),
+            *(pointer, count, pointer, real, pointer, pointer, pointer, flag),
             *(count, count, count, flag, flag, flag),
         ]
     kernels.triforce_rotate.argtypes = [
         *(pointer, count, count, pointer, pointer, count),
-        *(pointer, count, count, count, count, count, flag),
+        *(pointer, count, count, pointer, count, count, count, flag),
     ]
     kernels.triforce_rotate.restype = None
     for kernel in (kernels.triforce_pack, kernels.triforce_unpack):

@@ -120,9 +120,7 @@ class Batch(Iterator[tuple[int, Round]]):
     @property
     def warnings(self) -> list[str]:
         """What the batch had to do without so far, a line each."""
-        failure = self._graphs.failure
-        found = [f"drafting goes without CUDA graphs, and slower: {failure}"] if failure else []
-        found += self._opening.warnings
+        found = [*self._graphs.warnings, *self._opening.warnings]
         for sequence in self.sequences:
             found += sequence.warnings
         return found

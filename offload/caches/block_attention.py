@@ -44,7 +44,7 @@ class Rows:
 class BlockAttention:
     """Attention of a pass's rows to the blocks of a layer.
 
-    Both ways give the output `[num_heads, n, head_dim]`, float32 (float64 for float64 inputs), and the shares
+    Both ways give the output `[num_heads, n, head_dim]`, in the rows' dtype, and the shares
     `[num_heads, mass_rows, chunks]` of the last rows' attention that chunks get, counted from the first token on;
     `None` where no row's are asked for. The shares hold until the next call.
     """
@@ -66,7 +66,7 @@ class BlockAttention:
         mass = self._room_for_mass("mass", rows, chunks)
         visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
         out, _ = attend_blocks(
-            rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass
+            rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
         )
         return out, mass
 
@@ -100,7 +100,7 @@ class BlockAttention:
             whole = out, lse
         assert whole is not None
         out, lse = whole
-        return out, self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
+        return out.to(rows.q.dtype), self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
 
     @staticmethod
     def in_one_piece(rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:

@@ -214,7 +214,7 @@ class FullCache:
             self._mass.add(layer, start, start + n, [MassPart(0, mass)])
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
-        return out.to(q.dtype)
+        return out
 
     def mass_rows_of(self, n: int) -> int:
         """The last rows of a pass over `n` whose attention is kept."""

@@ -97,8 +97,16 @@ class RetrievalCache:
         if window is not None and isinstance(at.slot, int) and window >= at.slot + n:
             window = None
         scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
-        out, _ = attend(q, keys, values, scale=self._scale, diagonal=at.diagonal, window=window, scratch=scratch)
-        return out.to(q.dtype)
+        return attend(
+            q,
+            keys,
+            values,
+            scale=self._scale,
+            diagonal=at.diagonal,
+            window=window,
+            scratch=scratch,
+            rounded=True,
+        )[0]
 
     def rollback(self, length: int) -> None:
         """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Scratch, attend, merge_partials
+from ...kernels.attention import Scratch, attend, new_running
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
 from ..speculation.vocabulary import readable
@@ -99,15 +99,25 @@ class StreamingCache:
         capped = self.sinks + self.window - 1
         sink_q = self._rope.rotate_to(q, capped) if start > capped else self._rope.rotate(q, start)
         scratch = None if self.at else self._scratch  # a captured pass needs memory that stays where it is
-        sink_part = attend(sink_q, sink_keys, sink_values, scale=self._scale, diagonal=start, scratch=scratch)
-        if start < self.sinks:
-            return sink_part[0].to(q.dtype)
+        running = None if start < self.sinks else new_running(q)  # attention to the sinks, which the rest goes on from
+        out, _ = attend(
+            sink_q,
+            sink_keys,
+            sink_values,
+            scale=self._scale,
+            diagonal=start,
+            scratch=scratch,
+            running=running,
+            rounded=True,
+        )
+        if running is None:
+            return out
         slot = self._make_slots(layer, start, n)
         at = self.at or TokenSlots(slot, slot)
         at.put(self._keys[layer], k)
         at.put(self._rotated[layer], k, self._rope)
         at.put(self._values[layer], v)
-        recent_part = attend(
+        return attend(
             self._rope.rotate(q, at.rotation),
             self._rotated[layer],
             self._values[layer],
@@ -115,9 +125,9 @@ class StreamingCache:
             diagonal=at.diagonal,
             window=self.window,
             scratch=scratch,
-        )
-        outs, lses = zip(sink_part, recent_part, strict=True)
-        return merge_partials(outs, lses)[0].to(q.dtype)
+            running=running,
+            rounded=True,
+        )[0]
 
     def _make_slots(self, layer: int, start: int, n: int) -> int:
         """The slot of position `start`; first moves the window to the front if `n` more tokens would not fit."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...kernels.layers import put
 from ...tp.model.rope import Rope, Rows
 
 
@@ -36,4 +37,4 @@ class TokenSlots(NamedTuple):
             else:
                 place.copy_(rows)
         else:
-            buffer.index_copy_(1, self.slot, rope.rotate(rows, self.rotation) if rope else rows)
+            put(rows, buffer, self.slot, rope.angles(self.rotation, rows.shape[1]) if rope else None)

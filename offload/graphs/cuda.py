@@ -1,4 +1,4 @@
-"""Capturing passes as CUDA graphs. See `graphs.Capture` for the interface.
+"""Capturing passes as CUDA graphs. See `capture.Capture` for the interface.
 
 On several ranks NCCL's collectives are captured with everything else. What that asks for: every rank captures and
 replays the same passes (`graphs.Graphs.agree`); its communicator exists before (a prefill has used it); and capturing
@@ -22,10 +22,18 @@ class CudaCapture:
     _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
     """Kept, as PyTorch's allocators may still ask them which streams were captured; without a graph after `clear`."""
 
+    runs = False
+    pads = True
+    passes_before = 1
+    most_tokens = 32
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
+
+    def conditions(self) -> object:
+        return None
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

@@ -5,7 +5,7 @@ run them; captured as a CUDA graph they start as one. A graph repeats the same k
 is one for each number of tokens, and what changes from pass to pass (the tokens, their rotation, their slots) is copied
 into tensors of fixed places first. Where passes cannot be captured they run as they come, with the same result.
 
-What captures is behind a protocol: CUDA's own is in `cuda_graphs`; here nothing knows of CUDA.
+What captures is behind a protocol (`capture`).
 """
 
 from __future__ import annotations
@@ -27,37 +27,7 @@ from ...tp.parallel.ranks import ALONE, Ranks
 from ..caches.shared_attention import rows_of
 from ..caches.together import together
 from ..caches.token_slots import TokenSlots
-
-MOST_CAPTURED = 32
-"""Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller share."""
-
-
-class Capture(Protocol):
-    """Turns a function that starts kernels into one that starts them again, at once."""
-
-    def pool(self) -> Any:
-        """New room that captured functions share for what they compute on the way."""
-        ...
-
-    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
-        """Runs a function as it will be captured, which compiles and loads what it needs; its result."""
-        ...
-
-    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-        """Captures a function without relying on what it computes meanwhile.
-
-        Returns:
-            What replays it, and the tensor that holds its result after each replay, until the next one of this pool.
-
-        Raises:
-            RuntimeError: it does something that cannot be captured, such as waiting for the device.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Frees what all captures so far have left on the device, whoever holds what replays them; none is replayed any
-        more."""
-        ...
+from .capture import Capture
 
 
 @runtime_checkable
@@ -82,15 +52,6 @@ class Replayable(Cache, Protocol):
         ...
 
 
-def capture_for(device: torch.device) -> Capture | None:
-    """What captures passes on `device`; `None` where they run as they come."""
-    if device.type != "cuda":
-        return None
-    from .cuda import CudaCapture  # only where it is used: a CPU has no streams to capture
-
-    return CudaCapture(device)
-
-
 class Graphs:
     """Whether a run captures passes, and if not, why."""
 
@@ -105,6 +66,13 @@ class Graphs:
             ranks.before_leaving(self.clear)
         self.failure: str | None = None
         """Why capturing was given up, in a line."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What drafting goes without, if it does."""
+        if self.failure is None:
+            return []
+        return [f"drafting goes without captured passes, and slower: {self.failure}"]
 
     @property
     def capture(self) -> Capture | None:
@@ -213,6 +181,7 @@ class _Captures:
         replayable = [cache for cache in caches if isinstance(cache, Replayable)]
         self._caches = replayable if len(replayable) == len(caches) else []
         self._memory: list[object] = []
+        self._conditions: object = None
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
         self.prepared = self._noted = 0
@@ -235,19 +204,16 @@ class _Captures:
         """The logits of each sequence's last `rows[i]` tokens; `None` where the pass is not replayed, and did not take
         place."""
         caches, capture, n = self._caches, self._graphs.capture, max(counts)
-        few = (
-            n <= MOST_CAPTURED
-            and n * len(counts) <= FEW_ROWS
-            and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
-        )
-        if caches and capture is not None and few:
+        if caches and capture is not None and _can_be_captured(capture, counts, rows):
             for cache in caches:
                 cache.prepare(n)
             slots = [found for cache in caches if (found := cache.token_slots(n)) is not None]
             if len(slots) == len(caches):
-                memory = [cache.memory for cache in caches]
-                if any(new is not old for new, old in zip_longest(memory, self._memory)):
-                    self._memory, self._pool, self._captured = memory, capture.pool(), {}
+                memory, conditions = [cache.memory for cache in caches], capture.conditions()
+                moved = any(new is not old for new, old in zip_longest(memory, self._memory))
+                if moved or conditions != self._conditions:
+                    self._memory, self._conditions = memory, conditions
+                    self._pool, self._captured = capture.pool(), {}
                 logits = self._replay(capture, _evenly(token_ids, counts, n), slots, counts, n)
                 if logits is not None:
                     return _last_rows(logits, counts, rows, n)
@@ -261,29 +227,46 @@ class _Captures:
         """The logits of all tokens; `None` where the pass could not be captured, and did not take place."""
         starts = [cache.length for cache in self._caches]
         captured = self._captured.get(n)
-        if captured is None or captured.replay is None:
-            self.prepared += 1
         if captured is None:
             captured = self._captured[n] = _CapturedPass(self._decoder, self._caches, n)
-            captured.place(token_ids, slots)
+        captured.place(token_ids, slots)
+        if captured.replay is not None:
+            captured.replay()
+        elif captured.passes < capture.passes_before:
+            captured.passes += 1
+            self.prepared += not capture.runs
             logits = capture.warm_up(captured.run)
             self._advance(starts, counts)
             return logits
-        captured.place(token_ids, slots)
-        if captured.replay is None:
+        else:
+            self.prepared += 1
             failure = captured.capture(capture, self._pool)
             self._advance(starts, [0] * len(starts))
             if not self._graphs.agree(failure):
                 self._captured.clear()
                 return None
-        assert captured.replay is not None and captured.logits is not None
-        captured.replay()
+            assert captured.replay is not None
+            if not capture.runs:
+                captured.replay()
         self._advance(starts, counts)
+        assert captured.logits is not None
         return captured.logits
 
     def _advance(self, starts: Sequence[int], counts: Sequence[int]) -> None:
         for cache, start, count in zip(self._caches, starts, counts, strict=True):
             cache.advance(start + count)
+
+
+def _can_be_captured(capture: Capture, counts: Sequence[int], rows: Sequence[int]) -> bool:
+    """Whether a pass over `counts[i]` tokens of each sequence, with logits of the last `rows[i]`, is of a kind that is
+    captured."""
+    n = max(counts)
+    return (
+        n <= capture.most_tokens
+        and n * len(counts) <= FEW_ROWS
+        and (capture.pads or all(count == n for count in counts))
+        and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
+    )
 
 
 def _evenly(token_ids: Tensor, counts: Sequence[int], n: int) -> Tensor:
@@ -317,6 +300,8 @@ class _CapturedPass:
         self._table: Rows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
+        self.passes = 0
+        """Passes that ran before it was captured."""
 
     def place(self, token_ids: Tensor, slots: Sequence[TokenSlots]) -> None:
         """Sets what the next run or replay reads. Copies on the device: nothing is waited for."""

@@ -18,7 +18,8 @@ from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..caches.synthetic import fill_with_zeros
 from ..contexts.home import contexts_root
-from ..graphs.passes import Graphs, Passes, capture_for
+from ..graphs.capture import capture_for
+from ..graphs.passes import Graphs, Passes
 from ..settings import MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed

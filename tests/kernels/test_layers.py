@@ -157,3 +157,40 @@ def test_without_compiled_kernels_plain_pytorch_computes_the_same():
 def test_other_formats_go_through_pytorch(dtype):
     x, weight = random(3, 64, dtype=dtype, seed=1), random(8, 64, dtype=dtype, seed=2)
     assert torch.equal(layers.linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FORMATS)
+@pytest.mark.parametrize("n", [1, 5, 33])
+@pytest.mark.usefixtures("products")
+def test_products_are_added_to_what_is_there(n, dtype, tolerance):
+    """The bits of a product and a sum."""
+    outputs, inputs, width = 160, 96, 77
+    x, weight = random(n, inputs, dtype=dtype, seed=1), random(outputs, inputs, dtype=dtype, seed=2)
+    before = random(n, outputs, dtype=dtype, seed=3)
+    onto = before.clone()
+    assert layers.linear(x, weight, onto=onto) is onto
+    assert torch.equal(onto, before + layers.linear(x, weight))
+    with use_kernels(layers="plain"):
+        plain = layers.linear(x, weight, onto=before.clone())
+    assert_near(onto, plain.double(), 2 * tolerance)
+
+    norm = random(inputs, dtype=dtype, seed=4)
+    gate_up, down = random(2 * width, inputs, dtype=dtype, seed=5), random(inputs, width, dtype=dtype, seed=6)
+    alone = layers.gated_mlp(x, norm, 1e-5, gate_up, down)
+    rows = x.clone()
+    assert layers.gated_mlp(rows, norm, 1e-5, gate_up, down, onto=rows) is rows
+    assert torch.equal(rows, x + alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_are_put_where_slots_say(dtype):
+    heads, n, dim = 3, 4, 48
+    x = random(n, heads, dim, dtype=dtype, seed=1).transpose(0, 1)
+    angles = random(n, dim, dtype=torch.float32, seed=2), random(n, dim, dtype=torch.float32, seed=3)
+    slots = torch.tensor([7, 2, 3, 0])
+    for rotation in (None, angles):
+        buffer = torch.zeros(heads, 9, dim, dtype=dtype)
+        layers.put(x, buffer, slots, rotation)
+        want = torch.zeros(heads, 9, dim, dtype=dtype)
+        want[:, slots] = x if rotation is None else layers.rotate(x, *angles)
+        assert torch.equal(buffer, want)

@@ -109,6 +109,11 @@ def _address(x: Tensor) -> int:
 class Recorder:
     """`graphs.Capture` for the CPU."""
 
+    runs = False
+    pads = True
+    passes_before = 1
+    most_tokens = 32
+
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = 0
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -125,6 +130,9 @@ class Recorder:
     def clear(self) -> None:
         for tape in self._tapes:
             tape.operations.clear()
+
+    def conditions(self) -> None:
+        return None
 
     def pool(self) -> None:
         return None

@@ -173,16 +173,16 @@ class Decoder:
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])
-        hidden = self._embedding[token_ids]  # [n, hidden]
+        hidden = self._embedding.index_select(0, token_ids)  # [n, hidden]
         parts = tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
             for part, rows in enumerate(hidden.split(parts)):
                 if index or part:
                     yield
-                rows += self._attention(index, layer, rows, cache)
+                self._attention(index, layer, rows, cache)
                 yield
-                rows += self._mlp(layer, rows)
+                self._mlp(layer, rows)
                 work.add(rows.shape[0])
         return self._logits(hidden[-num_logits:])
 
@@ -196,7 +196,8 @@ class Decoder:
         self.ranks.sum(joined, "all_reduce_chunks").mul_(whole / self.ranks.size)
         return list(joined[:, self._kv_heads])
 
-    def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+    def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
+        """Adds a layer's attention to `rows` `[n, hidden]`."""
         config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = linear(rows, layer.qkv, layer.qkv_bias, norm=layer.input_norm, eps=config.rms_norm_eps)
@@ -205,12 +206,20 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        out = linear(out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim), layer.o)
-        out = self.ranks.sum(out)
-        return out if layer.o_bias is None else out + layer.o_bias
+        out = out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim)
+        if self.ranks.size == 1 and layer.o_bias is None:
+            linear(out, layer.o, onto=rows)
+        else:
+            out = self.ranks.sum(linear(out, layer.o))
+            rows += out if layer.o_bias is None else out + layer.o_bias
 
-    def _mlp(self, layer: _Layer, rows: Tensor) -> Tensor:
-        return self.ranks.sum(gated_mlp(rows, layer.post_norm, self.config.rms_norm_eps, layer.gate_up, layer.down))
+    def _mlp(self, layer: _Layer, rows: Tensor) -> None:
+        """Adds a layer's MLP to `rows` `[n, hidden]`."""
+        mlp = rows, layer.post_norm, self.config.rms_norm_eps, layer.gate_up, layer.down
+        if self.ranks.size == 1:
+            gated_mlp(*mlp, onto=rows)
+        else:
+            rows += self.ranks.sum(gated_mlp(*mlp))
 
     def _logits(self, rows: Tensor) -> Tensor:
         part = linear(rows, self._head, norm=self._norm, eps=self.config.rms_norm_eps)

@@ -85,8 +85,11 @@ class Rope:
 
         `start` may also be the table's rows for these positions, where the host does not know the positions.
         """
-        cos, sin = self.rows(start, x.shape[-2]) if isinstance(start, int) else start
-        return rotate(x, cos, sin, out)
+        return rotate(x, *self.angles(start, x.shape[1]), out)
+
+    def angles(self, start: int | Rows, n: int) -> Rows:
+        """What `rotate` turns `n` rows by."""
+        return self.rows(start, n) if isinstance(start, int) else start
 
     def rotate_to(self, x: Tensor, position: int) -> Tensor:
         """Rotates every row of `x` `[heads, n, head_dim]` to the one `position`."""

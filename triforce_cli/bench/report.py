@@ -231,7 +231,7 @@ def _shape_notes(document: dict[str, Any]) -> list[str]:
         f"that the retrieval cache drafts are accepted{small} (--assume-acceptance)."
     ]
     failed = document["shape"].get("graphs_failed")
-    lines += [f"warning: steps that draft go without CUDA graphs, and slower: {failed}"] if failed else []
+    lines += [f"warning: steps that draft go without captured passes, and slower: {failed}"] if failed else []
     for at in document["contexts"]:
         steps, lengths = at["steps_ms"], at["lengths"]
         drafted = f", a draft step {steps['draft']['median']:.2f} ms" if steps["draft"] else ""

@@ -13,7 +13,7 @@
 #endif
 
 /* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 6
+#define TRIFORCE_ABI 7
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -37,21 +37,25 @@ typedef struct Attention Attention;
 EXPORT int triforce_attend(const Attention *call);
 
 /* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
- * RMS norm's weight) and `bias` may be NULL. 1 if memory ran out, else 0. */
+ * RMS norm's weight) and `bias` may be NULL. With `adds` that is added to what `out` holds, which `x` is no part of. 1 if
+ * memory ran out, else 0. */
 EXPORT int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                           void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads);
+                           void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
+                           int threads);
 
 /* `out[r] = down · (silu(gate · y) * (up · y))` of `y = norm(x[r])`: `gate_up` is `[2 * width, hidden]`, `down`
- * `[hidden, width]`. 1 if memory ran out, else 0. */
+ * `[hidden, width]`. With `adds` that is added to what `out` holds, which may be `x`. 1 if memory ran out, else 0. */
 EXPORT int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                              const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16,
-                              int level, int threads);
+                              const void *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width,
+                              int is_bf16, int level, int threads);
 
 /* Rotary embedding of `x` `[heads, n, dim]`: row r by `cosines[r]` and `sines[r]` (rows of `dim`, `table_stride` apart,
- * the sign of the rotation in the sines). `out` may be a slice of a cache. */
+ * the sign of the rotation in the sines), or a copy where these are NULL. Row r of `out` is the one at `slots[r]`, if
+ * `slots` is not NULL. */
 EXPORT void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines,
                             const float *sines, int64_t table_stride, void *out, int64_t out_head_stride,
-                            int64_t out_row_stride, int64_t heads, int64_t n, int64_t dim, int is_bf16);
+                            int64_t out_row_stride, const int64_t *slots, int64_t heads, int64_t n, int64_t dim,
+                            int is_bf16);
 
 /* The arguments of packing; `PackingCall` of kernels/cpu/library.py declares the same fields in the same order. Strides
  * of blocks are in values, that of slots and the offsets within a slot (kernels/packing.py) in bytes. */

@@ -91,8 +91,12 @@ static void carry(const Attention *call, int64_t kv_head, int64_t first, int64_t
     }
 }
 
-int triforce_attend(const Attention *call)
+int triforce_attend(const Attention *given)
 {
+    Attention copy = *given;
+    if (copy.diagonal_at)
+        copy.diagonal = *(const int64_t *)copy.diagonal_at;
+    const Attention *call = &copy;
     const AttentionKernels *kernels = kernels_for(call->level, call->type);
     if (!kernels)
         return 2;

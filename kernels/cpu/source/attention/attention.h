@@ -12,6 +12,8 @@
 
 #include "../cpu.h"
 
+#include <string.h>
+
 #define TILE 64        /* keys whose scores are computed together */
 #define SPLIT 256      /* keys of a partial result */
 #define ROWS 32        /* memory for rows is a multiple of so many */
@@ -21,16 +23,18 @@
 enum { FLOAT32, BFLOAT16 };
 
 /* The arguments of one call; `AttentionCall` of kernels/cpu/library.py declares the same fields in the same order.
- * Addresses, and strides in elements; `out`, `lse` and `mass` are contiguous. Keys and values are stored in blocks of
+ * Addresses, and strides in elements; `lse` and `mass` are contiguous. Keys and values are stored in blocks of
  * `block_size` keys, `block_size` a multiple of TILE or at least `m`. */
 struct Attention {
     int64_t q, k, v, out, lse, mass; /* mass may be 0 */
     int64_t running; /* [num_heads][n][row_stride] the result over earlier keys, brought up to date; may be 0 */
     int64_t q_head, q_row;
+    int64_t out_head, out_row, rounded; /* `out` is float32, or with `rounded`, for bfloat16 inputs, bfloat16 */
     int64_t k_block, k_head, k_row;
     int64_t v_block, v_head, v_row;
     int64_t num_heads, num_kv_heads, n, m, head_dim, block_size;
     int64_t diagonal, window; /* row i sees keys diagonal + i - window < j <= diagonal + i */
+    int64_t diagonal_at;      /* address of an int64 that takes the place of `diagonal`; may be 0 */
     int64_t mass_rows, chunk_size; /* the last rows, whose mass is wanted; keys of a chunk */
     int64_t type, threads, level;  /* of the enumerations here and in cpu.h */
     double scale;
@@ -82,6 +86,16 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline int64_t row_stride(int64_t head_dim) { return head_dim + 16; }
 static inline int64_t num_tiles(const Attention *call) { return (call->m + TILE - 1) / TILE; }
+
+/* Rounds to the nearest bfloat16, to even ones in the middle, as PyTorch does. */
+static inline void round_to_bf16(const float *from, uint16_t *to, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + i, 4);
+        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+}
 
 /* The keys that position `i` of the query sees: from *start to before *stop. */
 static inline void visible(const Attention *call, int64_t i, int64_t *start, int64_t *stop)

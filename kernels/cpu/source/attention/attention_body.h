@@ -281,13 +281,19 @@ FN void F(finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t
     for (int64_t r = 0; r < rows; r++, whole += row_stride(dim)) {
         const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
         const float peak = whole[dim], total = whole[dim + 1], norm = total == 0.0f ? 0.0f : 1.0f / whole[dim + 2];
-        float *out = (float *)call->out + (head * call->n + i) * dim;
+        const int64_t place = head * call->out_head + i * call->out_row;
+        float *out = (float *)call->out + place;
 #if IS_BF16
+        float result[MAX_DIM];
+        if (call->rounded)
+            out = result;
         for (int64_t at = 0; at < dim; at += 2 * LANES)
             for (int j = 0; j < LANES; j++) {
                 out[at + 2 * j] = whole[at + j] * norm;
                 out[at + 2 * j + 1] = whole[at + LANES + j] * norm;
             }
+        if (call->rounded)
+            round_to_bf16(result, (uint16_t *)call->out + place, dim);
 #else
         for (int64_t at = 0; at < dim; at++)
             out[at] = whole[at] * norm;

@@ -169,17 +169,31 @@ INLINE int threads_for(int64_t bytes, int threads)
     return bytes < SMALL_MATRIX ? 1 : threads;
 }
 
+/* Adds columns `first` to `stop` of `product` to those of `out`, both `[n, outputs]`. */
+INLINE void add_part(void *out, const void *product, int64_t n, int64_t outputs, int64_t first, int64_t stop, int is_bf16)
+{
+    for (int64_t r = 0; r < n; r++)
+        for (int64_t i = first; i < stop; i += 16) {
+            const __mmask16 mask = first16(stop - i);
+            void *place = (void *)at(out, r * outputs + i, is_bf16);
+            const __m512 added = load16(at(product, r * outputs + i, is_bf16), mask, is_bf16);
+            store16(place, _mm512_add_ps(load16(place, mask, is_bf16), added), mask, is_bf16);
+        }
+}
+
 INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias, void *out,
-                  int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
+                  int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level, int threads)
 {
     const int64_t size = is_bf16 ? 2 : 4, copied = norm || stride != inputs ? n * inputs * size : 0;
+    const int64_t apart = adds ? n * outputs * size : 0;
     threads = threads_for(outputs * inputs * size, threads);
     Input input;
-    const int64_t room = carve(&input, NULL, n, inputs, outputs, is_bf16, level, threads);
-    char *rows = copied + room ? malloc(copied + room) : NULL;
-    if (copied + room && !rows)
+    const int64_t room = copied + apart + carve(&input, NULL, n, inputs, outputs, is_bf16, level, threads);
+    char *rows = room ? malloc(room) : NULL;
+    if (room && !rows)
         return 1;
-    carve(&input, rows + copied, n, inputs, outputs, is_bf16, level, threads);
+    void *product = adds ? rows + copied : out;
+    carve(&input, rows + copied + apart, n, inputs, outputs, is_bf16, level, threads);
     if (copied) {
         normalised(x, stride, norm, eps, rows, n, inputs, is_bf16);
         x = rows;
@@ -189,7 +203,9 @@ INLINE int linear(const void *x, int64_t stride, const void *norm, float eps, co
     {
         int64_t first, stop;
         share(&input, outputs, &first, &stop);
-        part(&input, w, bias, out, outputs, first, stop, is_bf16);
+        part(&input, w, bias, product, outputs, first, stop, is_bf16);
+        if (adds)
+            add_part(out, product, n, outputs, first, stop, is_bf16);
     }
     free(rows);
     return 0;
@@ -237,9 +253,9 @@ INLINE void activate(void *gate_up, int64_t n, int64_t width, int64_t first, int
 }
 
 INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up, const void *down,
-                     void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level, int threads)
+                     void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level, int threads)
 {
-    const int64_t size = is_bf16 ? 2 : 4, copied = n * (hidden + 3 * width) * size;
+    const int64_t size = is_bf16 ? 2 : 4, copied = n * ((adds ? 2 : 1) * hidden + 3 * width) * size;
     threads = threads_for(3 * hidden * width * size, threads);
     Input input, activated;
     const int64_t first_room = carve(&input, NULL, n, hidden, width, is_bf16, level, threads);
@@ -247,6 +263,7 @@ INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps,
     if (!rows)
         return 1;
     char *wide = rows + n * hidden * size, *narrow = wide + 2 * n * width * size;
+    void *product = adds ? narrow + n * width * size : out;
     carve(&input, rows + copied, n, hidden, width, is_bf16, level, threads);
     carve(&activated, rows + copied + first_room, n, width, hidden, is_bf16, level, threads);
     normalised(x, stride, norm, eps, rows, n, hidden, is_bf16);
@@ -264,21 +281,27 @@ INLINE int gated_mlp(const void *x, int64_t stride, const void *norm, float eps,
 #pragma omp single
         lay_out(&activated, narrow);
         share(&activated, hidden, &first, &stop);
-        part(&activated, down, NULL, out, hidden, first, stop, is_bf16);
+        part(&activated, down, NULL, product, hidden, first, stop, is_bf16);
+        if (adds)
+            add_part(out, product, n, hidden, first, stop, is_bf16);
     }
     free(rows);
     return 0;
 }
 
 INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,
-                   int64_t table_stride, void *out, int64_t out_head_stride, int64_t out_row_stride, int64_t heads,
-                   int64_t n, int64_t dim, int is_bf16)
+                   int64_t table_stride, void *out, int64_t out_head_stride, int64_t out_row_stride,
+                   const int64_t *slots, int64_t heads, int64_t n, int64_t dim, int is_bf16)
 {
     const int64_t half = dim / 2;
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < n; r++) {
             const char *from = at(x, h * head_stride + r * row_stride, is_bf16);
-            char *to = (char *)at(out, h * out_head_stride + r * out_row_stride, is_bf16);
+            char *to = (char *)at(out, h * out_head_stride + (slots ? slots[r] : r) * out_row_stride, is_bf16);
+            if (!cosines) {
+                memcpy(to, from, dim * (is_bf16 ? 2 : 4));
+                continue;
+            }
             const float *cosine = cosines + r * table_stride, *sine = sines + r * table_stride;
             for (int64_t i = 0; i < half; i += 16) {
                 const __mmask16 mask = first16(half - i);
@@ -296,31 +319,31 @@ INLINE void rotate(const void *x, int64_t head_stride, int64_t row_stride, const
 /* Each is compiled twice, once per input type, so that the type is a constant there. */
 
 int triforce_linear(const void *x, int64_t stride, const void *norm, float eps, const void *w, const void *bias,
-                    void *out, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
+                    void *out, int adds, int64_t n, int64_t inputs, int64_t outputs, int is_bf16, int level,
                     int threads)
 {
-    return is_bf16 ? linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 1, level, threads)
-                   : linear(x, stride, norm, eps, w, bias, out, n, inputs, outputs, 0, level, threads);
+    return is_bf16 ? linear(x, stride, norm, eps, w, bias, out, adds, n, inputs, outputs, 1, level, threads)
+                   : linear(x, stride, norm, eps, w, bias, out, adds, n, inputs, outputs, 0, level, threads);
 }
 
 int triforce_gated_mlp(const void *x, int64_t stride, const void *norm, float eps, const void *gate_up,
-                       const void *down, void *out, int64_t n, int64_t hidden, int64_t width, int is_bf16, int level,
-                       int threads)
+                       const void *down, void *out, int adds, int64_t n, int64_t hidden, int64_t width, int is_bf16,
+                       int level, int threads)
 {
-    return is_bf16 ? gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 1, level, threads)
-                   : gated_mlp(x, stride, norm, eps, gate_up, down, out, n, hidden, width, 0, level, threads);
+    return is_bf16 ? gated_mlp(x, stride, norm, eps, gate_up, down, out, adds, n, hidden, width, 1, level, threads)
+                   : gated_mlp(x, stride, norm, eps, gate_up, down, out, adds, n, hidden, width, 0, level, threads);
 }
 
 void triforce_rotate(const void *x, int64_t head_stride, int64_t row_stride, const float *cosines, const float *sines,
-                     int64_t table_stride, void *out, int64_t out_head_stride, int64_t out_row_stride, int64_t heads,
-                     int64_t n, int64_t dim, int is_bf16)
+                     int64_t table_stride, void *out, int64_t out_head_stride, int64_t out_row_stride,
+                     const int64_t *slots, int64_t heads, int64_t n, int64_t dim, int is_bf16)
 {
     if (is_bf16)
-        rotate(x, head_stride, row_stride, cosines, sines, table_stride, out, out_head_stride, out_row_stride, heads, n,
-               dim, 1);
+        rotate(x, head_stride, row_stride, cosines, sines, table_stride, out, out_head_stride, out_row_stride, slots,
+               heads, n, dim, 1);
     else
-        rotate(x, head_stride, row_stride, cosines, sines, table_stride, out, out_head_stride, out_row_stride, heads, n,
-               dim, 0);
+        rotate(x, head_stride, row_stride, cosines, sines, table_stride, out, out_head_stride, out_row_stride, slots,
+               heads, n, dim, 0);
 }
 
 #endif

@@ -1,0 +1,32 @@
+"""Calls of compiled kernels, which who captures a pass wants to know of: PyTorch does not see them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+Note = Callable[[Callable[[], Any]], None]
+"""Is handed what repeats a call, on the same memory."""
+
+_note: ContextVar[Note | None] = ContextVar("note", default=None)
+
+
+def call(kernel: Callable[..., Any], *args: Any) -> Any:
+    """`kernel(*args)`, noted where that is wanted."""
+    note = _note.get()
+    if note is not None:
+        note(functools.partial(kernel, *args))
+    return kernel(*args)
+
+
+@contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Within, in this thread, calls are noted. Addresses in them are good as long as the memory is kept."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)

@@ -1,0 +1,64 @@
+"""What captures passes: CUDA's graphs on a GPU, lists of operations on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...tp.parallel.ranks import ALONE, Ranks
+from .cpu import CpuCapture, replays_on_cpu
+
+
+class Capture(Protocol):
+    """Turns a function that starts kernels into one that starts them again, at once."""
+
+    runs: bool
+    """Whether capturing a function also runs it."""
+    pads: bool
+    """Whether further rows cost next to nothing, so that sequences may have as many."""
+    passes_before: int
+    """Passes over so many tokens that run before one of them is captured: the first may compile, and few are not worth
+    a capture."""
+    most_tokens: int
+    """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
+    share."""
+
+    def conditions(self) -> object:
+        """What captured functions depend on besides memory: with others they are captured anew."""
+        ...
+
+    def pool(self) -> Any:
+        """New room that captured functions share for what they compute on the way."""
+        ...
+
+    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+        """Runs a function as it will be captured, which compiles and loads what it needs; its result."""
+        ...
+
+    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+        """Captures a function without relying on what it computes meanwhile.
+
+        Returns:
+            What replays it, and the tensor that holds its result after each replay, until the next one of this pool.
+
+        Raises:
+            RuntimeError: it does something that cannot be captured, such as waiting for the device.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Frees what all captures so far have left on the device, whoever holds what replays them; none is replayed any
+        more."""
+        ...
+
+
+def capture_for(device: torch.device, ranks: Ranks = ALONE) -> Capture | None:
+    """What captures passes on `device`; `None` where they run as they come."""
+    if device.type == "cuda":
+        from .cuda import CudaCapture  # only where it is used: a CPU has no streams to capture
+
+        return CudaCapture(device)
+    return CpuCapture() if replays_on_cpu() and ranks.size == 1 else None  # Gloo's sums are not captured

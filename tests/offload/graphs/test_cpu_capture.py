@@ -1,0 +1,222 @@
+"""Passes that are captured on a CPU, with its compiled kernels: replays have the bits of passes as they come."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from profiles import examples
+from recorder import PROMPT
+from tiny import random_tokens, save_llama
+from tiny_caches import append, full_cache
+from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels.selection import use_kernels
+from triforce.offload import Engine, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.graphs.cpu import CpuCapture
+from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
+from triforce.tp.model.decoder import Decoder
+
+pytestmark = pytest.mark.skipif(
+    cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_pytorch() -> Iterator[None]:
+    """In place of the one in conftest: compiled kernels are what is captured."""
+    with use_kernels():
+        yield
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    directory = tmp_path_factory.mktemp("model")
+    save_llama(directory, num_hidden_layers=2, num_key_value_heads=2, head_dim=32)
+    return Decoder.load(directory, dtype=getattr(torch, request.param), device=torch.device("cpu"))
+
+
+def retrieval_cache(decoder: Decoder) -> RetrievalCache:
+    full = FullCache.on_device(
+        decoder.config, decoder.rope, dtype=decoder.dtype, device=decoder.device, capacity=500, chunk_size=4
+    )
+    append(decoder, full, random_tokens(90, seed=1))
+    cache = RetrievalCache(full, decoder.rope, budget=24, chunk_size=4)
+    cache.refresh()
+    return cache
+
+
+def streaming_cache(decoder: Decoder) -> StreamingCache:
+    cache = StreamingCache(decoder, sinks=4, window=20)
+    append(decoder, cache, random_tokens(40))
+    return cache
+
+
+def replays_of(passes: Passes) -> int:
+    return sum(captured.replay is not None for captured in passes._captures._captured.values())
+
+
+steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=10, max_size=60)
+"""Tokens of a pass, then tokens forgotten, again and again."""
+
+
+@given(history=steps)
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
+def test_replays_have_the_bits_of_passes_as_they_come(decoder, make, monkeypatch, history):
+    monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)  # the window moves every dozen tokens
+    caches = make(decoder), make(decoder)
+    captured, plain = Passes(decoder, caches[0], Graphs(CpuCapture())), Passes(decoder, caches[1])
+    floor = caches[0].length
+    source = iter(random_tokens(1000, seed=3))
+    for n, forgotten in history:
+        tokens = torch.tensor([next(source) for _ in range(n)])
+        assert torch.equal(captured.forward(tokens, n), plain.forward(tokens, n))
+        length = max(floor, caches[0].length - forgotten)
+        for cache in caches:
+            cache.rollback(length)
+            if cache.length < length:
+                append(decoder, cache, random_tokens(length))
+    counts = [sum(n == wanted for n, _ in history) for wanted in (1, 2, 3)]
+    if make is streaming_cache:  # whose memory never moves
+        assert replays_of(captured) == sum(count > CpuCapture.passes_before for count in counts)
+
+
+def test_a_pass_is_captured_when_it_has_come_a_few_times_and_then_replayed(decoder):
+    passes = Passes(decoder, streaming_cache(decoder), Graphs(CpuCapture()))
+    found = []
+    for token in random_tokens(CpuCapture.passes_before + 3, seed=4):
+        passes.forward(torch.tensor([token]))
+        found.append((replays_of(passes), passes.was_steady()))
+    before = CpuCapture.passes_before
+    assert found == [(0, True)] * before + [(1, False)] + [(1, True)] * 2
+
+
+@pytest.mark.parametrize("change", ["threads", "kernels"])
+def test_other_threads_or_kernels_are_captured_anew(decoder, change):
+    cache = streaming_cache(decoder)
+    passes = Passes(decoder, cache, Graphs(CpuCapture()))
+
+    def run(n: int) -> torch.Tensor:
+        logits = torch.zeros(0)
+        for _ in range(n):
+            length = cache.length
+            logits = passes.forward(torch.tensor([5])).clone()
+            cache.rollback(length)
+        return logits
+
+    before = run(CpuCapture.passes_before + 2)
+    assert replays_of(passes) == 1
+    threads = torch.get_num_threads()
+    try:
+        if change == "threads":
+            torch.set_num_threads(threads + 1)
+            again = run(1)
+        else:
+            with use_kernels(attention="plain", layers="plain"):
+                again = run(CpuCapture.passes_before + 2)
+                assert replays_of(passes) == 1
+            run(1)
+        assert replays_of(passes) == 0
+    finally:
+        torch.set_num_threads(threads)
+    if change == "threads":
+        assert torch.equal(again, before)
+    assert (again - before).abs().max() < 0.05 * before.abs().max()
+
+
+def test_sequences_together_are_replayed_where_they_have_as_many_tokens(decoder):
+    caches, others = ([streaming_cache(decoder) for _ in range(2)] for _ in range(2))
+    graphs = Graphs(CpuCapture())
+    joined = JoinedPasses([Passes(decoder, cache, graphs) for cache in caches])
+    alone = [Passes(decoder, cache) for cache in others]
+    for i in range(20):
+        counts = [1, 2] if i % 5 == 4 else [1, 1]
+        tokens = torch.tensor(random_tokens(sum(counts), seed=i))
+        got = joined.forward(tokens, counts, [1, 1])
+        want = [passes.forward(part)[-1:] for passes, part in zip(alone, tokens.split(counts), strict=True)]
+        assert torch.equal(got, torch.cat(want))
+    assert [n for n, captured in joined._captures._captured.items() if captured.replay] == [1]
+
+
+def test_what_reads_numbers_is_not_captured(decoder, monkeypatch):
+    cache = streaming_cache(decoder)
+    whole = cache.attend
+
+    def attend(layer, q, k, v):
+        assert q.float().amax().item() < float("inf")
+        return whole(layer, q, k, v)
+
+    monkeypatch.setattr(cache, "attend", attend)
+    graphs = Graphs(CpuCapture())
+    passes, plain = Passes(decoder, cache, graphs), Passes(decoder, streaming_cache(decoder))
+    for token in torch.tensor(random_tokens(10, seed=4)).split(1):
+        assert torch.equal(passes.forward(token), plain.forward(token))
+    assert graphs.warnings == [
+        "drafting goes without captured passes, and slower: item reads what a captured pass cannot know"
+    ]
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_is_the_same_with_and_without(tmp_path: Path, tiers: int, temperature: float) -> None:
+    save_llama(tmp_path / "target", head_dim=32)
+    save_llama(tmp_path / "draft", num_hidden_layers=1, head_dim=32)
+    lengths = {"draft_length": 3, "block_length": 6, "budget": 64, "tiers": tiers, "refresh": "round"}
+    engine = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", dtype="bfloat16", **lengths)
+    sampling = Sampling(temperature, seed=3)
+    assert isinstance(engine._capture, CpuCapture)
+    with_it = engine.generate(PROMPT, sampling, 80)
+    engine._capture = None
+    without = engine.generate(PROMPT, sampling, 80, reuse=0)
+    assert with_it.token_ids == without.token_ids
+    assert with_it.stats["acceptance"] == without.stats["acceptance"] and with_it.stats["warnings"] == []
+
+
+def test_pytorchs_compiler_is_not_imported_for_it() -> None:
+    script = """
+import sys, torch
+from triforce.offload.graphs.cpu import CpuCapture
+with torch.inference_mode():
+    x = torch.zeros(3)
+    replay, result = CpuCapture().capture(lambda: (x + 1).to(torch.float64), None)
+    x += 1
+    replay()
+    assert result.tolist() == [2.0] * 3
+print("torch._dynamo" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_plain_operations_of_any_kind_are_repeated(decoder) -> None:
+    """Also those whose variants take scalars, or whose results are views."""
+    x, flags = torch.arange(6.0), torch.tensor([True, False] * 3)
+
+    def run() -> torch.Tensor:
+        rows = torch.where(flags, x, float("-inf")).view(2, 3).softmax(-1)
+        kept = torch.zeros(2, 3).index_copy_(0, torch.ones(1, dtype=torch.int64), rows[:1])
+        return torch.cat((rows.transpose(0, 1).reshape(2, 3) * 2 + (x > 3).view(2, 3), kept))
+
+    with torch.inference_mode():
+        replay, result = CpuCapture().capture(run, None)
+        for factor in (2.0, -1.0):
+            x.mul_(factor)
+            replay()
+            assert torch.equal(result, run())
+
+
+def test_full_caches_run_as_they_come(decoder) -> None:
+    if decoder.dtype != torch.float32:
+        pytest.skip("the helper's cache is float32")
+    graphs = Graphs(CpuCapture())
+    passes = Passes(decoder, full_cache(decoder), graphs)
+    for token in torch.tensor(random_tokens(8)).split(1):
+        passes.forward(token)
+    assert replays_of(passes) == 0 and passes.was_steady()
