@@ -1,4 +1,5 @@
-"""Measures the steps of the embedded pair on this CPU: with plain PyTorch, with compiled attention, with all of it.
+"""Measures the steps of the embedded pair on this CPU: with plain PyTorch, with compiled attention, with all compiled
+kernels, and where passes of the tiers that draft are captured and replayed, too.
 
     python examples/cpu_results.py --contexts 32768 131072 --json cpu.json
     python examples/cpu_results.py --contexts 32768 --prefill
@@ -30,6 +31,8 @@ from triforce.kernels.selection import Backend, use_kernels
 from triforce.offload.caches import block_attention
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
+from triforce.offload.graphs.passes import Passes
+from triforce.offload.planning import shape_steps
 from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.planning.shape_steps import ShapeSteps
@@ -44,12 +47,14 @@ CPU = torch.device("cpu")
 CACHED_KEYS = 1024
 """Keys whose rows are in the processor's caches after the first time."""
 
+CAPTURED = "captured"
 VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "plain PyTorch": lambda: use_kernels(attention="plain", layers="plain"),
     "compiled attention": lambda: use_kernels(layers="plain"),
     "compiled steps": use_kernels,
+    CAPTURED: use_kernels,
 }
-"""The kernels that steps are computed with."""
+"""The kernels that steps are computed with; passes run as they come in all but the last."""
 
 PREFILL_BACKENDS: tuple[Backend, ...] = ("compiled", "flash_cpu")
 PREFILL_ROWS = 4096
@@ -90,12 +95,12 @@ class Profile:
         return measured
 
     def whole(self, forward: Callable) -> Callable:
-        def measured(self_: Any, token_ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
+        def measured(self_: Any, token_ids: torch.Tensor, *args: Any) -> Any:
             self._parts = {}
             began = time.perf_counter()
-            result = forward(self_, token_ids, cache, **kwargs)
+            result = forward(self_, token_ids, *args)
             found = {"whole": time.perf_counter() - began} | self._parts
-            self.passes[type(cache).__name__, len(token_ids)].append(found)
+            self.passes[type(self_.cache).__name__, len(token_ids)].append(found)
             return result
 
         return measured
@@ -143,7 +148,9 @@ def measure(
         for part, functions in PARTS.items():
             for module, name in functions:
                 patches.enter_context(patch.object(module, name, profile.part(part, getattr(module, name))))
-        patches.enter_context(patch.object(decoder.Decoder, "forward", profile.whole(decoder.Decoder.forward)))
+        patches.enter_context(patch.object(Passes, "forward", profile.whole(Passes.forward)))
+        if variant != CAPTURED:
+            patches.enter_context(patch.object(shape_steps, "capture_for", lambda _: None))
         steps = ShapeSteps(target, draft, settings, dtype=torch.bfloat16, device=CPU, context=context)
         for _ in range(rounds):
             steps.at(context, Assumptions())
@@ -188,7 +195,11 @@ def print_table(context: int, found: dict[str, Any]) -> None:
     table = Table("", *VARIANTS, title=f"{context:,} tokens, bfloat16, ms (attention + products + rotation)")
     for step in STEPS:
         cells = [found["steps_ms"][variant][step] for variant in VARIANTS]
-        table.add_row(step, *(f"{c['whole']:.2f} ({' + '.join(f'{c[part]:.2f}' for part in PARTS)})" for c in cells))
+        parts = [
+            " + ".join(f"{cell[part]:.2f}" for part in PARTS) if any(cell[part] for part in PARTS) else ""
+            for cell in cells
+        ]
+        table.add_row(step, *(f"{c['whole']:.2f}" + f" ({p})" * bool(p) for c, p in zip(cells, parts, strict=True)))
     console = Console()
     console.print(table)
     console.print(", ".join(f"{name}: {ms:.2f} ms" for name, ms in found["bounds_ms"].items()))

@@ -48,8 +48,8 @@ TARGET_PHASES = (
 )
 DRAFT_PHASES = (
     Phase("books", 496, 16, 5e6, (4e-3, 3e-3), Mix(0.0, 0.0, 0.1, 0.3)),
-    Phase("own-samples", 496, 16, 20e6, (3e-3, 1e-3), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
-    Phase("agreement", 496, 16, 10e6, (1e-3, 1e-5), Mix(0.0, 0.0, 0.1, 0.2), own=0.5, agreement=0.7),
+    Phase("own-samples", 496, 16, 14e6, (3e-3, 1e-3), Mix(0.0, 0.0, 0.1, 0.2), own=0.5),
+    Phase("agreement", 496, 16, 8e6, (1e-3, 1e-5), Mix(0.0, 0.0, 0.1, 0.2), own=0.5, agreement=0.7),
 )
 EVENNESS = 2.0  # nats for a variance of 1 of the logarithm of tokens' root mean squares where they enter a layer
 OWN_TEMPERATURES = (1.0, 0.6, 1.0, 0.6, 0.0)

@@ -92,7 +92,7 @@ def attend(
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} key/value heads evenly")
     if isinstance(diagonal, int) and diagonal >= m - 1 and window is None:
         diagonal = None
-    flash_mask = window is None and not isinstance(diagonal, Tensor)
+    flash_mask = window is None and running is None and not isinstance(diagonal, Tensor)
     backend = _backend_of(q, flash_mask, has_plain_rows(q, k, v))
     fused_mass = None  # mass that is summed from the scores that attention computes
     if backend == "compiled":
@@ -109,8 +109,6 @@ def attend(
         )
     elif backend != "plain" and not isinstance(diagonal, Tensor):
         out, lse = attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
-        if running is not None:
-            out, lse = add_partial(running, out, lse)
     else:
         fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
@@ -167,10 +165,8 @@ def attend_blocks(
     """
     n = q.shape[1]
     hides = window is not None and window < diagonal + n
-    if _backend_of(q, flash_mask=not hides, plain_rows=True) == "flash_cpu":
+    if _backend_of(q, flash_mask=not hides and running is None, plain_rows=True) == "flash_cpu":
         out, lse = _attend_flash_segments(q, blocks, m, scale, diagonal)
-        if running is not None:
-            out, lse = add_partial(running, out, lse)
         fused_mass = None
     else:
         fused_mass = mass if mass is not None and sums_mass(mass, m) else None

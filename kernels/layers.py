@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.attention import compiled_attention
-from .cpu.calls import call
+from .cpu.calls import call, threads
 from .cpu.library import Level, cpu_level, loaded
 from .selection import FEW_ROWS, TILE_ROWS, selected
 
@@ -97,11 +97,16 @@ def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[:n]
 
 
+def steps_are_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the compiled kernels compute products and attention of a step (at most `FEW_ROWS` rows)."""
+    layers = _kernels(device, dtype, selected().layers) is not None
+    return layers and compiled_attention(dtype, head_dim) and selected().attention in (None, "compiled")
+
+
 def rows_are_independent(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a row of a step (at most `FEW_ROWS` rows) has the same result, bit by bit, whatever rows come with it:
-    where the compiled kernels compute products and attention, or where rows are padded."""
-    compiled = _kernels(device, dtype, selected().layers) is not None and compiled_attention(dtype, head_dim)
-    return compiled or selected().padded
+    """Whether a row of a step has the same result, bit by bit, whatever rows come with it: where the compiled kernels
+    compute it, or where rows are padded."""
+    return steps_are_compiled(device, dtype, head_dim) or selected().padded
 
 
 def _normed(
@@ -132,7 +137,7 @@ def _normed(
         *sizes,
         x.dtype == torch.bfloat16,
         cpu_level(),
-        torch.get_num_threads(),
+        threads(),
     )
     if failed:
         raise MemoryError(f"no memory for the temporaries of {x.shape[0]} rows")

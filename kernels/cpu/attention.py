@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .calls import call as call_kernel
+from .calls import threads
 from .library import AttentionCall, Level, cpu_level, loaded
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -94,7 +95,7 @@ def attend_compiled(
     if running is not None:
         call.running = running.data_ptr()
     call.type = _TYPES[q.dtype]
-    call.threads = torch.get_num_threads()
+    call.threads = threads()
     call.level = cpu_level() if level is None else level
     call.scale = scale
     if call_kernel(_attend(), call):

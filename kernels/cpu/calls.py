@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 Note = Callable[[Callable[[], Any]], None]
 """Is handed what repeats a call, on the same memory."""
 
@@ -20,6 +22,12 @@ def call(kernel: Callable[..., Any], *args: Any) -> Any:
     if note is not None:
         note(functools.partial(kernel, *args))
     return kernel(*args)
+
+
+def threads() -> int:
+    """The threads to ask a kernel for: PyTorch's number, or where calls are noted 0, OpenMP's number when the kernel
+    runs: there may be others when a call is repeated."""
+    return torch.get_num_threads() if _note.get() is None else 0
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...tp.model.decoder import Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
-from .cpu import CpuCapture, replays_on_cpu
+from .cpu import CpuCapture
 
 
 class Capture(Protocol):
@@ -17,8 +18,9 @@ class Capture(Protocol):
 
     runs: bool
     """Whether capturing a function also runs it."""
-    pads: bool
-    """Whether further rows cost next to nothing, so that sequences may have as many."""
+    joins: bool
+    """Whether passes over several sequences are captured: those with fewer tokens get further ones, which cost next to
+    nothing on a GPU."""
     passes_before: int
     """Passes over so many tokens that run before one of them is captured: the first may compile, and few are not worth
     a capture."""
@@ -26,8 +28,8 @@ class Capture(Protocol):
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
 
-    def conditions(self) -> object:
-        """What captured functions depend on besides memory: with others they are captured anew."""
+    def takes(self, decoder: Decoder) -> bool:
+        """Whether passes of `decoder`, with the kernels that are selected, can be captured."""
         ...
 
     def pool(self) -> Any:
@@ -61,4 +63,4 @@ def capture_for(device: torch.device, ranks: Ranks = ALONE) -> Capture | None:
         from .cuda import CudaCapture  # only where it is used: a CPU has no streams to capture
 
         return CudaCapture(device)
-    return CpuCapture() if replays_on_cpu() and ranks.size == 1 else None  # Gloo's sums are not captured
+    return CpuCapture() if ranks.size == 1 else None  # Gloo's sums are not captured

@@ -7,6 +7,7 @@ what they are, and where their results go, as the processor takes to compute the
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...kernels.cpu.calls import noting
-from ...kernels.cpu.library import Level, cpu_level
-from ...kernels.selection import selected
+from ...kernels.layers import steps_are_compiled
+from ...tp.model.decoder import Decoder
 
-_READS_NUMBERS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
-"""Operations whose result depends on numbers that another pass would have others of."""
+_READS_NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
+"""Operations whose result, or its size, the host reads from numbers that another pass would have others of."""
 
 _COPIES = {"clone", "contiguous", "reshape", "to", "_to_copy"}
 """Operations that give their first argument's numbers in the same order, in another shape or dtype."""
@@ -29,24 +30,23 @@ _NOTHING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stri
 """Operations that only give memory."""
 
 
-def replays_on_cpu() -> bool:
-    """Whether passes on this processor consist of compiled kernels, so that what they are made of hardly takes time."""
-    return cpu_level() >= Level.AVX512_BF16
-
-
 class CpuCapture:
-    """Captures what PyTorch and the compiled kernels are asked for. Capturing runs the pass, too."""
+    """Captures what PyTorch and the compiled kernels are asked for. Capturing runs the pass, too.
+
+    Several sequences' passes take longer than Python does, and there are too many combinations of them.
+    """
 
     runs = True
-    pads = False
-    passes_before = 4
-    most_tokens = 16
+    joins = False
+    passes_before = 2
+    most_tokens = 10
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
 
-    def conditions(self) -> object:
-        return torch.get_num_threads(), selected()
+    def takes(self, decoder: Decoder) -> bool:
+        # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache.
+        return steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
 
     def pool(self) -> Any:
         return None
@@ -56,7 +56,7 @@ class CpuCapture:
 
     def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
         tape = _Tape()
-        with tape, noting(tape.calls.append):
+        with tape, noting(tape.note):
             result = run()
         self._tapes.add(tape)
         return tape.replay, result
@@ -71,8 +71,10 @@ class _Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Callable[[], Any]] = []
+        self._calls: list[Callable[[], Any]] = []
         self._kept: list[Any] = []  # memory that compiled kernels are given the addresses of
+        self._in_use = threading.Lock()
+        self.note = self._calls.append
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -81,32 +83,44 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in _READS_NUMBERS:
+        if name in _READS_NUMBERS or (name == "index" and any(_is_mask(x) for x in args[1])):
             raise RuntimeError(f"{name} reads what a captured pass cannot know")
         result = func(*args, **kwargs)
         self._kept.append(result)
         if func._schema.is_mutable:
-            self.calls.append(functools.partial(func, *args, **kwargs))
-        elif isinstance(result, Tensor) and name not in _NOTHING and not _is_view(result, args):
-            self.calls.append(_again(func, name, args, kwargs, result))
-        elif not isinstance(result, Tensor) and not all(_is_view(part, args) for part in result):
-            raise RuntimeError(f"{name} has several results")
+            self.note(functools.partial(func, *args, **kwargs))
+        elif isinstance(result, Tensor):
+            if name not in _NOTHING and not _is_view(result, args):
+                self.note(_again(func, name, args, kwargs, result))
+        elif not isinstance(result, (list, tuple)) or not all(_is_view(part, args) for part in result):
+            raise RuntimeError(f"{name} has a result that cannot be computed in its place")
         return result
 
     def replay(self) -> None:
         """Runs all operations again. Needs inference mode."""
-        for call in self.calls:
-            failed = call()
-            if failed.__class__ is int and failed:
-                raise MemoryError("no memory for the temporaries of a captured pass")
+        torch.get_num_threads()  # sets OpenMP's number, in a thread that has not computed anything yet
+        with self._in_use:
+            if not self._kept:
+                raise RuntimeError("a captured pass was dropped")
+            for call in self._calls:
+                failed = call()
+                if failed.__class__ is int and failed:
+                    raise MemoryError("no memory for the temporaries of a captured pass")
 
     def clear(self) -> None:
-        self.calls.clear()
-        self._kept.clear()
+        with self._in_use:
+            self._calls.clear()
+            self._kept.clear()
 
 
-def _is_view(result: Tensor, args: tuple) -> bool:
-    """Whether `result` lies in the memory of an argument."""
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_view(result: Any, args: tuple) -> bool:
+    """Whether `result` is a tensor in the memory of an argument."""
+    if not isinstance(result, Tensor):
+        return False
     address = result.untyped_storage().data_ptr()
     return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == address for x in args)
 

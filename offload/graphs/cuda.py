@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...tp.model.decoder import Decoder
+
 
 class CudaCapture:
     """Captures on a stream of its own, on which functions are warmed up too: cuBLAS has a workspace for each stream."""
@@ -23,7 +25,7 @@ class CudaCapture:
     """Kept, as PyTorch's allocators may still ask them which streams were captured; without a graph after `clear`."""
 
     runs = False
-    pads = True
+    joins = True
     passes_before = 1
     most_tokens = 32
 
@@ -32,8 +34,8 @@ class CudaCapture:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream = torch.cuda.Stream(device)
 
-    def conditions(self) -> object:
-        return None
+    def takes(self, decoder: Decoder) -> bool:
+        return True
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

@@ -91,6 +91,10 @@ class Graphs:
         if self._capture:
             self._capture.clear()  # waits for a replay that is under way
         self._capture = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Drops all captured passes, whose memory is not needed any more."""
         for passes in self._passes:
             passes.clear()
 
@@ -118,8 +122,12 @@ class Passes:
 
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
-        capture."""
+        capture, or are not captured yet."""
         return self._captures.was_steady()
+
+    def drop(self) -> None:
+        """Drops what was captured of this sequence alone: its cache's memory may be replaced before it is again."""
+        self._captures.clear()
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, num_logits: int = 1) -> Tensor:
@@ -145,6 +153,9 @@ class JoinedPasses:
         self._decoder, self._padded = first.decoder, first.padded
         self._cache = together(caches)
         self._captures = _Captures(first.decoder, caches, first.graphs)
+        if first.graphs.capture and not first.graphs.capture.joins:
+            for passes in members:
+                passes.drop()
 
     def was_steady(self) -> bool:
         """See `Passes`."""
@@ -181,7 +192,6 @@ class _Captures:
         replayable = [cache for cache in caches if isinstance(cache, Replayable)]
         self._caches = replayable if len(replayable) == len(caches) else []
         self._memory: list[object] = []
-        self._conditions: object = None
         self._pool: Any = None
         self._captured: dict[int, _CapturedPass] = {}  # by number of tokens a sequence
         self.prepared = self._noted = 0
@@ -204,16 +214,14 @@ class _Captures:
         """The logits of each sequence's last `rows[i]` tokens; `None` where the pass is not replayed, and did not take
         place."""
         caches, capture, n = self._caches, self._graphs.capture, max(counts)
-        if caches and capture is not None and _can_be_captured(capture, counts, rows):
+        if caches and capture and _can_be_captured(capture, counts, rows) and capture.takes(self._decoder):
             for cache in caches:
                 cache.prepare(n)
             slots = [found for cache in caches if (found := cache.token_slots(n)) is not None]
             if len(slots) == len(caches):
-                memory, conditions = [cache.memory for cache in caches], capture.conditions()
-                moved = any(new is not old for new, old in zip_longest(memory, self._memory))
-                if moved or conditions != self._conditions:
-                    self._memory, self._conditions = memory, conditions
-                    self._pool, self._captured = capture.pool(), {}
+                memory = [cache.memory for cache in caches]
+                if any(new is not old for new, old in zip_longest(memory, self._memory)):
+                    self._memory, self._pool, self._captured = memory, capture.pool(), {}
                 logits = self._replay(capture, _evenly(token_ids, counts, n), slots, counts, n)
                 if logits is not None:
                     return _last_rows(logits, counts, rows, n)
@@ -234,7 +242,7 @@ class _Captures:
             captured.replay()
         elif captured.passes < capture.passes_before:
             captured.passes += 1
-            self.prepared += not capture.runs
+            self.prepared += 1
             logits = capture.warm_up(captured.run)
             self._advance(starts, counts)
             return logits
@@ -243,7 +251,7 @@ class _Captures:
             failure = captured.capture(capture, self._pool)
             self._advance(starts, [0] * len(starts))
             if not self._graphs.agree(failure):
-                self._captured.clear()
+                self._graphs.drop()
                 return None
             assert captured.replay is not None
             if not capture.runs:
@@ -264,7 +272,7 @@ def _can_be_captured(capture: Capture, counts: Sequence[int], rows: Sequence[int
     return (
         n <= capture.most_tokens
         and n * len(counts) <= FEW_ROWS
-        and (capture.pads or all(count == n for count in counts))
+        and (capture.joins or len(counts) == 1)
         and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
     )
 

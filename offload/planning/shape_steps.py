@@ -31,9 +31,6 @@ from .request import RunRequest
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""
 
-_UNTIMED = 2
-"""Passes before those that are timed: the first, and the one that is captured."""
-
 
 class RandomWeights:
     """Stands for `tp.checkpoint.Checkpoint` where there is none: weights of the size that keeps activations finite."""
@@ -109,8 +106,11 @@ class ShapeSteps:
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
-        self.graphs = Graphs(capture_for(device))
+        capture = capture_for(device)
+        self.graphs = Graphs(capture)
         """Of the steps that draft, as an engine would replay them."""
+        self._untimed = 1 + (capture.passes_before if capture else 1)
+        """Passes before those that are timed: the first, and the one that is captured."""
         self._device = device
         self._kept = KeptCache(self.target, settings.link_gbps)
 
@@ -128,7 +128,7 @@ class ShapeSteps:
         verifying = Passes(self.target, full)
         before, read = self._kept.traffic(), full.reads.num_bytes
         plain = self._timed(verifying, 1)
-        count = len(plain) + _UNTIMED
+        count = len(plain) + self._untimed
         moved = self._kept.traffic().since(before)
         read = (full.reads.num_bytes - read) // count
 
@@ -164,7 +164,8 @@ class ShapeSteps:
         return best_length(PassCost.through(one, many, planned.most + 1), min(drafted), rate, planned.most)[0]
 
     def _timed(self, passes: Passes, rows: int) -> list[float]:
-        self._step(passes, rows)  # a pass is captured the second time, which `timed` does not count
+        for _ in range(self._untimed - 1):
+            self._step(passes, rows)
         return timed(lambda: self._step(passes, rows), self._device)
 
     def _step(self, passes: Passes, rows: int, *, keep: bool = False) -> None:

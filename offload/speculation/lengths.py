@@ -19,6 +19,9 @@ _DECAY = 0.97
 _FIRST_DECAY = 0.25
 """Factor on the weight of the modelled cost with the first measurement."""
 
+_EXPECTED = 8.0
+"""Tested tokens that an expected rate counts as."""
+
 _TRUSTED = 3
 """Measurements from which on another one can be called an outlier."""
 
@@ -92,8 +95,9 @@ class Acceptance:
 
     @classmethod
     def starting_at(cls, rate: float) -> Acceptance:
-        """Before anything was tested, where this is expected."""
-        return cls(3.0 * rate, 3.0)
+        """Before anything was tested, where this is expected, and so well known that one draft that was rejected at
+        once does not say the opposite."""
+        return cls(_EXPECTED * rate, _EXPECTED)
 
     def observe(self, accepted: int, proposed: int) -> None:
         """Adds a pass that accepted `accepted` of `proposed`; nothing after the first rejection was tested."""

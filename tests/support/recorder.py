@@ -110,7 +110,7 @@ class Recorder:
     """`graphs.Capture` for the CPU."""
 
     runs = False
-    pads = True
+    joins = True
     passes_before = 1
     most_tokens = 32
 
@@ -131,8 +131,8 @@ class Recorder:
         for tape in self._tapes:
             tape.operations.clear()
 
-    def conditions(self) -> None:
-        return None
+    def takes(self, decoder) -> bool:
+        return True
 
     def pool(self) -> None:
         return None

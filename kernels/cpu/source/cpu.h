@@ -30,6 +30,9 @@ enum { LEVEL_NONE, LEVEL_AVX2, LEVEL_AVX512, LEVEL_AVX512BF16, LEVEL_AMX };
 /* The highest level of this processor, detected at the first call. */
 EXPORT int triforce_cpu_level(void);
 
+/* The threads of a call that asks for so many; 0 is as many as OpenMP would take now. */
+int triforce_threads(int64_t asked);
+
 typedef struct Attention Attention;
 
 /* Attention as `call` describes it (attention.h): 0; 1 without memory for temporaries; 2 if this processor has not the

@@ -6,6 +6,10 @@
 
 #include "attention/attention.h"
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -60,6 +64,15 @@ int triforce_cpu_level(void)
 #else
 int triforce_cpu_level(void) { return LEVEL_NONE; }
 #endif
+
+int triforce_threads(int64_t asked)
+{
+#ifdef _OPENMP
+    return asked ? (int)asked : omp_get_max_threads();
+#else
+    return asked ? (int)asked : 1;
+#endif
+}
 
 int triforce_abi(void) { return TRIFORCE_ABI; }
 

@@ -107,7 +107,7 @@ int triforce_attend(const Attention *given)
     visible(call, 0, &start, &ignored);
     visible(call, call->n - 1, &ignored, &stop);
     const int64_t first_split = start / SPLIT, splits = start < stop ? (stop + SPLIT - 1) / SPLIT - first_split : 0;
-    const int threads = all_rows * (stop - start) * heads * dim < SMALL_WORK ? 1 : (int)call->threads;
+    const int threads = all_rows * (stop - start) * heads * dim < SMALL_WORK ? 1 : triforce_threads(call->threads);
     const int64_t part_size = block_rows * row_stride(dim);
     const int shared =
         threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;

@@ -166,7 +166,7 @@ INLINE void share(const Input *input, int64_t count, int64_t *first, int64_t *st
 
 INLINE int threads_for(int64_t bytes, int threads)
 {
-    return bytes < SMALL_MATRIX ? 1 : threads;
+    return bytes < SMALL_MATRIX ? 1 : triforce_threads(threads);
 }
 
 /* Adds columns `first` to `stop` of `product` to those of `out`, both `[n, outputs]`. */
