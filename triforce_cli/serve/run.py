@@ -20,9 +20,11 @@ from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.parallel.siblings import siblings
 from ..generate.prompt import saved_text
+from ..requests.body import BodyError
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .access import Access
+from .answering.jobs import RANK_ENDED, STOPPING
 from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .request import ServeRequest
@@ -56,14 +58,15 @@ def run(
     _allow_many_connections()
     server.start()
     ended: BaseException | None = None
+    why = STOPPING
     try:
         with signals.allowed():
             server.worker.ended.wait()
         ended = server.worker.error or TriforceError("the thread that serves HTTP has ended")
     except Stop as stop:
-        _let_end(server, request.grace, signals)
+        why = _let_end(server, request.grace, signals)
         ended = server.worker.error or stop
-    stopped = server.cut()
+    stopped = server.cut(why)
     if isinstance(ended, Stop) and not stopped:
         _leave(ended)
     if ended is not None and not isinstance(ended, TriforceError | Stop):
@@ -79,24 +82,27 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _let_end(server: Server, grace_s: float, signals: Signals) -> None:
+def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     """Lets answers end, until a second signal comes; not where another rank has ended, and its launcher says so in this
-    way."""
+    way. Returns what those are told whose answers have not ended then."""
     worker = server.worker
     loading = worker.state == "loading"
+    lost = len(siblings()) < server.siblings
+    why = RANK_ENDED if lost else STOPPING
     worker.stop()
     signals.take(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
-        return
-    if len(siblings()) < server.siblings:
+        return why
+    if lost:
         tell("a rank has ended: answers are cut")
-        return
+        return why
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
     try:
         with signals.allowed():
             worker.ended.wait(grace_s)
     except Stop:
         pass
+    return why
 
 
 def _leave(stop: Stop) -> NoReturn:
@@ -149,9 +155,9 @@ class Server:
         if load:
             self.worker.start()
 
-    def cut(self) -> bool:
-        """Breaks off what is under way; whether all threads have ended."""
-        stopped = self.worker.cut(_CUT_S)
+    def cut(self, why: BodyError = STOPPING) -> bool:
+        """Breaks off what is under way, and tells those who wait `why`; whether all threads have ended."""
+        stopped = self.worker.cut(_CUT_S, why)
         stopped = self._http.stop(_CUT_S) and stopped
         self.service.close()
         return stopped

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from command import CONTEXT, VOCABULARY, check_refusal, run_fork, save_tokenizer
 from tiny import save_llama
+from triforce.cli.serve.answering.jobs import RANK_ENDED
 from triforce.offload.batch import reading
 from triforce.tp.errors import PeerError
 
@@ -107,6 +108,18 @@ def test_an_answer_that_takes_too_long_is_cut_on_all_ranks(process):
     assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
     thread.join(10)
     assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "stopping"
+
+
+def test_answers_that_a_lost_rank_cuts_are_told_so(serving, slow_rounds):
+    with serving() as server:
+
+        def cut():
+            server.wait_for(lambda: server.worker.running)
+            server.worker.stop()
+            assert server.server.cut(RANK_ENDED)
+
+        reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), cut)
+        assert reply.events[-1]["error"]["code"] == "rank_ended"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from ...requests.answer_text import AnswerText
 from ...requests.body import BodyError
 from ...requests.response import FinishedAnswer
 from .fair_queue import FairQueue
-from .jobs import STOPPING, Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
+from .jobs import Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
 from .metrics import Metrics
 
 MOST_OF_A_BATCH = 512
@@ -27,10 +27,6 @@ _SAVED_FROM = 1024
 
 TELL_S = 0.1
 """Between two events of how a prompt is read."""
-
-
-class CutError(Exception):
-    """Broken off: the server ends."""
 
 
 class RunningBatch:
@@ -45,15 +41,15 @@ class RunningBatch:
         *,
         most: int,
         save_prompts: bool,
-        is_cut: Callable[[], bool],
+        cut_by: Callable[[], BodyError | None],
     ) -> None:
         """Args:
         most: answers that are written at a time.
-        is_cut: whether all is to end now.
+        cut_by: what those who wait are told where all is to end now.
         """
         self._engine, self._tokenizer, self._metrics = engine, tokenizer, metrics
         self._queue = queue
-        self._most, self._save_prompts, self._is_cut = most, save_prompts, is_cut
+        self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._working: dict[int, Writing | ReadingText] = {}
         self.broken = False
         """Whether it broke off where other ranks, if there are any, go on."""
@@ -66,7 +62,7 @@ class RunningBatch:
         """Works until there is nothing left that fits. All that was taken from the queue gets its last event.
 
         Raises:
-            Exception: the engine failed; those who waited are told.
+            Exception: the engine failed, or all was to end; those who waited are told.
         """
         try:
             started = self._begin(first)
@@ -84,8 +80,6 @@ class RunningBatch:
                 on_prefill=lambda index, share: self._read(batch, index, share),
             )
             self._decode(batch)
-        except CutError:
-            self.fail_all(STOPPING)
         except Exception as error:
             self.fail_all(error)
             raise
@@ -132,14 +126,14 @@ class RunningBatch:
         """Runs the batch to its end.
 
         Raises:
-            CutError: it was broken off, on all ranks.
+            BodyError: it was broken off, on all ranks; says why.
         """
         while True:
             event = next(batch, None)
-            if self._is_cut():
+            if why := self._cut_by():
                 batch.end_all()
                 if event is None:
-                    raise CutError
+                    raise why
                 continue
             try:
                 if event is not None:
@@ -231,7 +225,7 @@ class RunningBatch:
         """Takes note of a share of a prompt that was read."""
         if batch is None:
             return
-        cut = self._is_cut()
+        cut = self._cut_by() is not None
         for other, work in self._working.items():
             if cut or work.job.abandoned:
                 batch.end(other)

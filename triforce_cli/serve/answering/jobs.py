@@ -169,7 +169,7 @@ def as_body_error(error: BaseException) -> BodyError:
     if isinstance(error, BodyError):
         return error
     if isinstance(error, PeerError):
-        return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
+        return RANK_ENDED
     if isinstance(error, CapacityError):
         return BodyError(str(error), code="out_of_memory", status=503)
     if isinstance(error, ContextError):
@@ -178,5 +178,7 @@ def as_body_error(error: BaseException) -> BodyError:
         return BodyError(str(error), code="not_answered", status=500)
     return BodyError(f"the server failed ({type(error).__name__})", code="internal_error", status=500)
 
+
+RANK_ENDED = BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
 
 STOPPING = BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)

@@ -12,6 +12,7 @@ from ....offload import Engine
 from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
+from ...requests.body import BodyError
 from ..request import ServeRequest
 from .batching import RunningBatch
 from .fair_queue import FairQueue
@@ -35,7 +36,7 @@ class Worker:
         self.error: BaseException | None = None
         """What it failed with."""
         self.ended = threading.Event()
-        self._cut = False
+        self._cut_by: BodyError | None = None
         self._batch: RunningBatch | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         metrics.watch("queue_length", "Requests that wait in the queue", lambda: len(self.queue))
@@ -57,15 +58,15 @@ class Worker:
         for work in self.queue.close():
             work.fail(STOPPING)
 
-    def cut(self, wait_s: float) -> bool:
-        """Breaks off what is under way; whether the thread has ended within `wait_s` seconds. It cannot while it loads
-        weights."""
-        self._cut = True
+    def cut(self, wait_s: float, why: BodyError) -> bool:
+        """Breaks off what is under way, and tells those who wait `why`; whether the thread has ended within `wait_s`
+        seconds. It cannot while it loads weights."""
+        self._cut_by = why
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
         ended, batch = not self._thread.is_alive(), self._batch
         if batch and not ended:
-            batch.fail_all(STOPPING)
+            batch.fail_all(why)
         return ended
 
     def _run(self) -> None:
@@ -98,7 +99,7 @@ class Worker:
         request = self._request
         self._batch = RunningBatch(
             engine, tokenizer, self.queue, self._metrics,
-            most=request.max_sequences, save_prompts=request.save_prompts, is_cut=lambda: self._cut,
+            most=request.max_sequences, save_prompts=request.save_prompts, cut_by=lambda: self._cut_by,
         )  # fmt: skip
         try:
             self._batch.run(work)
