@@ -41,9 +41,11 @@ from triforce.offload.caches import retrieval as retrieval_module
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
+from triforce.offload.planning.run_plan import planned_budget
+from triforce.offload.settings import Settings
 from triforce.tp.model.decoder import Cache
 
-BUDGET, CHUNK = 1024, 8
+CHUNK = 8
 PLACES = (0.1, 0.6)
 KEY_TOKENS = 7  # a space, five digits and a full stop
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -89,6 +91,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--depths", nargs="+", type=float, default=[0.02, 0.25, 0.5, 0.75, 0.95])
     parser.add_argument("--places", type=int, default=4, help="places in the book where acceptance is measured")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens a place and temperature for acceptance")
+    parser.add_argument("--budget", type=int, help="tokens of the retrieval cache; default: what the tool plans")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; default: torch's choice")
     parser.add_argument("--json", type=Path, help="write the figures here")
     return parser.parse_args()
@@ -125,6 +128,9 @@ class Figures:
         doubled = self.book + self.book
         return [0, *doubled[start : start + length - 1]]
 
+    def reader(self) -> "Reader":
+        return Reader(self.target_dir, self.options.budget)
+
     @torch.inference_mode()
     def loss(self) -> dict:
         """Nats a token, over whole samples of 2,048 and by position in longer ones."""
@@ -141,7 +147,7 @@ class Figures:
 
     def recall(self) -> dict:
         """Share of pass keys named in full, by context length and by what the model may look at."""
-        options, reader, out = self.options, Reader(self.target_dir, self.draft_dir), {}
+        options, reader, out = self.options, self.reader(), {}
         for context in options.contexts:
             hits: dict[str, dict[str, list[bool]]] = {way: {} for way in Reader.WAYS}
             # Deepest first, keys innermost: the reader keeps what a prompt shares with the one before it.
@@ -173,7 +179,7 @@ class Figures:
 
     def answered(self, label: str, begun: bool) -> dict:
         """Right answers by context length, with the full cache and with the retrieval cache in its place."""
-        reader, out = Reader(self.target_dir, self.draft_dir), {}
+        reader, out = self.reader(), {}
         for context in self.options.contexts:
             asked = ask_logs(self.encode, context, self.options.questions)
             asked = with_beginnings(asked, self.encode) if begun else asked
@@ -189,7 +195,7 @@ class Figures:
             for seed in range(self.options.openings)
             for question in ask_uniformly(self.encode, seed, OPENING_TOKENS, OPENING_QUESTIONS)
         ]
-        out = self.answered_by(Reader(self.target_dir, self.draft_dir), asked)
+        out = self.answered_by(self.reader(), asked)
         for way, result in out.items():
             say(f"three answers a log, {way}", result)
         return out
@@ -219,7 +225,7 @@ class Figures:
 
     def accepted(self, context: int, way: str, lengths: dict[str, Any]) -> dict:
         """Mean acceptance at one context length, by text and temperature; `lengths` are the engine's settings."""
-        engine = Engine.load(self.target_dir, self.draft_dir, device="cpu", budget=BUDGET, **lengths)
+        engine = Engine.load(self.target_dir, self.draft_dir, device="cpu", budget=self.options.budget, **lengths)
         out: dict = {}
         plain = [self.stretch(i / self.options.places, context) for i in range(self.options.places)]
         # A reader who is asked to repeat what stood far back: what recent tokens alone cannot tell.
@@ -250,13 +256,14 @@ class Figures:
 
 
 class Reader:
-    """Answers prompts greedily with three views of the same prompt; consecutive prompts share what they begin with."""
+    """Answers prompts greedily with three views of each; consecutive prompts share what they begin with."""
 
     WAYS = ("full", "retrieval", "streaming")
 
-    def __init__(self, target: Path, draft: Path) -> None:
-        self.engine = Engine.load(target, "none", device="cpu", tiers=2, budget=BUDGET)
-        self.decoder = self.engine.target
+    def __init__(self, target: Path, budget: int | None) -> None:
+        """Args: `budget`: of the retrieval cache; `None` for what a run plans."""
+        self.settings = Settings(tiers=2, budget=budget)
+        self.decoder = Engine.load(target, "none", device="cpu", tiers=2).target
         self.full: FullCache | None = None
         self.known: list[int] = []
 
@@ -268,13 +275,13 @@ class Reader:
         As in a run, the full cache reads the whole prompt and gives the first token, and by what it looked at last the
         retrieval cache chooses its chunks, once for all that follows.
         """
-        full = self._full_cache(len(prompt) + count)
+        full, budget = self._full_cache(len(prompt) + count), planned_budget(self.settings, len(prompt) + count)
         shared = 0
         while shared < min(len(self.known), len(prompt) - 1) and self.known[shared] == prompt[shared]:
             shared += 1
         full.rollback(shared)
         first = int(self.decoder.forward(torch.tensor(prompt[shared:]), full)[-1].argmax())
-        retrieval = RetrievalCache(full, self.decoder.rope, budget=BUDGET, chunk_size=CHUNK)
+        retrieval = RetrievalCache(full, self.decoder.rope, budget=budget, chunk_size=CHUNK)
         retrieval.refresh()
         self.known = prompt
         caches: dict[str, Cache] = {"retrieval": retrieval, "full": full}
