@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -126,8 +127,10 @@ class ThreadLink:
         self._traffic = Traffic()
         self._free_at = 0.0  # when the modelled link has carried all that was asked for so far
         self._stores: list[_Copy] = []
-        self._thread = threading.Thread(target=self._work, name="link", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="link", daemon=True)
+        thread.start()
+        # Also where nobody calls `close`: a thread that copies when Python ends would abort the process now and then.
+        self._end = weakref.finalize(self, _end, self._queue, thread)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return aligned_memory(shape, dtype)
@@ -149,8 +152,7 @@ class ThreadLink:
             return self._traffic
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        self._end()
 
     def _ask(self, copy: _Copy) -> _Copy:
         self._queue.put(copy)
@@ -187,6 +189,12 @@ class ThreadLink:
         """Adds to the time that computation waited."""
         with self._lock:
             self._traffic = replace(self._traffic, waited_s=self._traffic.waited_s + seconds)
+
+
+def _end(work: queue.SimpleQueue[_Copy | None], thread: threading.Thread) -> None:
+    """Ends a link's thread once all is copied."""
+    work.put(None)
+    thread.join()
 
 
 class _Copy:

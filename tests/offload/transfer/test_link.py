@@ -1,5 +1,7 @@
 """Blocks flow through the ring in order, no faster than it has room, and a failed copy is the run's error."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -19,6 +21,19 @@ def link():
 
 def blocks(count):
     return [torch.full(BLOCK, float(i)) for i in range(count)]
+
+
+LEAVES = """
+import threading, weakref
+import torch
+from triforce.offload.transfer.link import ThreadLink
+
+weakref.finalize(torch.empty, lambda: print([thread.name for thread in threading.enumerate()]))
+link = ThreadLink()
+memory, buffers = link.host_memory((20, 2**20), torch.float32), torch.empty(20, 2**20)
+for source, buffer in zip(memory, buffers):
+    link.fetch(source, buffer)
+"""
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 7])
@@ -103,3 +118,8 @@ def test_limited_link_carries_its_bandwidth_and_computation_hides_behind_it():
         pytest.fail(f"the last pass took {seconds:.3f} s for a floor of {floor:.3f} s")
     assert traffic.busy_s == pytest.approx(floor, rel=0.05)
     assert traffic.waited_s == pytest.approx(seconds - sum(computing), abs=0.03)
+
+
+def test_a_process_that_ends_while_something_is_copied_ends_the_thread_first():
+    left = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout, left.stderr) == (0, "['MainThread']\n", "")
