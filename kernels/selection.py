@@ -26,7 +26,7 @@ class Selection:
     prefill: Backend | None = None
     """For passes of more rows."""
     layers: Literal["plain"] | None = None
-    """For projections, MLP and rotation: `plain` does without the compiled kernels."""
+    """For projections, MLP, rotation, and sampling on a CPU: `plain` does without the compiled kernels."""
     padded: bool = False
     """Whether passes of at most `FEW_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
     with rows that nobody reads: general products choose another arithmetic for another number of rows."""

@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 7
+_ABI = 8
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -20,7 +20,7 @@ class Level(IntEnum):
     """Instruction sets, each including those before it; the enumeration of cpu.h."""
 
     NONE = 0
-    """Packing, in instructions that every processor has."""
+    """Packing and sampling, in instructions that every processor has."""
     AVX2 = 1
     """Attention and packing."""
     AVX512 = 2
@@ -121,6 +121,11 @@ def _declare(kernels: ctypes.CDLL) -> None:
     for kernel in (kernels.triforce_pack, kernels.triforce_unpack):
         kernel.argtypes = [ctypes.POINTER(PackingCall)]
     kernels.triforce_gather.argtypes = [ctypes.POINTER(PackingCall), pointer, count, count, count]
+    double = ctypes.c_double
+    kernels.triforce_distribution.argtypes = [pointer, count, count, double, count, double, pointer, flag]
+    for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):
+        kernel.argtypes, kernel.restype = [pointer, count, count, pointer, pointer], None
+    kernels.triforce_likeliest.argtypes, kernels.triforce_likeliest.restype = [pointer, count, count, pointer], None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.sampling import likeliest_compiled, pick_compiled, race_compiled, samples_compiled
 from .sampling import running_sum
 
 _STEP = 0x9E3779B97F4A7C15
@@ -41,6 +42,9 @@ class FreshNoise:
             `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a
             row that holds NaN. `sampling.read` brings them to the host.
         """
+        if samples_compiled(weights):
+            shares = torch.empty(weights.shape[0], 1, dtype=torch.float64).uniform_(generator=self.generator)
+            return pick_compiled(weights, shares)
         reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
         total = reach[:, -1:]
         share = torch.empty_like(total).uniform_(generator=self.generator)
@@ -64,6 +68,8 @@ class CommonNoise:
         Returns:
             See `FreshNoise.draw`.
         """
+        if self.key is None and samples_compiled(weights):
+            return likeliest_compiled(weights)
         if self.key is None:
             most, tokens = weights.max(dim=-1)
             return tokens.masked_fill_(most.isnan(), -1)
@@ -98,6 +104,8 @@ def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
 
 def race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
+    if samples_compiled(weights):
+        return race_compiled(weights, keys)
     vocab = weights.shape[1]
     if _mostly_zero(weights):
         return _race_of_some(weights, keys)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.sampling import certainties_compiled, distribution_compiled, samples_compiled
 from ...tp.errors import ModelError, UsageError
 
 _LIKELY = 256
@@ -83,11 +84,14 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     Greedy gives probability 1 to the first of the largest logits. A row whose largest logit is not finite becomes NaN,
     and `read` raises an error for a token drawn from it: checking here would wait for the device.
     """
+    temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
+    if samples_compiled(logits):
+        return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p)
     peak = logits.amax(dim=-1, keepdim=True)
     if sampling.greedy:
         one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), one)
-    logits = (logits - peak).float() / min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
+    logits = (logits - peak).float() / temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
@@ -111,6 +115,8 @@ def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
     """`certainties` as int64, to be brought to the host together with tokens."""
+    if samples_compiled(logits):
+        return certainties_compiled(logits, tokens)
     return (certainties(logits, tokens) * 1e6).long()
 
 

@@ -1,0 +1,83 @@
+"""Distributions and draws by the compiled CPU kernels (`source/sampling.c`), one call each where PyTorch takes three to
+twenty operations of few numbers. The functions of `offload.speculation` that call them say what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..selection import selected
+from .calls import threads
+from .library import loaded
+
+_LARGE = 2**16
+"""Numbers from which on rows are divided among threads."""
+
+
+def samples_compiled(rows: Tensor) -> bool:
+    """Whether the compiled kernels take these logits or weights `[n, vocab]`."""
+    return (
+        rows.device.type == "cpu"
+        and rows.dtype == torch.float32
+        and rows.dim() == 2
+        and rows.numel() > 0
+        and selected().layers is None
+        and loaded() is not None
+    )
+
+
+def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """See `sampling.distribution`; a temperature of 0 is greedy.
+
+    Raises:
+        MemoryError: no memory for the temporaries.
+    """
+    logits = logits.contiguous()
+    n, vocab = logits.shape
+    out = torch.empty_like(logits)
+    many = max(1, min(n, threads())) if logits.numel() >= _LARGE else 1
+    if _kernels().triforce_distribution(logits.data_ptr(), n, vocab, temperature, top_k, top_p, out.data_ptr(), many):
+        raise MemoryError(f"no memory for the temporaries of sampling from {vocab} tokens")
+    return out
+
+
+def certainties_compiled(logits: Tensor, tokens: Tensor) -> Tensor:
+    """See `sampling.in_millionths`."""
+    logits, tokens = logits.contiguous(), tokens.contiguous()
+    millionths = torch.empty_like(tokens)
+    _kernels().triforce_certainties(logits.data_ptr(), *logits.shape, tokens.data_ptr(), millionths.data_ptr())
+    return millionths
+
+
+def likeliest_compiled(weights: Tensor) -> Tensor:
+    """The first of the largest of each row, -1 where one is NaN."""
+    return _drawn("triforce_likeliest", weights)
+
+
+def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
+    """The first token of each row with which the sum of weights is more than so much of the whole.
+
+    Args: `shares`: `[n, 1]` float64, below 1.
+    """
+    return _drawn("triforce_pick", weights, shares)
+
+
+def race_compiled(weights: Tensor, keys: Tensor) -> Tensor:
+    """See `noise.race`."""
+    return _drawn("triforce_race", weights, keys)
+
+
+def _drawn(kernel: str, weights: Tensor, *by: Tensor) -> Tensor:
+    weights, by = weights.contiguous(), tuple(one.contiguous() for one in by)
+    tokens = torch.empty(weights.shape[0], dtype=torch.int64)
+    addresses = (one.data_ptr() for one in (*by, tokens))
+    getattr(_kernels(), kernel)(weights.data_ptr(), *weights.shape, *addresses)
+    return tokens
+
+
+def _kernels() -> Any:
+    kernels = loaded()
+    assert kernels is not None
+    return kernels

@@ -1,0 +1,257 @@
+/* What tokens are drawn from, and by: rows of `vocab` float32 logits or weights, one after another. Plain C, for every
+ * processor, with AVX2 where that is. */
+
+#include "cpu.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include "avx2.h"
+#define HAS_AVX2 (triforce_cpu_level() >= LEVEL_AVX2)
+#else
+#define HAS_AVX2 0
+#endif
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define STEP 0x9E3779B97F4A7C15ull /* of SplitMix64, see offload/speculation/noise.py */
+
+typedef struct {
+    float probability;
+    int64_t token;
+} Candidate;
+
+#if defined(__x86_64__) && defined(__GNUC__)
+/* The largest of the first numbers of a row, as many as are whole vectors; NaN where one is. */
+__attribute__((target(AVX2_TARGET))) static float largest_avx2(const float *x, int64_t n)
+{
+    __m256 most = avx2_all(-INFINITY), unordered = avx2_zero();
+    for (int64_t i = 0; i + 8 <= n; i += 8) {
+        const __m256 here = avx2_load(x + i);
+        most = avx2_max(here, most);
+        unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(here, here, _CMP_UNORD_Q));
+    }
+    return _mm256_movemask_ps(unordered) ? NAN : avx2_largest(most);
+}
+
+/* `powers` of the first numbers, as many as are whole vectors. */
+__attribute__((target(AVX2_TARGET))) static double powers_avx2(const float *x, int64_t n, float peak, float factor, float *out)
+{
+    __m256 sum = avx2_zero();
+    for (int64_t i = 0; i + 8 <= n; i += 8) {
+        const __m256 power = avx2_exp2(avx2_mul(avx2_sub(avx2_load(x + i), avx2_all(peak)), avx2_all(factor)));
+        avx2_store(out + i, power);
+        sum = avx2_add(sum, power);
+    }
+    return avx2_sum(sum);
+}
+#else
+static float largest_avx2(const float *x, int64_t n) { return (void)x, (void)n, -INFINITY; }
+static double powers_avx2(const float *x, int64_t n, float peak, float factor, float *out)
+{
+    return (void)x, (void)n, (void)peak, (void)factor, (void)out, 0.0;
+}
+#endif
+
+/* The largest of a row, or NaN where one is. */
+static float largest(const float *x, int64_t n)
+{
+    int64_t i = HAS_AVX2 ? n / 8 * 8 : 0;
+    float peak = i ? largest_avx2(x, n) : -INFINITY;
+    for (; i < n; i++)
+        peak = x[i] > peak || x[i] != x[i] ? x[i] : peak; /* nothing is larger than NaN */
+    return peak;
+}
+
+/* The first of the largest of a row, or -1 where one is NaN. */
+static int64_t likeliest(const float *x, int64_t n)
+{
+    const float peak = largest(x, n);
+    int64_t i = peak == peak ? 0 : -1;
+    while (i >= 0 && x[i] != peak)
+        i++;
+    return i;
+}
+
+/* Writes 2^((x - peak) * factor), and returns the sum. */
+static double powers(const float *x, int64_t n, float peak, float factor, float *out)
+{
+    int64_t i = HAS_AVX2 ? n / 8 * 8 : 0;
+    double sum = i ? powers_avx2(x, n, peak, factor, out) : 0.0;
+    for (; i < n; i++)
+        sum += out[i] = exp2f((x[i] - peak) * factor);
+    return sum;
+}
+
+/* The `k`-th largest of `n` numbers, which change places. */
+static float at_rank(float *x, int64_t n, int64_t k)
+{
+    int64_t low = 0, high = n - 1;
+    while (low < high) {
+        const float middle = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > middle)
+                i++;
+            while (x[j] < middle)
+                j--;
+            if (i <= j) {
+                const float kept = x[i];
+                x[i++] = x[j];
+                x[j--] = kept;
+            }
+        }
+        if (k - 1 <= j)
+            high = j;
+        else if (k - 1 >= i)
+            low = i;
+        else
+            break;
+    }
+    return x[k - 1];
+}
+
+static int by_probability(const void *a, const void *b)
+{
+    const Candidate *x = a, *y = b;
+    if (x->probability != y->probability)
+        return x->probability > y->probability ? -1 : 1;
+    return x->token < y->token ? -1 : 1;
+}
+
+/* Leaves only the likeliest tokens of a row, as many as reach `top_p` together; they sum to 1. */
+static void keep_nucleus(float *row, int64_t vocab, double top_p, Candidate *candidates)
+{
+    int64_t count = 0;
+    double reached = 0.0;
+    for (float least = 0x1p-8f; reached < top_p; least = least > 0x1p-100f ? least * 0x1p-5f : 0.0f) {
+        count = 0;
+        reached = 0.0;
+        for (int64_t i = 0; i < vocab; i++)
+            if (row[i] >= least && row[i] > 0.0f) {
+                candidates[count++] = (Candidate){row[i], i};
+                reached += row[i];
+            }
+        if (least == 0.0f)
+            break;
+    }
+    qsort(candidates, (size_t)count, sizeof(Candidate), by_probability);
+    double before = 0.0;
+    int64_t kept = 0;
+    while (kept < count && before < top_p)
+        before += candidates[kept++].probability;
+    memset(row, 0, (size_t)vocab * sizeof(float));
+    for (int64_t i = 0; i < kept; i++)
+        row[candidates[i].token] = (float)(candidates[i].probability / before);
+}
+
+/* Writes a row's distribution. `room` is for `vocab` candidates, or numbers. */
+static void distribute(const float *logits, int64_t vocab, double temperature, int64_t top_k, double top_p, float *row, void *room)
+{
+    const int64_t first = likeliest(logits, vocab);
+    if (first < 0 || !isfinite(logits[first])) {
+        for (int64_t i = 0; i < vocab; i++)
+            row[i] = NAN;
+        return;
+    }
+    if (temperature == 0.0) {
+        memset(row, 0, (size_t)vocab * sizeof(float));
+        row[first] = 1.0f;
+        return;
+    }
+    const float peak = logits[first], factor = (float)(1.4426950408889634 / temperature);
+    double sum = powers(logits, vocab, peak, factor, row);
+    if (0 < top_k && top_k < vocab) {
+        memcpy(room, logits, (size_t)vocab * sizeof(float));
+        const float least = at_rank(room, vocab, top_k);
+        sum = 0.0;
+        for (int64_t i = 0; i < vocab; i++)
+            sum += row[i] = logits[i] < least ? 0.0f : row[i];
+    }
+    const float share = (float)(1.0 / sum);
+    for (int64_t i = 0; i < vocab; i++)
+        row[i] *= share;
+    if (top_p < 1.0)
+        keep_nucleus(row, vocab, top_p, room);
+}
+
+int triforce_distribution(
+    const float *logits, int64_t n, int64_t vocab, double temperature, int64_t top_k, double top_p, float *out, int threads)
+{
+    Candidate *room = temperature == 0.0 ? 0 : malloc((size_t)(threads * vocab) * sizeof(Candidate));
+    if (temperature != 0.0 && !room)
+        return 1;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static, 1)
+    for (int part = 0; part < threads; part++)
+        for (int64_t r = part; r < n; r += threads)
+            distribute(logits + r * vocab, vocab, temperature, top_k, top_p, out + r * vocab, room ? room + part * vocab : 0);
+    free(room);
+    return 0;
+}
+
+void triforce_certainties(const float *logits, int64_t n, int64_t vocab, const int64_t *tokens, int64_t *millionths)
+{
+    for (int64_t r = 0; r < n; r++, logits += vocab) {
+        const int64_t token = tokens[r];
+        if (token < 0 || token >= vocab) {
+            millionths[r] = 0;
+            continue;
+        }
+        const float before = largest(logits, token), behind = largest(logits + token + 1, vocab - token - 1);
+        const float rival = before > behind || before != before ? before : behind;
+        const float sure = 1.0f / (1.0f + expf(rival - logits[token]));
+        millionths[r] = sure == sure ? (int64_t)(sure * 1e6f) : 0;
+    }
+}
+
+void triforce_likeliest(const float *weights, int64_t n, int64_t vocab, int64_t *tokens)
+{
+    for (int64_t r = 0; r < n; r++)
+        tokens[r] = likeliest(weights + r * vocab, vocab);
+}
+
+void triforce_pick(const float *weights, int64_t n, int64_t vocab, const double *shares, int64_t *tokens)
+{
+    for (int64_t r = 0; r < n; r++, weights += vocab) {
+        double total = 0.0, reach = 0.0;
+        for (int64_t i = 0; i < vocab; i++)
+            total += weights[i];
+        const double point = shares[r] * total;
+        tokens[r] = -1;
+        for (int64_t i = 0; i < vocab && tokens[r] < 0 && total == total; i++) {
+            reach += weights[i];
+            if (reach > point)
+                tokens[r] = i;
+        }
+    }
+}
+
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+void triforce_race(const float *weights, int64_t n, int64_t vocab, const int64_t *keys, int64_t *tokens)
+{
+    for (int64_t r = 0; r < n; r++, weights += vocab) {
+        double least = INFINITY;
+        tokens[r] = 0;
+        for (int64_t i = 0; i < vocab; i++) {
+            if (weights[i] == 0.0f)
+                continue;
+            if (weights[i] != weights[i]) {
+                tokens[r] = -1;
+                break;
+            }
+            const uint64_t bits = mix((uint64_t)keys[r] + (uint64_t)i * STEP);
+            const double waited = -log((double)((bits >> 11) + 1) * 0x1p-53);
+            const double time = (waited < 0x1p-54 ? 0x1p-54 : waited) / weights[i];
+            if (time < least) {
+                least = time;
+                tokens[r] = i;
+            }
+        }
+    }
+}
