@@ -140,10 +140,20 @@ class Figures:
         say("loss at 2,048 tokens", f"{short.mean():.3f} nats")
         places, longest = self.options.places, self.options.loss_context
         far = np.mean([token_losses(model, self.stretch(i / places, longest + 1)) for i in range(places)], axis=0)
+        alone = np.mean([self.losses_in_short_samples(model, i / places, longest) for i in range(places)], axis=0)
         windows = [(a, min(b, longest)) for a, b in pairwise(LOSS_BORDERS) if a < longest]
-        by_position = {f"{a}-{b}": round(float(far[a:b].mean()), 4) for a, b in windows}
+        by_position, short_samples = (
+            {f"{a}-{b}": round(float(losses[a:b].mean()), 4) for a, b in windows} for losses in (far, alone)
+        )
         say("loss by position", by_position)
-        return {"held_out_2048": round(float(short.mean()), 4), "by_position": by_position}
+        say("the same text in samples of 2,048", short_samples)
+        held_out = round(float(short.mean()), 4)
+        return {"held_out_2048": held_out, "by_position": by_position, "in_samples_of_2048": short_samples}
+
+    def losses_in_short_samples(self, model: Decoder, place: float, longest: int) -> np.ndarray:
+        """Loss of every token of a stretch after its first, each sample of 2,048 read for itself."""
+        ids = self.stretch(place, longest + 1)[1:]
+        return np.concatenate([token_losses(model, [0, *ids[i : i + 2048]]) for i in range(0, longest, 2048)])
 
     def recall(self) -> dict:
         """Share of pass keys named in full, by context length and by what the model may look at."""

@@ -20,20 +20,20 @@ class Level(IntEnum):
     """Instruction sets, each including those before it; the enumeration of cpu.h."""
 
     NONE = 0
-    """Packing and sampling, in instructions that every processor has."""
+    """Packing, in instructions that every processor has."""
     AVX2 = 1
-    """Attention and packing."""
+    """Attention, packing and sampling."""
     AVX512 = 2
-    """Attention and packing."""
+    """Attention and packing, sampling as on the level before."""
     AVX512_BF16 = 3
-    """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation."""
+    """AVX-512 with bfloat16 dot products: attention, packing, projections, MLP and rotation; sampling as on AVX2."""
     AMX = 4
     """Matrix tiles for attention and products in bfloat16, all else as on the level before."""
 
 
 _DESCRIPTIONS = {
-    Level.AVX2: "AVX2, attention only",
-    Level.AVX512: "AVX-512, attention only",
+    Level.AVX2: "AVX2: attention and sampling",
+    Level.AVX512: "AVX-512: attention and sampling",
     Level.AVX512_BF16: "AVX-512 with bfloat16 products",
     Level.AMX: "AMX: matrix products in bfloat16",
 }

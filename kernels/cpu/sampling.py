@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..selection import selected
 from .calls import threads
-from .library import loaded
+from .library import Level, cpu_level, loaded
 
 _LARGE = 2**16
 """Numbers from which on rows are divided among threads."""
@@ -24,7 +24,7 @@ def samples_compiled(rows: Tensor) -> bool:
         and rows.dim() == 2
         and rows.numel() > 0
         and selected().layers is None
-        and loaded() is not None
+        and cpu_level() > Level.NONE
     )
 
 
@@ -38,7 +38,8 @@ def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p:
     n, vocab = logits.shape
     out = torch.empty_like(logits)
     many = max(1, min(n, threads())) if logits.numel() >= _LARGE else 1
-    if _kernels().triforce_distribution(logits.data_ptr(), n, vocab, temperature, top_k, top_p, out.data_ptr(), many):
+    filters = temperature, min(top_k, vocab), top_p
+    if _kernels().triforce_distribution(logits.data_ptr(), n, vocab, *filters, out.data_ptr(), many):
         raise MemoryError(f"no memory for the temporaries of sampling from {vocab} tokens")
     return out
 

@@ -7,11 +7,12 @@ Neither knows what is copied, nor in which order it will be wanted.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -127,10 +128,9 @@ class ThreadLink:
         self._traffic = Traffic()
         self._free_at = 0.0  # when the modelled link has carried all that was asked for so far
         self._stores: list[_Copy] = []
-        thread = threading.Thread(target=self._work, name="link", daemon=True)
-        thread.start()
-        # Also where nobody calls `close`: a thread that copies when Python ends would abort the process now and then.
-        self._end = weakref.finalize(self, _end, self._queue, thread)
+        self._thread = threading.Thread(target=self._work, name="link", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return aligned_memory(shape, dtype)
@@ -152,7 +152,17 @@ class ThreadLink:
             return self._traffic
 
     def close(self) -> None:
-        self._end()
+        atexit.unregister(self._leave)
+        self._queue.put(None)
+        self._thread.join()
+
+    def _leave(self) -> None:
+        """Ends the thread before Python ends: one that copies then would abort the process now and then. What has not
+        begun is not copied."""
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        self.close()
 
     def _ask(self, copy: _Copy) -> _Copy:
         self._queue.put(copy)
@@ -189,12 +199,6 @@ class ThreadLink:
         """Adds to the time that computation waited."""
         with self._lock:
             self._traffic = replace(self._traffic, waited_s=self._traffic.waited_s + seconds)
-
-
-def _end(work: queue.SimpleQueue[_Copy | None], thread: threading.Thread) -> None:
-    """Ends a link's thread once all is copied."""
-    work.put(None)
-    thread.join()
 
 
 class _Copy:

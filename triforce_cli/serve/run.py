@@ -87,22 +87,20 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     way. Returns what those are told whose answers have not ended then."""
     worker = server.worker
     loading = worker.state == "loading"
-    lost = len(siblings()) < server.siblings
-    why = RANK_ENDED if lost else STOPPING
     worker.stop()
     signals.take(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
-        return why
-    if lost:
+        return STOPPING
+    if server.lacks_a_rank:
         tell("a rank has ended: answers are cut")
-        return why
+        return RANK_ENDED
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
     try:
         with signals.allowed():
             worker.ended.wait(grace_s)
     except Stop:
         pass
-    return why
+    return RANK_ENDED if server.lacks_a_rank else STOPPING
 
 
 def _leave(stop: Stop) -> NoReturn:
@@ -139,8 +137,13 @@ class Server:
         self._http = HttpThread(self.app, listening, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
         place = Place.from_environment()
-        self.ranks, self.siblings = place.size if place else 1, len(siblings())
+        self.ranks, self._siblings = place.size if place else 1, len(siblings())
         self._million = config.num_parameters / 1e6
+
+    @property
+    def lacks_a_rank(self) -> bool:
+        """Whether one of the ranks on this machine has ended."""
+        return len(siblings()) < self._siblings
 
     @property
     def introduction(self) -> str:

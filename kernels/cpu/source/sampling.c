@@ -1,13 +1,10 @@
-/* What tokens are drawn from, and by: rows of `vocab` float32 logits or weights, one after another. Plain C, for every
- * processor, with AVX2 where that is. */
+/* What tokens are drawn from, and by: rows of `vocab` float32 logits or weights, one after another. For processors with
+ * AVX2; others compile it, but have no level to call it at. */
 
 #include "cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include "avx2.h"
-#define HAS_AVX2 (triforce_cpu_level() >= LEVEL_AVX2)
-#else
-#define HAS_AVX2 0
 #endif
 
 #include <math.h>
@@ -15,6 +12,7 @@
 #include <string.h>
 
 #define STEP 0x9E3779B97F4A7C15ull /* of SplitMix64, see offload/speculation/noise.py */
+#define SUMMED 512                 /* powers that are summed in float32 */
 
 typedef struct {
     float probability;
@@ -22,46 +20,66 @@ typedef struct {
 } Candidate;
 
 #if defined(__x86_64__) && defined(__GNUC__)
-/* The largest of the first numbers of a row, as many as are whole vectors; NaN where one is. */
-__attribute__((target(AVX2_TARGET))) static float largest_avx2(const float *x, int64_t n)
+#define WIDE __attribute__((target(AVX2_TARGET)))
+
+/* Eight numbers of a row, or as many as it has left and nothing below them. */
+WIDE static inline __m256 eight(const float *x, int64_t left)
+{
+    const __m256 none = avx2_all(-INFINITY);
+    if (left >= 8)
+        return avx2_load(x);
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane);
+    return _mm256_blendv_ps(none, _mm256_maskload_ps(x, some), _mm256_castsi256_ps(some));
+}
+
+/* The largest of a row, or NaN where one is. */
+WIDE static float largest(const float *x, int64_t n)
 {
     __m256 most = avx2_all(-INFINITY), unordered = avx2_zero();
-    for (int64_t i = 0; i + 8 <= n; i += 8) {
-        const __m256 here = avx2_load(x + i);
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256 here = eight(x + i, n - i);
         most = avx2_max(here, most);
         unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(here, here, _CMP_UNORD_Q));
     }
     return _mm256_movemask_ps(unordered) ? NAN : avx2_largest(most);
 }
 
-/* `powers` of the first numbers, as many as are whole vectors. */
-__attribute__((target(AVX2_TARGET))) static double powers_avx2(const float *x, int64_t n, float peak, float factor, float *out)
+/* Writes 2^((x - peak) * factor), and returns the sum. Equal numbers have equal powers, wherever they stand. */
+WIDE static double powers(const float *x, int64_t n, float peak, float factor, float *out)
 {
-    __m256 sum = avx2_zero();
-    for (int64_t i = 0; i + 8 <= n; i += 8) {
-        const __m256 power = avx2_exp2(avx2_mul(avx2_sub(avx2_load(x + i), avx2_all(peak)), avx2_all(factor)));
-        avx2_store(out + i, power);
-        sum = avx2_add(sum, power);
+    double sum = 0.0;
+    for (int64_t first = 0; first < n; first += SUMMED) {
+        __m256 here = avx2_zero();
+        for (int64_t i = first; i < n && i < first + SUMMED; i += 8) {
+            const __m256 power = avx2_exp2(avx2_mul(avx2_sub(eight(x + i, n - i), avx2_all(peak)), avx2_all(factor)));
+            float some[8];
+            avx2_store(n - i < 8 ? some : out + i, power);
+            if (n - i < 8)
+                memcpy(out + i, some, (size_t)(n - i) * sizeof(float));
+            here = avx2_add(here, power);
+        }
+        sum += avx2_sum(here);
     }
-    return avx2_sum(sum);
+    return sum;
 }
 #else
-static float largest_avx2(const float *x, int64_t n) { return (void)x, (void)n, -INFINITY; }
-static double powers_avx2(const float *x, int64_t n, float peak, float factor, float *out)
-{
-    return (void)x, (void)n, (void)peak, (void)factor, (void)out, 0.0;
-}
-#endif
-
-/* The largest of a row, or NaN where one is. */
 static float largest(const float *x, int64_t n)
 {
-    int64_t i = HAS_AVX2 ? n / 8 * 8 : 0;
-    float peak = i ? largest_avx2(x, n) : -INFINITY;
-    for (; i < n; i++)
+    float peak = -INFINITY;
+    for (int64_t i = 0; i < n; i++)
         peak = x[i] > peak || x[i] != x[i] ? x[i] : peak; /* nothing is larger than NaN */
     return peak;
 }
+
+static double powers(const float *x, int64_t n, float peak, float factor, float *out)
+{
+    double sum = 0.0;
+    for (int64_t i = 0; i < n; i++)
+        sum += out[i] = exp2f((x[i] - peak) * factor);
+    return sum;
+}
+#endif
 
 /* The first of the largest of a row, or -1 where one is NaN. */
 static int64_t likeliest(const float *x, int64_t n)
@@ -71,16 +89,6 @@ static int64_t likeliest(const float *x, int64_t n)
     while (i >= 0 && x[i] != peak)
         i++;
     return i;
-}
-
-/* Writes 2^((x - peak) * factor), and returns the sum. */
-static double powers(const float *x, int64_t n, float peak, float factor, float *out)
-{
-    int64_t i = HAS_AVX2 ? n / 8 * 8 : 0;
-    double sum = i ? powers_avx2(x, n, peak, factor, out) : 0.0;
-    for (; i < n; i++)
-        sum += out[i] = exp2f((x[i] - peak) * factor);
-    return sum;
 }
 
 /* The `k`-th largest of `n` numbers, which change places. */
@@ -119,30 +127,32 @@ static int by_probability(const void *a, const void *b)
     return x->token < y->token ? -1 : 1;
 }
 
-/* Leaves only the likeliest tokens of a row, as many as reach `top_p` together; they sum to 1. */
+/* Leaves only the likeliest tokens of a row, as many as reach `top_p` together; they sum to 1. Tokens are taken by bands of
+ * probability, of which only the last has to be sorted. */
 static void keep_nucleus(float *row, int64_t vocab, double top_p, Candidate *candidates)
 {
-    int64_t count = 0;
+    int64_t count = 0, kept = 0;
     double reached = 0.0;
-    for (float least = 0x1p-8f; reached < top_p; least = least > 0x1p-100f ? least * 0x1p-5f : 0.0f) {
-        count = 0;
-        reached = 0.0;
+    for (float above = INFINITY, least = 0x1p-9f; reached < top_p && above > 0.0f; above = least, least = least > 0x1p-120f ? least / 8 : 0.0f) {
+        double here = 0.0;
+        kept = count;
         for (int64_t i = 0; i < vocab; i++)
-            if (row[i] >= least && row[i] > 0.0f) {
+            if (row[i] < above && row[i] >= least && row[i] > 0.0f) {
                 candidates[count++] = (Candidate){row[i], i};
-                reached += row[i];
+                here += row[i];
             }
-        if (least == 0.0f)
-            break;
+        if (reached + here < top_p && least > 0.0f) {
+            reached += here;
+            continue;
+        }
+        qsort(candidates + kept, (size_t)(count - kept), sizeof(Candidate), by_probability);
+        while (kept < count && reached < top_p)
+            reached += candidates[kept++].probability;
+        break;
     }
-    qsort(candidates, (size_t)count, sizeof(Candidate), by_probability);
-    double before = 0.0;
-    int64_t kept = 0;
-    while (kept < count && before < top_p)
-        before += candidates[kept++].probability;
     memset(row, 0, (size_t)vocab * sizeof(float));
     for (int64_t i = 0; i < kept; i++)
-        row[candidates[i].token] = (float)(candidates[i].probability / before);
+        row[candidates[i].token] = (float)(candidates[i].probability / reached);
 }
 
 /* Writes a row's distribution. `room` is for `vocab` candidates, or numbers. */

@@ -10,7 +10,8 @@ import psutil
 import pytest
 from command import CONTEXT, VOCABULARY, check_refusal, run_fork, save_tokenizer
 from tiny import save_llama
-from triforce.cli.serve.answering.jobs import RANK_ENDED
+from triforce.cli.serve import run
+from triforce.cli.terminal.stopping import Signals
 from triforce.offload.batch import reading
 from triforce.tp.errors import PeerError
 
@@ -110,15 +111,16 @@ def test_an_answer_that_takes_too_long_is_cut_on_all_ranks(process):
     assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "stopping"
 
 
-def test_answers_that_a_lost_rank_cuts_are_told_so(serving, slow_rounds):
+def test_answers_that_a_lost_rank_cuts_are_told_so(serving, slow_rounds, monkeypatch):
+    monkeypatch.setattr(run, "siblings", lambda: {0: None, 1: None})
     with serving() as server:
+        monkeypatch.setattr(run, "siblings", lambda: {0: None})
 
-        def cut():
+        def stop():
             server.wait_for(lambda: server.worker.running)
-            server.worker.stop()
-            assert server.server.cut(RANK_ENDED)
+            assert server.server.cut(run._let_end(server.server, 60.0, Signals()))
 
-        reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), cut)
+        reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), stop)
         assert reply.events[-1]["error"]["code"] == "rank_ended"
 
 

@@ -223,11 +223,21 @@ def test_the_nucleus_of_a_row_does_not_depend_on_the_rows_beside_it(ties):
     assert torch.equal(kept, tied[: len(kept)]), "of equally likely tokens the first ones are kept"
 
 
+@pytest.mark.parametrize("vocab", [9, 17, 3001])
+def test_equal_logits_are_equally_likely_wherever_they_stand(vocab):
+    for seed in range(50):
+        logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
+        logits[0, [3, vocab - 1]] = 1.5
+        likely = distribution(logits, Sampling(0.7, 1.0))[0]
+        assert likely[3] == likely[-1]
+
+
 FILTERS = [(0.0,), (1.0, 1.0), (0.6, 0.9), (1e-30, 0.9), (0.05, 1.0), (1.7, 0.97, 40), (1.0, 1.0, 1), (0.8, 1e-9)]
+FILTERS += [(2.0, 0.9, 2**64 + 1)]
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("vocab", [7, 16, 50, 4096, 20_000])
+@pytest.mark.parametrize("vocab", [7, 16, 49, 4096, 20_001])
 def test_compiled_kernels_compute_what_pytorch_does(kernels, filters, vocab):
     if kernels == "plain":
         pytest.skip("compares the compiled kernels with it")

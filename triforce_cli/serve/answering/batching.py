@@ -62,7 +62,7 @@ class RunningBatch:
         """Works until there is nothing left that fits. All that was taken from the queue gets its last event.
 
         Raises:
-            Exception: the engine failed, or all was to end; those who waited are told.
+            Exception: the engine failed; those who waited are told.
         """
         try:
             started = self._begin(first)
@@ -123,17 +123,14 @@ class RunningBatch:
         ]
 
     def _decode(self, batch: Batch) -> None:
-        """Runs the batch to its end.
-
-        Raises:
-            BodyError: it was broken off, on all ranks; says why.
-        """
+        """Runs the batch to its end; where it is broken off, that is on all ranks."""
         while True:
             event = next(batch, None)
             if why := self._cut_by():
                 batch.end_all()
                 if event is None:
-                    raise why
+                    self.fail_all(why)
+                    return
                 continue
             try:
                 if event is not None:
