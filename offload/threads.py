@@ -7,12 +7,14 @@ threads than free cores nobody waits. Results do not depend on the number.
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from ..tp.parallel.launch import usable_cores
@@ -21,7 +23,8 @@ WINDOW = 0.05
 """Seconds that are judged together, at least."""
 
 LOST = 0.3
-"""Cores: threads that together were on so many fewer than they are, and were interrupted, may have lost them."""
+"""Cores: threads that together were on so many fewer than they are, and were interrupted, may have lost them. A core
+that is idle but for so much is free."""
 
 INTERRUPTS = 40.0
 """A second, of all threads: fewer are the system's own."""
@@ -30,7 +33,8 @@ GAIN = 0.95
 """Another number of threads is kept if a round takes at most this share of what it took before."""
 
 FIRST_TRIAL, LAST_TRIAL = 1.0, 8.0
-"""Seconds until another number is tried again, at first, and at most: each trial that is not kept doubles them."""
+"""Seconds until another number is tried again, at first, and at most: each trial that is not kept doubles them. More
+threads are tried only where cores are free: beside a busy process one round may take a second."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,30 @@ class Usage:
         return Usage(self.seconds - before.seconds, self.core_s - before.core_s, self.interrupts - before.interrupts)
 
 
+def idle_core_s() -> float:
+    """Seconds that the cores that this process may use were idle so far, together."""
+    cores = psutil.cpu_times(percpu=True)
+    if hasattr(os, "sched_getaffinity"):
+        usable = os.sched_getaffinity(0)
+        cores = [core for number, core in enumerate(cores) if number in usable] or cores
+    return sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
+
+
 class DecodingThreads:
     """Chooses the number of threads from how rounds went, and sets PyTorch's within `in_use` alone."""
 
     def __init__(
-        self, adapts: bool, usage: Callable[[], Usage] = Usage.now, cores: Callable[[], int] = usable_cores
+        self,
+        adapts: bool,
+        usage: Callable[[], Usage] = Usage.now,
+        cores: Callable[[], int] = usable_cores,
+        idle: Callable[[], float] = idle_core_s,
     ) -> None:
         """Args:
         adapts: whether the number may change.
         usage: reads the clocks.
         cores: how many this process may use.
+        idle: see `idle_core_s`.
         """
         self.most = torch.get_num_threads()
         """When decoding began: as many as there are."""
@@ -70,7 +88,8 @@ class DecodingThreads:
         """To decode with now."""
         self._adapts = adapts and self.most > 1
         self._cores = max(cores(), self.most)
-        self._usage = usage
+        self._usage, self._idle = usage, idle
+        self._idle_at: tuple[float, float] | None = None  # seconds on the wall, and idle ones, when it was looked last
         self._window = Usage(0.0, 0.0, 0)  # what the rounds of this window took
         self._rounds = 0  # of this window
         self._before: tuple[int, float] | None = None  # number and seconds a round of what a trial is compared with
@@ -117,7 +136,7 @@ class DecodingThreads:
                 self._trial_in = min(2 * self._trial_in, LAST_TRIAL)
                 return
             self._trial_in = FIRST_TRIAL
-            if self.number > number:  # all again, and it pays
+            if self.number > number:  # it pays
                 return
         waits = self._waited_s < self._trial_in
         used = window.core_s / window.seconds
@@ -125,10 +144,19 @@ class DecodingThreads:
             if not waits or self.number < self.most:
                 others = self.number * self._cores / max(used, 1e-9) - self.number  # if all got the same share
                 self._try(max(1, min(self.number - 1, round(self._cores - others))), round_s)
-        elif self.number < self.most and not waits:
-            self._try(self.most, round_s)
+        elif self.number < self.most:
+            more = min(self.most, self.number + int(self._free_cores() + LOST))
+            if more > self.number and not waits:
+                self._try(more, round_s)
+
+    def _free_cores(self) -> float:
+        """The cores that were idle since this was asked last."""
+        now, before = (self._usage().seconds, self._idle()), self._idle_at
+        self._idle_at = now
+        return 0.0 if before is None else (now[1] - before[1]) / max(now[0] - before[0], 1e-9)
 
     def _try(self, number: int, round_s: float) -> None:
+        self._idle_at = None
         self._before, self.number, self._waited_s = (self.number, round_s), number, 0.0
 
     @property

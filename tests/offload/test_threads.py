@@ -13,12 +13,15 @@ class Machine:
 
     def __init__(self, cores, monkeypatch):
         self.cores, self.others, self.threads = cores, 0, cores
-        self.now = Usage(0.0, 0.0, 0)
+        self.now, self.idle_s = Usage(0.0, 0.0, 0), 0.0
         monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
         monkeypatch.setattr(torch, "set_num_threads", lambda number: setattr(self, "threads", number))
 
     def usage(self):
         return self.now
+
+    def idle(self):
+        return self.idle_s
 
     def round(self, chosen):
         with chosen.in_use():
@@ -26,6 +29,7 @@ class Machine:
             got = self.threads * min(1.0, self.cores / (self.threads + self.others))
             seconds = 0.02 / self.threads * (8 if crowded and self.threads > 1 else 1)
             interrupts = round(100 * seconds) + 1 if crowded else 0
+            self.idle_s += seconds * max(0, self.cores - self.threads - self.others)
             self.now = Usage(
                 self.now.seconds + seconds, self.now.core_s + got * seconds, self.now.interrupts + interrupts
             )
@@ -36,7 +40,7 @@ class Machine:
 @pytest.mark.parametrize(("cores", "others", "want"), [(2, 0, 2), (2, 1, 1), (2, 2, 1), (16, 1, 15), (16, 8, 8)])
 def test_there_are_as_many_threads_as_cores_that_others_leave(cores, others, want, monkeypatch):
     machine = Machine(cores, monkeypatch)
-    chosen = DecodingThreads(True, machine.usage, lambda: cores)
+    chosen = DecodingThreads(True, machine.usage, lambda: cores, machine.idle)
     machine.others = others
     for _ in range(400):
         machine.round(chosen)
@@ -45,15 +49,24 @@ def test_there_are_as_many_threads_as_cores_that_others_leave(cores, others, wan
 
 def test_trials_cost_little_and_notice_that_the_cores_are_free_again(monkeypatch):
     machine = Machine(2, monkeypatch)
-    chosen = DecodingThreads(True, machine.usage, lambda: 2)
+    chosen = DecodingThreads(True, machine.usage, lambda: 2, machine.idle)
     machine.others = 1
     took = [machine.round(chosen) for _ in range(5000)]
-    assert sum(seconds for seconds in took if seconds > 0.02) < 0.02 * sum(took)
+    assert not any(seconds > 0.02 for seconds in took[100:]), "more threads were tried although no core was free"
     assert "other programs took cores" in chosen.warnings[0]
     machine.others, free = 0, machine.now.seconds
     while chosen.number == 1:
         machine.round(chosen)
-    assert machine.now.seconds - free < 9
+    assert machine.now.seconds - free < 2
+
+
+def test_as_many_threads_come_back_as_cores_are_free(monkeypatch):
+    machine = Machine(16, monkeypatch)
+    chosen = DecodingThreads(True, machine.usage, lambda: 16, machine.idle)
+    for machine.others, want in ((12, 4), (6, 10), (0, 16)):
+        for _ in range(2000):
+            machine.round(chosen)
+        assert chosen.number == want
 
 
 def test_waiting_for_a_link_is_no_reason_for_fewer_threads(monkeypatch):
