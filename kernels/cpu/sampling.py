@@ -46,15 +46,12 @@ def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p:
 
 def certainties_compiled(logits: Tensor, tokens: Tensor) -> Tensor:
     """See `sampling.in_millionths`."""
-    logits, tokens = logits.contiguous(), tokens.contiguous()
-    millionths = torch.empty_like(tokens)
-    _kernels().triforce_certainties(logits.data_ptr(), *logits.shape, tokens.data_ptr(), millionths.data_ptr())
-    return millionths
+    return _of_each_row("triforce_certainties", logits, tokens)
 
 
 def likeliest_compiled(weights: Tensor) -> Tensor:
     """The first of the largest of each row, -1 where one is NaN."""
-    return _drawn("triforce_likeliest", weights)
+    return _of_each_row("triforce_likeliest", weights)
 
 
 def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
@@ -62,20 +59,21 @@ def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
 
     Args: `shares`: `[n, 1]` float64, below 1.
     """
-    return _drawn("triforce_pick", weights, shares)
+    return _of_each_row("triforce_pick", weights, shares)
 
 
 def race_compiled(weights: Tensor, keys: Tensor) -> Tensor:
     """See `noise.race`."""
-    return _drawn("triforce_race", weights, keys)
+    return _of_each_row("triforce_race", weights, keys)
 
 
-def _drawn(kernel: str, weights: Tensor, *by: Tensor) -> Tensor:
-    weights, by = weights.contiguous(), tuple(one.contiguous() for one in by)
-    tokens = torch.empty(weights.shape[0], dtype=torch.int64)
-    addresses = (one.data_ptr() for one in (*by, tokens))
-    getattr(_kernels(), kernel)(weights.data_ptr(), *weights.shape, *addresses)
-    return tokens
+def _of_each_row(kernel: str, rows: Tensor, *by: Tensor) -> Tensor:
+    """The number that a kernel gives for each row: `[n]` int64."""
+    rows, by = rows.contiguous(), tuple(one.contiguous() for one in by)
+    found = torch.empty(rows.shape[0], dtype=torch.int64)
+    addresses = (one.data_ptr() for one in (*by, found))
+    getattr(_kernels(), kernel)(rows.data_ptr(), *rows.shape, *addresses)
+    return found
 
 
 def _kernels() -> Any:

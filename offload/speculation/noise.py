@@ -68,9 +68,9 @@ class CommonNoise:
         Returns:
             See `FreshNoise.draw`.
         """
-        if self.key is None and samples_compiled(weights):
-            return likeliest_compiled(weights)
         if self.key is None:
+            if samples_compiled(weights):
+                return likeliest_compiled(weights)
             most, tokens = weights.max(dim=-1)
             return tokens.masked_fill_(most.isnan(), -1)
         positions = torch.arange(position, position + weights.shape[0], device=weights.device)

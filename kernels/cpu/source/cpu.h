@@ -82,17 +82,17 @@ EXPORT int triforce_unpack(const Packing *call);
 EXPORT int triforce_gather(const Packing *call, const int64_t *tokens, int64_t first_head, int64_t heads,
                            int64_t count);
 
-/* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another; as offload/speculation describes each.
- * `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is greedy, `top_k` 0 and `top_p` 1
- * are off. 1 if memory ran out, else 0. */
+/* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
+ * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is
+ * greedy, `top_k` 0 and `top_p` 1 are off. 1 if memory ran out, else 0. */
 EXPORT int triforce_distribution(const float *logits, int64_t n, int64_t vocab, double temperature, int64_t top_k, double top_p,
                                  float *out, int threads);
 
 /* How sure logits are of `tokens` [n], in millionths. */
 EXPORT void triforce_certainties(const float *logits, int64_t n, int64_t vocab, const int64_t *tokens, int64_t *millionths);
 
-/* A token of each row, -1 where none can be drawn as a weight is NaN: the likeliest; by the share of the sum of weights that comes before it; by
- * the noise of a key. */
+/* A token of each row, -1 where none can be drawn as a weight is NaN: the likeliest; by the share of the sum of weights that
+ * comes before it; by the noise of a key. */
 EXPORT void triforce_likeliest(const float *weights, int64_t n, int64_t vocab, int64_t *tokens);
 EXPORT void triforce_pick(const float *weights, int64_t n, int64_t vocab, const double *shares, int64_t *tokens);
 EXPORT void triforce_race(const float *weights, int64_t n, int64_t vocab, const int64_t *keys, int64_t *tokens);

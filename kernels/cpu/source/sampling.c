@@ -133,23 +133,21 @@ static void keep_nucleus(float *row, int64_t vocab, double top_p, Candidate *can
 {
     int64_t count = 0, kept = 0;
     double reached = 0.0;
-    for (float above = INFINITY, least = 0x1p-9f; reached < top_p && above > 0.0f; above = least, least = least > 0x1p-120f ? least / 8 : 0.0f) {
+    for (float above = INFINITY, least = 0x1p-9f;; above = least, least = least > 0x1p-120f ? least / 8 : 0.0f) {
         double here = 0.0;
-        kept = count;
         for (int64_t i = 0; i < vocab; i++)
             if (row[i] < above && row[i] >= least && row[i] > 0.0f) {
                 candidates[count++] = (Candidate){row[i], i};
                 here += row[i];
             }
-        if (reached + here < top_p && least > 0.0f) {
-            reached += here;
-            continue;
-        }
-        qsort(candidates + kept, (size_t)(count - kept), sizeof(Candidate), by_probability);
-        while (kept < count && reached < top_p)
-            reached += candidates[kept++].probability;
-        break;
+        if (least == 0.0f || reached + here >= top_p)
+            break;
+        reached += here;
+        kept = count;
     }
+    qsort(candidates + kept, (size_t)(count - kept), sizeof(Candidate), by_probability);
+    while (kept < count && reached < top_p)
+        reached += candidates[kept++].probability;
     memset(row, 0, (size_t)vocab * sizeof(float));
     for (int64_t i = 0; i < kept; i++)
         row[candidates[i].token] = (float)(candidates[i].probability / reached);
