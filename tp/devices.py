@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import cpu_level
 from .errors import UsageError
 from .model.config import ModelConfig
 
@@ -17,7 +18,8 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device for `auto`, `cpu` or `cuda`; of several GPUs the one numbered `local_rank`, this rank's number here.
 
     Raises:
-        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine.
+        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine; on a CPU, see
+            `check_cpu_level`.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is {name!r}; it is auto, cpu or cuda")
@@ -26,6 +28,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
             "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
         )
     if name == "cpu" or not torch.cuda.is_available():
+        check_cpu_level()
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UsageError(
@@ -34,6 +37,16 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def check_cpu_level() -> None:
+    """Raises:
+    UsageError: `TRIFORCE_CPU_LEVEL` names no level of the compiled kernels, or one that is not supported here.
+    """
+    try:
+        cpu_level()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -177,8 +177,11 @@ def _look_at_kernels(found: Findings) -> None:
     try:
         from ..kernels.cpu.library import instructions, loaded
 
-        found.compiled_kernels = instructions()
         there = loaded() is not None
+        found.compiled_kernels = instructions()
+    except ValueError as error:  # of TRIFORCE_CPU_LEVEL
+        found.missing.append(f"compiled CPU kernels: {error}")
+        return
     except Exception:
         there = False
     if not there:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -129,13 +130,38 @@ def _declare(kernels: ctypes.CDLL) -> None:
 
 
 @functools.cache
-def cpu_level() -> Level:
+def supported_level() -> Level:
     """The highest level that this processor supports; `Level.NONE` where the kernels were not built."""
     kernels = loaded()
     return Level.NONE if kernels is None else Level(kernels.triforce_cpu_level())
 
 
+@functools.cache
+def cpu_level() -> Level:
+    """The level that the kernels use: the highest supported one, or the lower one that `TRIFORCE_CPU_LEVEL` names. It
+    limits these kernels, not PyTorch's own operations. Asked for once in a process.
+
+    Raises:
+        ValueError: the variable names no level, or one that is not supported here.
+    """
+    asked, supported = os.environ.get("TRIFORCE_CPU_LEVEL", ""), supported_level()
+    if not asked:
+        return supported
+    level = next((one for one in Level if one.name.lower() == asked), None)
+    if level is None or level > supported:
+        usable = ", ".join(one.name.lower() for one in Level if one <= supported)
+        problem = (
+            "which is no level" if level is None else "which is more than the processor and the built kernels have"
+        )
+        raise ValueError(f"TRIFORCE_CPU_LEVEL is {asked!r}, {problem}; here it can be: {usable}")
+    return level
+
+
 def instructions() -> str | None:
     """The instruction set that the kernels use here, in words; `None` where they were not built or support none of the
-    processor's."""
+    processor's.
+
+    Raises:
+        ValueError: see `cpu_level`.
+    """
     return _DESCRIPTIONS.get(cpu_level())
