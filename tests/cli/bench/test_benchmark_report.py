@@ -7,7 +7,7 @@ from pathlib import Path
 
 import benchmark_report
 import pytest
-from command import TEXT, fork_workers
+from command import TEXT, fork_interpreters
 from triforce.cli.app import run
 from triforce.cli.terminal.stopping import Signals
 
@@ -33,7 +33,7 @@ def measured_once(pair, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Signals() as signals:
         patch.setattr("triforce.offload.transfer.bandwidth.READ_BYTES", 2**24)
         patch.setenv("OMP_NUM_THREADS", "1")
-        fork_workers(patch)
+        fork_interpreters(patch)
         for arguments in (("bench", *common, *bench, "--json", folder / "a.json"),
                           ("compare", *common, *compare, "--json", folder / "b.json")):  # fmt: skip
             assert run([str(argument) for argument in arguments], signals) == 0

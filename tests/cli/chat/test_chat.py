@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from chats import THINKING, with_template
 from command import TEXT, Outcome, check_refusal, run_here, undocumented
+from templates import THINKING, with_template
 from triforce.cli.app import run
 from triforce.cli.chat import run as chat_run
 from triforce.cli.chat.forms import PlainForm

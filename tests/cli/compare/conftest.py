@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import TEXT, VOCABULARY, fork_workers, run_here, save_tokenizer
+from command import TEXT, VOCABULARY, fork_interpreters, run_here, save_tokenizer
 from strange_systems import PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS
 from tiny import greedy_oracle, save_llama
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
@@ -55,4 +55,4 @@ def compare(pair, capfd, monkeypatch):
 @pytest.fixture
 def forked_workers(monkeypatch):
     """Workers that are forks: processes of their own still, without the start of an interpreter."""
-    fork_workers(monkeypatch)
+    fork_interpreters(monkeypatch)
