@@ -3,15 +3,11 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+import signal
 
 import pytest
-from command import TEXT, Outcome, run_here, save_pair
-from tokenizers import Tokenizer as Backend
-from tokenizers import normalizers
-from triforce.cli.generate.prompt import encode_after
-from triforce.offload.contexts.disk import Disk
-from triforce.offload.contexts.manifest import Manifest
+from command import TEXT, VOCABULARY, Outcome, Running, run_here, save_pair, save_tokenizer
+from tiny import save_llama
 from triforce.tp.weights.tokenizer import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
@@ -187,28 +183,28 @@ def test_a_text_is_saved_in_the_frame_that_a_question_continues(triforce, pair, 
     assert "give the question with --ask" in without.err
 
 
-def test_an_unfinished_context_answers_nothing(triforce, tmp_path):
-    triforce("read", tmp_path / "book.txt")
-    directory = tmp_path / "home" / "contexts" / "book"
-    manifest = Manifest.load(directory)
-    replace(manifest, tokens=manifest.tokens + 9).write(Disk(), directory)
-    refused = triforce("generate", "--context", "book", expect=1).err
-    assert "is not complete: 2" in refused and "triforce read goes on with it" in refused
+def test_an_interrupted_reading_answers_nothing_and_goes_on(triforce, tmp_path):
+    model, home = tmp_path / "long", tmp_path / "home"
+    save_tokenizer(model)
+    save_llama(model, vocab_size=VOCABULARY, max_position_embeddings=65_536)
+    (tmp_path / "long.txt").write_text(TEXT * 120)
+    fixed = (tmp_path / "long.txt", "--model", model, "--device", "cpu", "--dtype", "float32")
+    with Running("read", *fixed, TRIFORCE_HOME=str(home)) as run:
+        run.wait_until(lambda: list(home.glob("contexts/long/*.safetensors")))
+        run.signal(signal.SIGINT)
+        outcome = run.finish()
+    assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
+    refused = triforce("generate", "--context", "long", "--model", model, "--dtype", "float32", expect=1).err
+    assert "is not complete: " in refused and "triforce read goes on with it" in refused
+    (listed,) = json.loads(triforce("contexts", "--json", "-").out)
+    assert not listed["complete"] and listed["tokens"] > 10_000
 
 
-def test_a_manifest_of_nonsense_is_one_damaged_context(triforce, tmp_path):
-    triforce("read", tmp_path / "book.txt")
-    directory = tmp_path / "home" / "contexts" / "book"
-    manifest = Manifest.load(directory)
-    replace(manifest, shape=replace(manifest.shape, dtype="int8")).write(Disk(), directory)
-    assert "damaged" in triforce("contexts").out
-    assert "impossible numbers" in triforce("contexts", "show", "book", expect=1).err
-
-
-def test_a_question_after_a_saved_text_is_tokenized_as_within_one(pair):
-    """Tokenizers in the way of SentencePiece put a space before the first word that they get."""
-    backend = Backend.from_file(str(pair[0] / "tokenizer.json"))
-    backend.normalizer = normalizers.Prepend(" ")
-    tokenizer = Tokenizer(encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
-                          decode=lambda ids: backend.decode(list(ids)))  # fmt: skip
-    assert tokenizer.decode(encode_after("Why?", tokenizer)) == "Why?"
+def test_a_damaged_manifest_is_one_damaged_context(triforce, tmp_path):
+    for name in ("book", "other"):
+        triforce("read", tmp_path / "book.txt", "--as", name)
+    (manifest,) = (tmp_path / "home" / "contexts" / "book").glob("*.json")
+    manifest.write_text(manifest.read_text().replace("float32", "float16", 1))
+    listed = triforce("contexts").out
+    assert "damaged" in listed and "other" in listed
+    assert "its checksum is not that of its contents" in triforce("contexts", "show", "book", expect=1).err
