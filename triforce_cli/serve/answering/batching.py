@@ -13,7 +13,7 @@ from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
 from ...requests.answer_text import AnswerText
 from ...requests.body import BodyError
-from ...requests.response import FinishedAnswer
+from ...requests.response import AnswerEnd, Timings
 from .fair_queue import FairQueue
 from .jobs import Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
 from .metrics import Metrics
@@ -192,14 +192,13 @@ class RunningBatch:
         if ended:
             piece += text.finish()
         if piece or logprobs:
-            job.send(Piece(writing.number, piece, s, logprobs))
+            job.send(Piece(writing.number, piece, logprobs, Timings.of(s) if job.timed else None))
         if not ended:
             return
         batch.end(index)
         del self._working[index]
         reason = "stop" if text.stopped else s.finish_reason
-        answer = FinishedAnswer(text.text, reason, text.num_tokens, s, writing.logprobs)
-        job.send(Finished(writing.number, answer))
+        job.send(Finished(writing.number, AnswerEnd(reason, text.num_tokens, Timings.of(s))))
 
     def _sweep(self, batch: Batch) -> None:
         """Parts with what nobody waits for, with what the engine could not do, and with texts that are saved."""
