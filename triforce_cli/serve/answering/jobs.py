@@ -93,6 +93,18 @@ class _Work:
     came: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
     """Whether nobody waits for it any more."""
+    begun: int = field(default=0, init=False)
+    """Its parts that have left the queue."""
+
+    @property
+    def parts(self) -> int:
+        """Those that are done one by one."""
+        return 1
+
+    def begin(self) -> bool:
+        """Takes note that a part begins; whether it is the last one."""
+        self.begun += 1
+        return self.begun == self.parts
 
     def fail(self, error: BaseException) -> None:
         self.send(Failed(as_body_error(error)))
@@ -100,12 +112,17 @@ class _Work:
 
 @dataclass(eq=False)
 class Job(_Work):
-    """A request for answers."""
+    """A request for answers, each of which waits for its turn."""
 
     request: AnswerRequest
     prompt: RequestPrompt
     timed: bool = False
     """Whether timings are wanted with each piece."""
+
+    @property
+    def parts(self) -> int:
+        """Its answers."""
+        return self.request.answers
 
     @property
     def num_tokens(self) -> int:
