@@ -89,7 +89,7 @@ def test_the_order_rotates_and_a_system_that_failed_is_not_run_again(job, pair):
     entries = [Entry("steady", "", "strange_systems"), Entry("breaks", "", "strange_systems")]
     found = comparison.compare(
         replace(job, model=str(pair[0]), asked_model=str(pair[0])), entries, repeats=3, limit_s=100,
-        settings={"tiers": 1}, on_start=lambda number, total, name: order.append(name), on_end=lambda _: None,
+        settings={}, on_start=lambda number, total, name: order.append(name), on_end=lambda _: None,
     )  # fmt: skip
     assert order == ["triforce", "steady", "breaks", "steady", "breaks", "triforce", "triforce", "steady"], found.rows
     assert [len(row.runs) for row in found.rows] == [3, 3, 1]
