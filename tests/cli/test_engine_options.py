@@ -88,9 +88,14 @@ def test_what_a_machine_cannot_do_is_refused(capfd, command, option, value):
     ("option", "value"),
     [("--refresh", "sometimes"), ("--early-end", "late"), ("--exact", "maybe"), ("--seed", -1), ("--top-k", -1)],
 )
-def test_what_a_run_cannot_do_is_refused(capfd, command, option, value):
-    needed = ("requests.jsonl", "-o", "answers.jsonl") if command == "batch" else ()
-    check_refusal(run_here(capfd, command, *needed, option, value), 2, option.lstrip("-"), str(value))
+def test_what_a_run_cannot_do_is_refused(capfd, pair, tmp_path, command, option, value):
+    (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "a", "body": {"prompt": "A"}}) + "\n")
+    files = (tmp_path / "requests.jsonl", "-o", tmp_path / "answers.jsonl", "--model", pair[0])
+    needed = files if command == "batch" else ()
+    refused = run_here(capfd, command, *needed, option, value)
+    assert refused.code == 2 and "Traceback" not in refused.err, refused
+    assert f"error: {option.lstrip('-')} is" in refused.err or option in refused.err, refused
+    assert str(value) in refused.err.split("error: ")[1], refused
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,7 @@ def test_what_a_run_cannot_do_is_refused(capfd, command, option, value):
     [
         *(("generate", "--model"), ("chat", "--model"), ("bench", "--model"), ("compare", "--model")),
         *(("plan", "--model"), ("contexts", "show"), ("contexts", "verify"), ("contexts", "rm")),
+        *(("serve", "--port", "0", "--model"), ("read",), ("batch", "-o", "answers.jsonl")),
     ],
     ids=" ".join,
 )

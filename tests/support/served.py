@@ -125,7 +125,7 @@ class Process(Client):
                 self.forks.append(Fork(call, streams, {**os.environ, **place}))
         self.fork = self.forks[0]
         self.wait_for_words("ready\n")
-        found = re.search(r"listening at http://127\.0\.0\.1:(\d+)", self.log)
+        found = re.search(r"listening at http://[\d.]+:(\d+)", self.log)
         assert found
         self.port = int(found[1])
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from command import TEXT, TRIFORCE, check_refusal, undocumented
+from command import TEXT, TRIFORCE, check_refusal, run_here, undocumented
 from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
@@ -191,6 +191,19 @@ def test_json_on_stdout_is_alone_there(compare, capfd):
     assert outcome.code == 0, outcome
     assert [system["name"] for system in json.loads(outcome.out)["systems"]] == ["triforce", "autoregressive"]
     assert "speed-up" in outcome.err
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.slow
+def test_a_long_text_is_cut_before_a_question_in_every_system(pair, capfd, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 12)
+    options = {"--model": pair[0], "--draft": "none", "--prompt-file": tmp_path / "long.txt", "--ask": "Who was it?"}
+    options |= {"--max-new-tokens": 8, "--repeat": 1, "--baseline": "autoregressive", "--json": "-"}
+    given = [part for option in options.items() for part in option]
+    check_refusal(run_here(capfd, "compare", *given), 1, "1,024 positions", "--truncate")
+    document = json.loads(run_here(capfd, "compare", *given, "--truncate", "middle").out)
+    assert document["prompt_tokens"] == 1024 - 8
+    assert [system["failure"] for system in document["systems"]] == [None, None]
 
 
 def test_impossible_requests_are_refused_before_anything_runs(compare):

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from command import TEXT, VOCABULARY, Outcome, Running, run_here, save_pair, save_tokenizer
+from command import TEXT, VOCABULARY, Outcome, Running, run_command, run_here, save_pair, save_tokenizer
 from tiny import save_llama
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -208,3 +208,24 @@ def test_a_damaged_manifest_is_one_damaged_context(triforce, tmp_path):
     listed = triforce("contexts").out
     assert "damaged" in listed and "other" in listed
     assert "its checksum is not that of its contents" in triforce("contexts", "show", "book", expect=1).err
+
+
+@pytest.mark.slow
+def test_how_a_text_is_read_does_not_change_what_is_saved(triforce, pair, tmp_path):
+    """Streamed, with other threads, on two ranks: the context is the one that a plain reading goes on with."""
+    home = str(tmp_path / "home")
+    for name, more in (("streamed", ("--resident", 0)), ("threads", ("--threads", 2)), ("ranks", ("--gpus", 2))):
+        fixed = ("read", tmp_path / "book.txt", "--as", name, "--model", pair[0], "--device", "cpu", "--json", "-")
+        done = run_command(*fixed, *more, TRIFORCE_HOME=home)
+        assert done.code == 0, done
+        assert "nothing to read" in triforce("read", tmp_path / "book.txt", "--as", name).err
+
+
+def test_a_bench_and_a_comparison_start_from_a_saved_text(triforce, pair, tmp_path):
+    triforce("read", tmp_path / "book.txt", "--raw")
+    path = tmp_path / "bench.json"
+    fixed = ("--context", "book", "--draft", "none", "--max-new-tokens", 4, "--repeat", 1)
+    triforce("bench", *fixed, "--contexts", 150, "--tiers", 1, "--json", path)
+    assert json.loads(path.read_text())["contexts"][0]["restored_tokens"] > 100
+    without_name = triforce("compare", *fixed, "--baseline", "autoregressive", "--prompt", "A", expect=2)
+    assert "--context and --prompt are both given" in without_name.err

@@ -111,3 +111,19 @@ def test_sequences_over_one_text_share_its_stream(capfd):
     open_budgets = [json.loads(plan(capfd, *given[:-2], "--batch", n, "--json", "-").out)["settings"] for n in (1, 64)]
     assert open_budgets[0]["budget"] > open_budgets[1]["budget"], "what all of them take together is bounded"
     assert "8 sequences over one text" in plan(capfd, *given, "--batch", 8).out
+
+
+def test_options_reach_the_plan(capfd):
+    asked = ("--model", "qwen3-8b", "--gpu", "rtx4090", "--gpus", 2, "--context", 32768, "--tiers", 2, "--resident", 3)
+    lengths = ("--budget", 512, "--chunk-size", 16, "--block-length", 9, "--draft-length", 3)
+    more = ("--pack", "off", "--dtype", "float16", "--memory-gbps", 900, "--draft", "none", "--batch", 2)
+    outcome = plan(capfd, *asked, *lengths, *more, "--json", "-")
+    document = json.loads(outcome.out)
+    assert (document["model"], document["draft"], document["dtype"]) == ("qwen3-8b", None, "float16")
+    assert (document["gpus"], document["batch"], document["context"]) == (2, 2, 32768)
+    assert document["gpu"]["memory_gb_per_s"] == 900 and not document["blocks"]["packed"]
+    wanted = {"tiers": 2, "budget": 512, "chunk_size": 16, "block_length": 9}
+    assert wanted.items() <= document["settings"].items()
+    assert 0 < document["per_gpu_bytes"]["resident_kv"] <= 3 * GIB
+    three = json.loads(plan(capfd, "--shape", THIRTEEN, "--gpus", 2, "--draft-length", 3, "--json", "-").out)
+    assert three["settings"]["draft_length"] == 3

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from command import check_refusal, run_here, without_weights
+from command import TEXT, check_refusal, run_here, without_weights
 
 COMPLETION = "/v1/completions"
 
@@ -46,10 +46,35 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(capfd, pair, tmp_path):
     assert outcome.err.count("error: ") == 1
 
 
+def test_options_are_those_of_requests_that_do_not_say(serving, pair, capfd):
+    options = {"draft": pair[1], "budget": 64, "chunk_size": 4, "draft_length": 2, "block_length": 5, "resident": 0}
+    options |= {"refresh": 3, "early_end": 0.4, "exact": "on", "pack": "on", "dtype": "bfloat16", "host_memory": 1}
+    options |= {"threads": 1, "tiers": 3, "temperature": 0.5, "top_p": 0.8, "top_k": 7, "seed": 3, "max_new_tokens": 30}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    fixed = ("generate", "--model", pair[0], "--device", "cpu", "--prompt", TEXT * 3, "--json", "-")
+    alone = json.loads(run_here(capfd, *fixed, *arguments).out)
+    with serving(**options, max_queue=3, max_sequences=2, grace=2) as server:
+        reply = server.ask("POST", COMPLETION, {"prompt": TEXT * 3})
+        assert reply.json["choices"][0]["text"] == alone["text"]
+        assert reply.json["usage"]["completion_tokens"] == 30 and reply.json["timings"]["draft_n"] > 0
+        assert server.metric("link_stored_bytes_total") > 0, "nothing is resident"
+
+
+def test_a_context_is_that_of_requests_that_name_none(serving, pair, capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    (tmp_path / "book.txt").write_text(TEXT)
+    read = ("read", tmp_path / "book.txt", "--model", pair[0], "--device", "cpu", "--dtype", "float32")
+    assert run_here(capfd, *read).code == 0
+    with serving(context="book") as server:
+        usage = server.chat().json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 100
+        assert server.chat(context=None).json["usage"]["prompt_tokens"] == usage["prompt_tokens"]
+
+
 @pytest.mark.slow
 def test_sigterm_lets_answers_end_and_refuses_new_ones(process, lasting):
     server = process(models=lasting)
-    lines, thread = server.stream(1500)
+    lines, thread = server.stream(400)
     server.signal(signal.SIGTERM)
     server.wait_for_words("stopping: 1 answers")
     import urllib.error

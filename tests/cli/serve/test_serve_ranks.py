@@ -108,7 +108,7 @@ def test_the_launcher_ends_with_rank_0(process, lasting, end):
         for child in psutil.Process(server.fork.pid).children()
         if "RANK" in child.environ()
     }
-    lines, thread = server.stream(60_000 if end == "killed rank" else 1500)
+    lines, thread = server.stream(60_000 if end == "killed rank" else 300)
     if end == "killed rank":
         ranks[1].send_signal(signal.SIGKILL)
         code, words = 1, "error: rank 1 was killed by SIGKILL"

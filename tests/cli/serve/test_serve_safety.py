@@ -24,6 +24,20 @@ def test_refusals_come_before_anything_else(serving):
         assert "secret" not in server.log
 
 
+def test_a_key_comes_from_a_file_without_its_line_end(serving, tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+    with serving(api_key=f"@{tmp_path / 'key'}") as server:
+        for given, status in (("Bearer secret", 200), ("Bearer secre", 401), ("Bearer secrett", 401), ("secret", 401)):
+            assert server.ask("GET", "/v1/models", Authorization=given).status == status, given
+        assert "secret" not in server.log
+
+
+def test_a_server_is_reached_by_the_names_that_it_is_told(serving):
+    with serving(host="0.0.0.0", no_auth=True, allow_host="chat.example.org") as server:
+        for name, status in (("chat.example.org", 200), ("10.0.0.1:8000", 200), ("evil.example", 403)):
+            assert server.ask("GET", "/v1/models", Host=name).status == status, name
+
+
 def test_a_long_body_is_refused(server):
     most = 2**25
     for length, body in (
