@@ -7,7 +7,6 @@ import pytest
 import torch
 from command import check_refusal, run_here, undocumented
 from tiny import save_llama
-from triforce.offload.planning import placement
 from triforce.offload.planning.cost_model import weights_read
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import make_plan
@@ -88,7 +87,6 @@ def test_a_shapes_cache_streams_where_it_is_to(shape, tmp_path):
 
 def test_a_shapes_cache_that_exceeds_host_memory_is_read_from_a_disk(shape, tmp_path, monkeypatch):
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(placement, "LARGEST_BLOCK", 256)
     save_llama(tmp_path / "deep", num_hidden_layers=8, max_position_embeddings=4096)
     config, settings = ModelConfig.load(tmp_path / "deep"), Settings(tiers=1, budget=64, host_memory=0.0)
     request = RunRequest(config, None, torch.float32, 3000 + ROOM, settings, host_bytes=0, disk_bytes=2**40)
