@@ -29,7 +29,10 @@ from triforce.tp.weights.registry import EMBEDDED, PRESETS
 ROOT = Path(__file__).parents[1]
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md", "tests/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
