@@ -202,6 +202,7 @@ class Engine:
         tiers: int | None = None,
         reuse: int | None = None,
         max_sequences: int = MOST_SEQUENCES,
+        expected: int = 1,
         in_slices: bool = False,
         on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
@@ -216,6 +217,7 @@ class Engine:
         Args:
             requests: at least one; further ones can be added while the batch runs.
             max_sequences: that are decoded together; further ones wait.
+            expected: sequences that memory is planned for at the start, where more than `requests` are to join.
             in_slices: whether prompts are read in slices, so that one may end while it is read, and of one that joins
                 others between their rounds: TBT at most doubles. Otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
@@ -233,7 +235,8 @@ class Engine:
         saved = self.contexts if self.target.ranks.rank == 0 else None
         orders = [Order.or_error(first, self.target.config)]
         orders += [Order.or_error(request, self.target.config, saved) for request in others]
-        order = self._ordered(orders, tiers, reuse, contexts, alone=False, most=max_sequences, in_slices=in_slices)
+        limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
+        order = self._ordered(orders, tiers, reuse, contexts, alone=False, **limits)
         return self._start(order, on_prefill, on_memory)
 
     def _ordered(
@@ -245,6 +248,7 @@ class Engine:
         *,
         alone: bool,
         most: int = 1,
+        expected: int = 1,
         in_slices: bool = False,
     ) -> BatchOrder:
         """What all ranks are to do: rank 0's order.
@@ -261,7 +265,7 @@ class Engine:
         first = next((order for order in orders if order.error is None), None)
         if self.contexts and first and self.target.ranks.rank == 0:
             plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
-        limits = tiers or most_tiers, reuse, plan, most, in_slices
+        limits = tiers or most_tiers, reuse, plan, most, expected, in_slices
         return self.target.ranks.share(BatchOrder(orders, alone, secrets.randbelow(2**31), *limits), patiently=True)
 
     def read(
@@ -309,7 +313,7 @@ class Engine:
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None, patiently=True)
-        return None if order is None else self._start(order)
+        return None if order is None else self._start(order, forgets=True)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
@@ -378,13 +382,16 @@ class Engine:
         order: BatchOrder,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
+        *,
+        forgets: bool = False,
     ) -> Batch:
+        """Args: `forgets` is whether nobody asks what its sequences brought."""
         self._end_run()
         graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        expected = max(1, min(order.most, sum(one.error is None for one in order.orders)))
+        expected = max(1, min(order.most, max(order.expected, sum(one.error is None for one in order.orders))))
         seeded = any(one.sampling.seed is not None for one in order.orders)
         opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected, seeded)
-        batch = Batch(order, opening, graphs, on_prefill, on_memory)
+        batch = Batch(order, opening, graphs, on_prefill, on_memory, forgets=forgets)
         self._running = batch
         if order.alone:
             batch.open_first()

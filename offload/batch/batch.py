@@ -21,6 +21,7 @@ from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_expla
 from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
+from ..speculation.sampling import Sampling
 from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
@@ -30,6 +31,11 @@ from .reading import Reading
 from .request import BatchOrder, Order, Request
 from .sequence import BatchSequence, Round, held_bytes
 from .upkeep import begin_round, end_round
+
+_FORGOTTEN = BatchSequence(
+    Order([], Sampling(0.0), 1, False, 0, error=TriforceError("it has ended and was forgotten")), 0.0
+)
+"""Stands for all sequences that are forgotten."""
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -43,11 +49,14 @@ class Batch(Iterator[tuple[int, Round]]):
         graphs: Graphs,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
+        *,
+        forgets: bool = False,
     ) -> None:
         """Args:
         graphs: what captures passes.
         on_prefill: called with a sequence's index and the share of its prefill that is done, 0 to 1.
         on_memory: of the first sequence, see `Opening.open`.
+        forgets: whether sequences are forgotten as soon as they have ended.
         """
         self._opening, self._graphs, self._alone = opening, graphs, order.alone
         self._target, self._in_slices = opening.target, order.in_slices
@@ -59,6 +68,8 @@ class Batch(Iterator[tuple[int, Round]]):
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         now = time.perf_counter()
         self.sequences = [BatchSequence(one, now) for one in order.orders]
+        self._live = dict(enumerate(self.sequences))  # those that have not ended, and perhaps some that just have
+        self._forgets, self._forgotten = forgets and not order.alone, set[int]()  # the second have not ended yet
         self._planned = next((one for one in self.sequences if one.order.error is None), None)
         """Whom the batch's saved contexts are for."""
         self.broken = False
@@ -94,6 +105,29 @@ class Batch(Iterator[tuple[int, Round]]):
         else:
             ended = TriforceError("it was ended before it began")
             self._joining[joining] = replace(self._joining[joining], error=ended)
+
+    def forget(self, index: int) -> None:
+        """Is told that nobody asks any more what a sequence brought: once it has ended, nothing is kept of it but its
+        place in `sequences`, where then something stands that says it has ended. So a batch may last for ever. Its
+        tokens and seconds are not in `stats()` any more. For rank 0."""
+        joining = index - len(self.sequences)
+        if joining >= 0:
+            self._joining[joining] = replace(self._joining[joining], prompt=[])
+        self._forgotten.add(index)
+
+    def _forget_ended(self) -> None:
+        """Keeps of sequences that have ended only what may still be asked for."""
+        if self._alone:
+            return
+        for index, sequence in list(self._live.items()):
+            if sequence.state == "ended":
+                del self._live[index]
+                if self._forgets:
+                    self._forgotten.add(index)
+        for index in [index for index in self._forgotten if index < len(self.sequences)]:
+            if self.sequences[index].state == "ended":
+                self.sequences[index] = _FORGOTTEN
+                self._forgotten.remove(index)
 
     def end_all(self) -> None:
         """Ends the batch early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
@@ -151,7 +185,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def kv_bytes(self) -> int:
         """Keys and values that this rank holds now: of sequences that run, and what is kept for the next batch."""
-        return held_bytes(self.sequences, self._opening.kept)
+        return held_bytes(self._live.values(), self._opening.kept)
 
     @property
     def saved(self) -> ContextUse | None:
@@ -167,7 +201,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._open(self.sequences[0])
 
     def _open(self, sequence: BatchSequence) -> None:
-        running = [one for one in self.sequences if one.state == "running"]
+        running = [one for one in self._live.values() if one.state == "running"]
         contexts = self._contexts if sequence is self._planned else sequence.order.contexts
         self._opening.open(sequence, running, reuse=self._reuse, contexts=contexts, on_memory=self._on_memory)
 
@@ -175,8 +209,9 @@ class Batch(Iterator[tuple[int, Round]]):
         whole = False
         try:
             while not self._ended:
+                self._forget_ended()
                 yield from self._admit()
-                running = [i for i, one in enumerate(self.sequences) if one.state == "running"]
+                running = [i for i, one in self._live.items() if one.state == "running"]
                 if not running:
                     known = len(self.sequences)
                     if not self._alone:
@@ -218,10 +253,10 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def _begins_next(self) -> bool:
         """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
-        for i, sequence in enumerate(self.sequences):
+        for i, sequence in list(self._live.items()):
             if sequence.state != "waiting" or self._ended:
                 continue
-            others = sum(one.state == "running" for one in self.sequences)
+            others = sum(one.state == "running" for one in self._live.values())
             if sequence.asked_to_end and self._target.ranks.size == 1:
                 sequence.state = "ended"
                 continue
@@ -304,7 +339,7 @@ class Batch(Iterator[tuple[int, Round]]):
         self._reading, self._read_until = None, time.perf_counter()
 
     def _any_runs(self) -> bool:
-        return any(one.state == "running" for one in self.sequences)
+        return any(one.state == "running" for one in self._live.values())
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
@@ -330,7 +365,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """What a sequence begins with, once its prompt is read."""
         began, sequence, self._reading = time.perf_counter(), reading.sequence, None
         token = reading.first_token(self._opening.looks_up)
-        running = sum(one.state in ("running", "reading") for one in self.sequences)
+        running = sum(one.state in ("running", "reading") for one in self._live.values())
         self.tiers[0].choose_lengths(running)
         self._agree([sequence], [Drawn([token])])
         sequence.context.append(token)
@@ -339,7 +374,7 @@ class Batch(Iterator[tuple[int, Round]]):
         caches.traffic_before = caches.full.traffic()
         seconds = reading.seconds + now - began
         statistics = sequence.statistics.after_prefill(token, seconds)
-        self._kv_bytes = max(self._kv_bytes, held_bytes(self.sequences))
+        self._kv_bytes = max(self._kv_bytes, held_bytes(self._live.values()))
         sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
@@ -395,4 +430,6 @@ class Batch(Iterator[tuple[int, Round]]):
         """Takes in the sequences that were added."""
         orders, self._joining = self._joining[:count], self._joining[count:]
         now = time.perf_counter()
-        self.sequences += [BatchSequence(order, now) for order in self._target.ranks.share(orders)]
+        joined = [BatchSequence(order, now) for order in self._target.ranks.share(orders)]
+        self._live |= dict(enumerate(joined, len(self.sequences)))
+        self.sequences += joined

@@ -90,5 +90,7 @@ class BatchOrder:
     contexts: ContextPlan
     most: int
     """Sequences that are decoded together at most."""
+    expected: int = 1
+    """Sequences that memory is planned for at the start at least."""
     in_slices: bool = False
     """Whether prompts are read in slices: between the rounds of others, and so that one may end while it is read."""

@@ -7,6 +7,7 @@ last tokens gave them in the full cache; keys keep the rotation of their true po
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class RetrievalCache:
         self._exact = 0  # tokens before this position hold the full cache's own keys and values
         self._filled = [0] * num_layers
         self.at: TokenSlots | None = None
+        self._memory = object()  # another one whenever buffers are replaced
+        self._drop_passes: Callable[[], Callable[[], None] | None] = lambda: None
 
     @property
     def length(self) -> int:
@@ -71,7 +74,10 @@ class RetrievalCache:
 
     @property
     def memory(self) -> object:
-        return self._buffers
+        return self._memory
+
+    def before_growth(self, drop: Callable[[], None]) -> None:
+        self._drop_passes = weakref.WeakMethod(drop)
 
     def token_slots(self, n: int) -> TokenSlots:
         return self._slots_from(self.length)
@@ -193,18 +199,27 @@ class RetrievalCache:
         return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
 
     def _make_room(self, slots: int) -> None:
-        room = self._buffers[0][0].shape[1] if self._buffers else 0
+        """Has room for so many tokens in each layer; grows one layer after another, as a copy of all of them may not
+        fit beside them."""
+        room = min((keys.shape[1] for keys, _ in self._buffers), default=0)
         if slots <= room:
             return
-        c = self.source.config
         wanted = max(slots, self._kept + 2 * (room - self._kept), self._kept + _FIRST_TAIL)
-        shape = (c.num_kv_heads, wanted, c.head_dim)
-        grown = []
-        for layer in range(c.num_layers):
-            keys = torch.zeros(shape, dtype=self.source.blocks.dtype, device=self.source.blocks.device)
-            pair = keys, torch.zeros_like(keys)
-            if self._buffers:
-                for new, old in zip(pair, self._buffers[layer], strict=True):
-                    new[:, :room] = old
-            grown.append(pair)
-        self._buffers = grown
+        if drop := self._drop_passes():
+            drop()
+        self._memory = object()
+        c, blocks = self.source.config, self.source.blocks
+        if not self._buffers:
+            empty = torch.empty(c.num_kv_heads, 0, c.head_dim, dtype=blocks.dtype, device=blocks.device)
+            self._buffers = [(empty, empty)] * c.num_layers
+        for layer, (keys, values) in enumerate(self._buffers):
+            if keys.shape[1] < wanted:
+                self._buffers[layer] = _grown(keys, wanted), _grown(values, wanted)
+
+
+def _grown(buffer: Tensor, room: int) -> Tensor:
+    """A buffer `[num_kv_heads, room, head_dim]` that begins with what is in this one, and then has zeros."""
+    num_heads, filled, head_dim = buffer.shape
+    grown = buffer.new_zeros(num_heads, room, head_dim)
+    grown[:, :filled] = buffer
+    return grown

@@ -8,7 +8,7 @@ tokens alone, not on how they were grouped into passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class StreamingCache:
     @property
     def memory(self) -> object:
         return self._keys
+
+    def before_growth(self, drop: Callable[[], None]) -> None:
+        """Nothing here grows."""
 
     def token_slots(self, n: int) -> TokenSlots | None:
         if not self._steady(n):

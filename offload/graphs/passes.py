@@ -42,6 +42,10 @@ class Replayable(Cache, Protocol):
         """The same object as long as passes use the same memory."""
         ...
 
+    def before_growth(self, drop: Callable[[], None]) -> None:
+        """Has `drop`, a method, called before memory that passes use is replaced: what was captured may hold it."""
+        ...
+
     def token_slots(self, n: int) -> TokenSlots | None:
         """Where the next `n` tokens will stand, in numbers; `None` where a pass over them is not like others. Comes
         after `prepare`."""
@@ -222,6 +226,8 @@ class _Captures:
                 memory = [cache.memory for cache in caches]
                 if any(new is not old for new, old in zip_longest(memory, self._memory)):
                     self._memory, self._pool, self._captured = memory, capture.pool(), {}
+                    for cache in caches:
+                        cache.before_growth(self.clear)
                 logits = self._replay(capture, _evenly(token_ids, counts, n), slots, counts, n)
                 if logits is not None:
                     return _last_rows(logits, counts, rows, n)

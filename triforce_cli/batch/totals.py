@@ -46,10 +46,9 @@ class Totals:
 
     def add_answer(self, answer: FinishedAnswer) -> None:
         """Counts an answer's tokens."""
-        s = answer.statistics
-        self.prompt_tokens += s.prompt_tokens
-        self.reused_tokens += s.reused_tokens
-        self.new_tokens += len(s.token_ids)
+        self.prompt_tokens += answer.timings.prompt_tokens
+        self.reused_tokens += answer.timings.reused_tokens
+        self.new_tokens += answer.timings.new_tokens
 
     def add_batch(self, stats: dict[str, Any]) -> None:
         """Counts what a batch took. `stats` is its JSON."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..requests.answer_text import AnswerText
 from ..requests.body import AnswerRequest
 from ..requests.prompts import RequestPrompt
-from ..requests.response import FinishedAnswer
+from ..requests.response import FinishedAnswer, Timings
 from ..terminal.batch_frame import SequenceRow
 from ..terminal.batch_live import ShownSequence, row_of
 from .lines import RequestLine
@@ -59,7 +59,8 @@ class Writing:
         self.text.finish()
         reason = "stop" if self.text.stopped else sequence.statistics.finish_reason
         logprobs = None if self.job.request.top_logprobs is None else self.text.described(sequence.logprobs)
-        return FinishedAnswer(self.text.text, reason, self.text.num_tokens, sequence.statistics, logprobs)
+        timings = Timings.of(sequence.statistics)
+        return FinishedAnswer(reason, self.text.num_tokens, timings, self.text.text, logprobs)
 
     def row(self, sequence: ShownSequence | None) -> SequenceRow:
         """Its line of the live display."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...tp.errors import TriforceError
+from .stop_texts import MAX_STOP_BYTES, MAX_STOPS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -246,7 +247,13 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise BodyError(f"stop is {_shown(value)}; it must be a text or a list of texts", "stop")
     if "" in stops:
         raise BodyError("stop has an empty text, which every answer would end before", "stop")
-    return tuple(checked_text(stop, "stop") for stop in stops)
+    if len(stops) > MAX_STOPS:
+        raise BodyError(f"stop has {len(stops):,} texts; it can have {MAX_STOPS}", "stop")
+    texts = tuple(checked_text(stop, "stop") for stop in stops)
+    longest = max((len(text.encode()) for text in texts), default=0)
+    if longest > MAX_STOP_BYTES:
+        raise BodyError(f"stop has a text of {longest:,} bytes; it can have {MAX_STOP_BYTES:,}", "stop")
+    return texts
 
 
 def _prompt(value: Any) -> str | list[int]:

@@ -16,14 +16,50 @@ _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True)
-class FinishedAnswer:
-    """An answer that is complete, or was interrupted."""
+class Timings:
+    """What an answer has cost so far: tokens and seconds. As small for a long answer as for a short one."""
 
-    text: str
+    prompt_tokens: int
+    reused_tokens: int
+    """Those of the prompt that did not have to be read."""
+    prefill_s: float
+    new_tokens: int
+    decoded_tokens: int
+    """Tokens after the first."""
+    decode_s: float
+    proposed: int
+    """Draft tokens that the full cache's passes were given to test."""
+    accepted: int
+
+    @classmethod
+    def of(cls, s: Statistics) -> Timings:
+        return cls(
+            prompt_tokens=s.prompt_tokens,
+            reused_tokens=s.reused_tokens,
+            prefill_s=s.prefill_s,
+            new_tokens=len(s.token_ids),
+            decoded_tokens=len(s.token_s),
+            decode_s=s.decode_s,
+            proposed=s.retrieval_proposed,
+            accepted=s.retrieval_accepted,
+        )
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """How an answer ended, and what it cost."""
+
     finish_reason: str
     """`eos`, `stop` (before one of the request's texts), `length` or `interrupted`."""
     num_tokens: int
-    statistics: Statistics
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class FinishedAnswer(AnswerEnd):
+    """An answer that is complete, or was interrupted."""
+
+    text: str
     logprobs: Sequence[Entry] | None = None
     """Of its tokens, where they were asked for."""
 
@@ -38,7 +74,7 @@ def response_body(request: AnswerRequest, model: str, answers: Sequence[Finished
         "model": model,
         "choices": [_choice(index, answer, chat) for index, answer in enumerate(answers)],
         "usage": usage(answers),
-        "timings": timings(answers),
+        "timings": timings([answer.timings for answer in answers]),
     }
 
 
@@ -53,38 +89,38 @@ def new_id(request: AnswerRequest) -> str:
     return f"{'chatcmpl' if request.endpoint == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
 
 
-def finish_reason_of(answer: FinishedAnswer) -> str:
+def finish_reason_of(answer: AnswerEnd) -> str:
     """In OpenAI's words."""
     return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
 
 
-def usage(answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
+def usage(answers: Sequence[AnswerEnd]) -> dict[str, Any]:
     """Tokens. The prompt counts once; `cached_tokens` are those of it that the first answer did not have to read."""
-    prompt = answers[0].statistics.prompt_tokens
+    prompt = answers[0].timings.prompt_tokens
     written = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": answers[0].statistics.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": answers[0].timings.reused_tokens},
     }
 
 
-def timings(answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
+def timings(answers: Sequence[Timings]) -> dict[str, Any]:
     """Milliseconds and tokens: reading is the first answer's, decoding lasts as long as the longest answer. The speed
     is of the tokens after the first of each answer."""
-    first, all_of_them = answers[0].statistics, [answer.statistics for answer in answers]
-    decode_s = max(s.decode_s for s in all_of_them)
-    decoded = sum(len(s.token_s) for s in all_of_them)
+    first = answers[0]
+    decode_s = max(one.decode_s for one in answers)
+    decoded = sum(one.decoded_tokens for one in answers)
     return {
         "cache_n": first.reused_tokens,
         "prompt_n": first.prompt_tokens - first.reused_tokens,
         "prompt_ms": first.prefill_s * 1e3,
-        "predicted_n": sum(len(s.token_ids) for s in all_of_them),
+        "predicted_n": sum(one.new_tokens for one in answers),
         "predicted_ms": decode_s * 1e3,
         "predicted_per_second": decoded / decode_s if decode_s else 0.0,
-        "draft_n": sum(s.retrieval_proposed for s in all_of_them),
-        "draft_n_accepted": sum(s.retrieval_accepted for s in all_of_them),
+        "draft_n": sum(one.proposed for one in answers),
+        "draft_n_accepted": sum(one.accepted for one in answers),
     }
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,8 +28,10 @@ from .access import Access
 from .answering.jobs import RANK_ENDED, STOPPING
 from .answering.metrics import Metrics
 from .answering.worker import Worker
+from .limits import Limits
 from .request import ServeRequest
 from .web.app import make_app
+from .web.connection import Connection
 from .web.service import Service
 
 _BACKLOG = 2048
@@ -121,8 +124,11 @@ class Server:
         listening: socket.socket,
         directories: tuple[Path, Path | None],
         note: Callable[[str], None],
+        limits: Limits | None = None,
     ) -> None:
-        """Args: `note` takes lines for people and the log.
+        """Args:
+        note: takes lines for people and the log.
+        limits: default `Limits()`.
 
         Raises:
             TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
@@ -130,11 +136,11 @@ class Server:
         config = check_pair(*directories)
         if request.context is not None:
             saved_text(request.context, config)
-        metrics = Metrics()
+        metrics, limits = Metrics(), limits or Limits()
         self.worker = Worker(request, directories[0], metrics, note)
-        self.service = Service(request, directories[0], config, self.worker)
+        self.service = Service(request, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
-        self._http = HttpThread(self.app, listening, self.worker.stop)
+        self._http = HttpThread(self.app, listening, limits, metrics.unread.inc, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
         place = Place.from_environment()
         self.ranks, self._siblings = place.size if place else 1, len(siblings())
@@ -169,11 +175,21 @@ class Server:
 class HttpThread:
     """Runs an application until `stop`."""
 
-    def __init__(self, app: object, listening: socket.socket, on_failure: Callable[[], None]) -> None:
-        """Args: `on_failure` is called where it ends by itself."""
+    def __init__(
+        self,
+        app: object,
+        listening: socket.socket,
+        limits: Limits,
+        on_unread: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
+        """Args:
+        on_unread: called where a connection is closed as nobody reads what is sent.
+        on_failure: called where it ends by itself.
+        """
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
-            http="h11",
+            http=partial(Connection, limits.unread_s, on_unread),  # pyright: ignore[reportArgumentType]
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -185,6 +201,8 @@ class HttpThread:
         )
         self._server = uvicorn.Server(config)
         self._listening, self._on_failure = listening, on_failure
+        # Connections inherit it.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:

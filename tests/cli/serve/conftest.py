@@ -78,8 +78,11 @@ class TestServer(Client):
 
     __test__ = False
 
-    def __init__(self, pair: tuple[Path, Path], *, load: bool = True, **options: Any) -> None:
+    def __init__(
+        self, pair: tuple[Path, Path], *, load: bool = True, limits: dict[str, float] | None = None, **options: Any
+    ) -> None:
         from triforce.cli.serve.access import Access, listener
+        from triforce.cli.serve.limits import Limits
         from triforce.cli.serve.request import ServeRequest
         from triforce.cli.serve.run import Server
 
@@ -87,7 +90,8 @@ class TestServer(Client):
         request = ServeRequest(**(fixed | options))
         self.log: list[str] = []
         self.listening = listener(request)
-        self.server = Server(request, Access.of(request), self.listening, (pair[0], None), self.log.append)
+        given = Limits(**(limits or {}))  # pyright: ignore[reportArgumentType]
+        self.server = Server(request, Access.of(request), self.listening, (pair[0], None), self.log.append, given)
         self.worker, self.port = self.server.worker, self.server.port
         self.gate: Any = self.server.app
         self.server.start(load=load)

@@ -53,15 +53,6 @@ def test_clients_of_all_kinds_get_one_answer_each_and_leave_nothing_behind(servi
     assert sum(count for name, count in found["counts"].items() if name.startswith("bodies_")) >= 500
 
 
-def test_a_batch_that_has_had_many_sequences_is_followed_by_another(serving, monkeypatch):
-    from triforce.cli.serve.answering import batching
-
-    monkeypatch.setattr(batching, "MOST_OF_A_BATCH", 2)
-    with serving(max_sequences=2) as server:
-        calls = [lambda number=number: server.complete(max_tokens=3 + number) for number in range(7)]
-        assert [reply.status for reply in server.at_once(*calls)] == [200] * 7
-
-
 def test_a_request_with_more_answers_than_are_written_at_a_time_gets_all(serving):
     with serving(max_sequences=2) as server:
         choices = server.complete(n=5, temperature=1, seed=1, max_tokens=4).json["choices"]

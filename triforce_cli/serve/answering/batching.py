@@ -1,11 +1,10 @@
-"""One batch of the engine: requests and texts that are to be saved join it between rounds, and leave it when they are
-complete or nobody waits."""
+"""One batch of the engine: answers to requests, and texts that are to be saved, join it one by one between rounds, and
+leave it when they are complete or nobody waits."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import blake2b
 
 from ....offload import Batch, Engine, Request, Round, Sampling
@@ -13,13 +12,10 @@ from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
 from ...requests.answer_text import AnswerText
 from ...requests.body import BodyError
-from ...requests.response import FinishedAnswer
+from ...requests.response import AnswerEnd, Timings
 from .fair_queue import FairQueue
 from .jobs import Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
 from .metrics import Metrics
-
-MOST_OF_A_BATCH = 512
-"""Sequences after which a batch takes no more, so that what it knows of those that ended does not grow for ever."""
 
 _SAVED_FROM = 1024
 """Tokens of a prompt from which on `--save-prompts` saves it."""
@@ -30,7 +26,7 @@ TELL_S = 0.1
 
 
 class RunningBatch:
-    """Works on one request or text, and those that join it."""
+    """Works on an answer to one request, or on a text, and those that join it."""
 
     def __init__(
         self,
@@ -65,18 +61,19 @@ class RunningBatch:
             Exception: the engine failed; those who waited are told.
         """
         try:
-            started = self._begin(first)
+            work, request = self._begin(first)
         except Exception as error:
-            first.fail(error)
+            self._fail(first, error)
             raise
-        self._working = {index: work for index, (work, _) in enumerate(started)}
+        self._working = {0: work}
         batch: Batch | None = None
         try:
             batch = self._engine.batch(
-                [request for _, request in started],
+                [request],
                 max_sequences=self._most,
+                expected=first.parts,
                 in_slices=True,
-                contexts=self._contexts(first),
+                contexts=request.contexts,
                 on_prefill=lambda index, share: self._read(batch, index, share),
             )
             self._decode(batch)
@@ -90,17 +87,17 @@ class RunningBatch:
                 self._measure(batch)
 
     def _contexts(self, work: Job | Upload) -> ContextRequest:
-        """What is to be restored, and saved, of a prompt."""
+        """What is to be restored, and saved, of a prompt: the first answer saves for all."""
         if isinstance(work, Upload):
             return ContextRequest(save=work.name, frame=work.frame, required=True)
         prompt, name = work.prompt.token_ids, work.request.context
         save = None
-        if self._save_prompts and name is None and len(prompt) >= _SAVED_FROM:
+        if self._save_prompts and name is None and len(prompt) >= _SAVED_FROM and work.begun == 1:
             save = f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
         return ContextRequest(name=name, find=name is None, save=save)
 
-    def _begin(self, work: Job | Upload) -> list[tuple[Writing | ReadingText, Request]]:
-        """What the engine is to do for it.
+    def _begin(self, work: Job | Upload) -> tuple[Writing | ReadingText, Request]:
+        """What the engine is to do for the part of it that was popped last.
 
         Raises:
             BodyError: it cannot be done any more.
@@ -109,18 +106,11 @@ class RunningBatch:
         if isinstance(work, Upload):
             assert self._engine.contexts  # it was loaded from files
             work.missing(self._engine.contexts)  # while it waited, another text may have got its name
-            return [(ReadingText(work), Request(work.token_ids, Sampling(0.0), 1, contexts=contexts))]
+            return ReadingText(work), Request(work.token_ids, Sampling(0.0), 1, contexts=contexts)
         eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
-        sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
-        request = Request(prompt.token_ids, sampling, most, top_logprobs=asked.top_logprobs, contexts=contexts)
-        others = replace(request, contexts=replace(contexts, save=None))  # the first one saves for all
-        return [
-            (
-                Writing(work, number, AnswerText(self._tokenizer, prompt, eos_ids)),
-                replace(others if number else request, number=number),
-            )
-            for number in range(asked.answers)
-        ]
+        options = {"number": work.begun - 1, "top_logprobs": asked.top_logprobs, "contexts": contexts}
+        request = Request(prompt.token_ids, Sampling(**asked.sampling), asked.max_new_tokens, **options)
+        return Writing(work, request.number, AnswerText(self._tokenizer, prompt, eos_ids)), request
 
     def _decode(self, batch: Batch) -> None:
         """Runs the batch to its end; where it is broken off, that is on all ranks."""
@@ -153,19 +143,18 @@ class RunningBatch:
     def _join(self, batch: Batch) -> None:
         """Lets in what is next in the queue, as long as there is room. What comes once all are complete waits for the
         next batch, as the first of a batch goes on from what the last one has read."""
-        while 0 < len(self._working) < self._most and len(batch.sequences) < MOST_OF_A_BATCH:
+        while 0 < len(self._working) < self._most:
             found = self._queue.pop(self._may_join)
             if found is None:
                 return
             try:
-                joined = {batch.add(request): work for work, request in self._begin(found)}
+                work, request = self._begin(found)
+                self._working[batch.add(request)] = work
             except BodyError as error:
-                found.fail(error)
-                continue
+                self._fail(found, error)
             except Exception as error:
-                found.fail(error)
+                self._fail(found, error)
                 raise
-            self._working |= joined
 
     def _may_join(self, work: Job | Upload) -> bool:
         """Texts that are read come one at a time, as several of the same name would be in each other's way; prompts
@@ -192,31 +181,33 @@ class RunningBatch:
         if ended:
             piece += text.finish()
         if piece or logprobs:
-            job.send(Piece(writing.number, piece, s, logprobs))
+            job.send(Piece(writing.number, piece, logprobs, Timings.of(s) if job.timed else None))
         if not ended:
             return
-        batch.end(index)
-        del self._working[index]
+        self._part_with(batch, index)
         reason = "stop" if text.stopped else s.finish_reason
-        answer = FinishedAnswer(text.text, reason, text.num_tokens, s, writing.logprobs)
-        job.send(Finished(writing.number, answer))
+        job.send(Finished(writing.number, AnswerEnd(reason, text.num_tokens, Timings.of(s))))
 
     def _sweep(self, batch: Batch) -> None:
         """Parts with what nobody waits for, with what the engine could not do, and with texts that are saved."""
         for index, work in list(self._working.items()):
             sequence = batch.sequences[index] if index < len(batch.sequences) else None
-            if sequence and sequence.failure is not None:
-                work.job.fail(sequence.failure)
-                work.job.abandoned = True
+            if sequence and sequence.failure is not None and not work.job.abandoned:
+                self._fail(work.job, sequence.failure)
             elif sequence and isinstance(work, ReadingText) and sequence.state == "ended" and not work.job.abandoned:
                 s = sequence.statistics
                 self._metrics.add_text(s)
                 work.job.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
-                del self._working[index]
+                self._part_with(batch, index)
                 continue
             if work.job.abandoned:
-                del self._working[index]
-                batch.end(index)
+                self._part_with(batch, index)
+
+    def _part_with(self, batch: Batch, index: int) -> None:
+        """Ends a sequence that nothing more is wanted of."""
+        del self._working[index]
+        batch.end(index)
+        batch.forget(index)
 
     def _read(self, batch: Batch | None, index: int, share: float) -> None:
         """Takes note of a share of a prompt that was read."""
@@ -241,5 +232,11 @@ class RunningBatch:
     def fail_all(self, error: BaseException) -> None:
         """Tells all who still wait that nothing follows."""
         for job in {work.job for work in self._working.values()}:
-            job.fail(error)
+            self._fail(job, error)
         self._working = {}
+
+    def _fail(self, job: Job | Upload, error: BaseException) -> None:
+        """Tells whoever waits for it that nothing follows; what waits of it is dropped."""
+        job.fail(error)
+        job.abandoned = True
+        self._queue.remove(job)

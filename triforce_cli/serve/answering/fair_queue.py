@@ -1,4 +1,5 @@
-"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays the others little."""
+"""Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays the others little. What
+has several parts is popped once for each, and in between comes what others wait for."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ W = TypeVar("W", bound=Waiting)
 class FairQueue(Generic[W]):
     """For any number of threads that put, and one that pops."""
 
-    def __init__(self, most: int) -> None:
-        """Args: `most` pieces of work wait."""
-        self._most = most
+    def __init__(self, most: int, begin: Callable[[W], bool] = lambda _: True) -> None:
+        """Args:
+        most: pieces of work that wait, of which a part does.
+        begin: takes note that a part of a piece of work begins; whether that was the last one.
+        """
+        self._most, self._begin = most, begin
         self._by_client: OrderedDict[str, deque[W]] = OrderedDict()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of a lock that its holder may take again
         self._closed = False
 
     def __len__(self) -> int:
@@ -54,7 +58,8 @@ class FairQueue(Generic[W]):
             return self.pop()
 
     def pop(self, fits: Callable[[W], bool] = lambda _: True) -> W | None:
-        """The next piece of work that fits now, if there is one; those that do not are passed by."""
+        """The next piece of work that fits now, if there is one, of which a part begins; those that do not fit are
+        passed by."""
         with self._changed:
             work = next((one for waiting in self._by_client.values() for one in waiting if fits(one)), None)
             if work is None:
@@ -63,6 +68,8 @@ class FairQueue(Generic[W]):
             waiting = self._by_client[client]
             waiting.remove(work)
             self._by_client.move_to_end(client)
+            if not self._begin(work):
+                waiting.append(work)
             if not waiting:
                 del self._by_client[client]
             return work
@@ -76,11 +83,12 @@ class FairQueue(Generic[W]):
                 if not waiting:
                     del self._by_client[work.client]
 
-    def close(self) -> list[W]:
-        """Takes no more; what was waiting."""
+    def close(self, keeps: Callable[[W], bool] = lambda _: False) -> list[W]:
+        """Takes no more; what was waiting, but for what it `keeps` to be popped yet."""
         with self._changed:
             self._closed = True
-            left = [work for waiting in self._by_client.values() for work in waiting]
-            self._by_client.clear()
+            left = [work for waiting in self._by_client.values() for work in waiting if not keeps(work)]
+            for work in left:
+                self.remove(work)
             self._changed.notify_all()
             return left

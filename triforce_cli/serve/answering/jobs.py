@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from ....offload.contexts.manifest import ContextError, Frame
 from ....offload.contexts.model import ModelContexts
 from ....offload.speculation.sampling import TokenLogprobs
-from ....offload.statistics import Statistics
 from ....tp.errors import CapacityError, PeerError, TriforceError
 from ...requests.answer_text import AnswerText
 from ...requests.body import AnswerRequest, BodyError
 from ...requests.logprobs import Entry
 from ...requests.prompts import RequestPrompt
-from ...requests.response import FinishedAnswer
+from ...requests.response import AnswerEnd, Timings
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,25 @@ class Piece:
 
     number: int
     text: str
-    statistics: Statistics
     logprobs: Sequence[Entry] | None = None
     """Of the tokens that came with it, where they were asked for."""
+    timings: Timings | None = None
+    """Of that answer so far, where they were asked for."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, about."""
+        described = sum(1 + len(entry["top_logprobs"]) for entry in self.logprobs or ())
+        return len(self.text.encode()) + described * _DESCRIBED_BYTES
+
+    def joined(self, later: Piece) -> Piece:
+        """This piece and the next one of the same answer, as one."""
+        logprobs = None if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
+        return Piece(self.number, self.text + later.text, logprobs, later.timings)
+
+
+_DESCRIBED_BYTES = 512
+"""What Python takes for a token with its logarithm and its bytes, about."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class Finished:
     """One of a request's answers is complete."""
 
     number: int
-    answer: FinishedAnswer
+    end: AnswerEnd
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,18 @@ class _Work:
     came: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
     """Whether nobody waits for it any more."""
+    begun: int = field(default=0, init=False)
+    """Its parts that have left the queue."""
+
+    @property
+    def parts(self) -> int:
+        """Those that are done one by one."""
+        return 1
+
+    def begin(self) -> bool:
+        """Takes note that a part begins; whether it is the last one."""
+        self.begun += 1
+        return self.begun == self.parts
 
     def fail(self, error: BaseException) -> None:
         self.send(Failed(as_body_error(error)))
@@ -85,10 +112,17 @@ class _Work:
 
 @dataclass(eq=False)
 class Job(_Work):
-    """A request for answers."""
+    """A request for answers, each of which waits for its turn."""
 
     request: AnswerRequest
     prompt: RequestPrompt
+    timed: bool = False
+    """Whether timings are wanted with each piece."""
+
+    @property
+    def parts(self) -> int:
+        """Its answers."""
+        return self.request.answers
 
     @property
     def num_tokens(self) -> int:
@@ -136,12 +170,10 @@ class Writing:
     """When its prompt was first read, by `time.perf_counter`; 0 before."""
     told: float = 0.0
     """When that was last told."""
-    logprobs: list[Entry] | None = None
-    """Of the tokens so far, where they were asked for."""
-    _described: int = 0  # tokens that have been looked at for these
+    _described: int = 0  # tokens whose probabilities have been looked at
 
     def describe(self, found: Sequence[TokenLogprobs]) -> list[Entry] | None:
-        """Takes over the probabilities of the tokens that `text` has taken; what is new of them.
+        """The probabilities of the tokens that `text` has taken since the last call, where they were asked for.
 
         Args: `found` is of all tokens.
         """
@@ -149,7 +181,6 @@ class Writing:
             return None
         new = self.text.described(found, self._described)
         self._described = self.text.num_tokens
-        self.logprobs = (self.logprobs or []) + new
         return new
 
 

@@ -23,6 +23,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.requests = self._make(Counter, "requests", "Requests by endpoint and status", ("endpoint", "status"))
+        self.unread = self._make(Counter, "unread", "Connections closed as nobody read what was sent")
         self._prompt = self._make(
             Counter, "prompt_tokens", "Tokens of prompts and of uploaded texts, once they are read"
         )

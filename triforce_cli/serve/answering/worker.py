@@ -29,7 +29,7 @@ class Worker:
         tell: takes notes for people.
         """
         self._request, self._directory, self._metrics, self._tell = request, directory, metrics, tell
-        self.queue: FairQueue[Job | Upload] = FairQueue(request.max_queue)
+        self.queue: FairQueue[Job | Upload] = FairQueue(request.max_queue, lambda work: work.begin())
         self.state: Literal["loading", "ready", "stopping", "failed"] = "loading"
         self.engine: Engine | None = None
         """Once it is loaded."""
@@ -52,10 +52,10 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Has it end once the answers are complete that are being written; what waits is refused."""
+        """Has it end once the requests are answered that have begun to be; what waits is refused."""
         if self.state != "failed":
             self.state = "stopping"
-        for work in self.queue.close():
+        for work in self.queue.close(keeps=lambda work: work.begun > 0):
             work.fail(STOPPING)
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
@@ -86,6 +86,8 @@ class Worker:
             self.error, self.state = error, "failed"
         finally:
             self.stop()
+            for work in self.queue.close():
+                work.fail(STOPPING)
             self.ended.set()
 
     def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
@@ -94,6 +96,10 @@ class Worker:
         Raises:
             Exception: it failed where other ranks go on with it, or they have ended.
         """
+        if self._cut_by:
+            self.queue.remove(work)
+            work.fail(self._cut_by)
+            return
         if work.abandoned:
             return
         request = self._request

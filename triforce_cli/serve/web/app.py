@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -17,14 +17,16 @@ from ....offload.contexts.manifest import ContextError
 from ....tp.errors import UsageError
 from ...contexts.report import describe, describe_all
 from ...requests.body import CHAT, COMPLETION, BodyError
-from ...requests.response import response_body
+from ...requests.response import AnswerEnd, FinishedAnswer, response_body
 from ..access import Access
-from ..answering.jobs import Event, Failed, Finished, Job, Saved, Upload, as_body_error
+from ..answering.jobs import Event, Failed, Finished, Job, Piece, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics
+from .connection import cut
+from .events import Events
 from .gate import GONE, Gate, error_response, public_error
 from .page import PAGE, page_response
 from .service import Service
-from .streams import FIRST_EVENT_S, AnswerStream, Events, reading_stream
+from .streams import FIRST_EVENT_S, AnswerStream, reading_stream
 
 T = TypeVar("T")
 
@@ -97,7 +99,7 @@ class Routes:
         noted = request.scope["triforce"]
         noted |= {"prompt_tokens": len(job.prompt.token_ids), "answers": job.request.answers}
         if not delivery.stream:
-            answers = await self._until_gone(request, job, _collect(job, events))
+            answers = await self._until_gone(request, job, _collect(job, events, service.limits.whole_bytes))
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers)
             return JSONResponse(response_body(job.request, service.name, answers))
         stream = AnswerStream(job.request, service.name, delivery)
@@ -163,7 +165,14 @@ class Routes:
         run: Callable[[Event | None], AsyncIterator[bytes]],
         end: Callable[[], None] = lambda: None,
     ) -> Response:
-        """A stream of what comes of a piece of work. One that fails at once is answered with its status."""
+        """A stream of what comes of a piece of work. One that fails at once is answered with its status, one that
+        nobody reads is broken off."""
+
+        def too_much_unread() -> None:
+            self._service.abandon(work)
+            cut(request.scope)
+
+        events.on_too_many = too_much_unread
         try:
             first = await self._until_gone(request, work, events.next(FIRST_EVENT_S))
         except BaseException:
@@ -216,20 +225,41 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _collect(job: Job, events: Events) -> list[Any]:
+async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAnswer]:
     """All answers of a request.
 
+    Args: `most_bytes` is what they may take, about.
+
     Raises:
-        BodyError: it got none.
+        BodyError: it got none, or they take more.
     """
-    found = {}
-    while len(found) < job.request.answers:
+    pieces: dict[int, list[Piece]] = {number: [] for number in range(job.request.answers)}
+    ends: dict[int, AnswerEnd] = {}
+    num_bytes = 0
+    while len(ends) < job.request.answers:
         event = await events.next()
         if isinstance(event, Failed):
             raise event.error
+        if isinstance(event, Piece):
+            pieces[event.number].append(event)
+            num_bytes += event.num_bytes
+            if num_bytes > most_bytes:
+                raise BodyError(
+                    f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
+                    "stream", code="answer_too_long",
+                )  # fmt: skip
         if isinstance(event, Finished):
-            found[event.number] = event.answer
-    return [found[number] for number in sorted(found)]
+            ends[event.number] = event.end
+    return [_whole(job, pieces[number], ends[number]) for number in sorted(ends)]
+
+
+def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
+    """An answer, put together."""
+    wanted = job.request.top_logprobs is not None
+    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()] if wanted else None
+    return FinishedAnswer(
+        end.finish_reason, end.num_tokens, end.timings, "".join(piece.text for piece in pieces), logprobs
+    )
 
 
 async def _saved(events: Events) -> Saved:

@@ -20,8 +20,10 @@ from ...requests.prompts import PromptMaker
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import STOPPING, Job, Saved, Upload
 from ..answering.worker import Worker
+from ..limits import Limits
 from ..request import ServeRequest
-from .streams import DELIVERY, Delivery, Events
+from .events import Events
+from .streams import DELIVERY, Delivery
 
 T = TypeVar("T")
 
@@ -29,9 +31,11 @@ T = TypeVar("T")
 class Service:
     """One model that answers."""
 
-    def __init__(self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker) -> None:
+    def __init__(
+        self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker, limits: Limits
+    ) -> None:
         """Args: `directory` is the target's."""
-        self.worker, self._config, self.grace_s = worker, config, request.grace
+        self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits
         self.name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
         self._tokenizer = Tokenizer.load(directory)
         self._defaults = Defaults(
@@ -59,8 +63,8 @@ class Service:
         self._check_open()
         request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
         prompt = await self._prepare(lambda: PromptMaker(self._tokenizer, self._config).make(request))
-        events = Events()
-        job = Job(client, events.send, request, prompt)
+        events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
+        job = Job(client, events.send, request, prompt, delivery.timings_per_token)
         self._put(job)
         return job, events, delivery
 
@@ -79,7 +83,7 @@ class Service:
             check_context(self._config, len(token_ids), 1)
             return Upload(client, events.send, name, token_ids, frame)
 
-        events = Events()
+        events = Events(self.limits.unread_bytes)
         upload = await self._prepare(prepare)
         engine = self.worker.engine
         assert engine and engine.contexts  # it was loaded from files

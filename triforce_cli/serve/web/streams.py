@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ...requests.body import CHAT, AnswerRequest, BodyError
 from ...requests.logprobs import logprobs_field
-from ...requests.response import FinishedAnswer, finish_reason_of, new_id, timings, usage
+from ...requests.response import AnswerEnd, finish_reason_of, new_id, timings, usage
 from ..answering.jobs import Event, Failed, Finished, Piece, Progress, Saved
+from .events import Events
 
 KEEP_ALIVE_S = 5.0
 """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
@@ -68,27 +67,6 @@ def _flag(body: Mapping[str, Any], name: str, before: str = "") -> bool:
     return bool(value)
 
 
-class Events:
-    """What the engine's thread tells, for the thread that serves HTTP. Made in its loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-
-    def send(self, event: Event) -> None:
-        """From any thread; once the loop has ended, nobody listens."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-    async def next(self, timeout_s: float | None = None) -> Event | None:
-        """The next one; `None` where there was none for so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._queue.get()
-        except TimeoutError:
-            return None
-
-
 def sse(data: Any) -> bytes:
     """One event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
@@ -116,7 +94,7 @@ class AnswerStream:
             "created": int(time.time()),
             "model": model,
         }
-        self._answers: dict[int, FinishedAnswer] = {}
+        self._answers: dict[int, AnswerEnd] = {}
         self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 
     async def run(
@@ -139,18 +117,18 @@ class AnswerStream:
             elif isinstance(event, Progress) and self._delivery.return_progress:
                 yield self._chunk(0, {} if self._chat else "", prompt_progress=progress_body(event))
             elif isinstance(event, Piece):
-                so_far = FinishedAnswer(event.text, "", 0, event.statistics)
-                more = {"timings": timings([so_far])} if self._delivery.timings_per_token else {}
+                more = {"timings": timings([event.timings])} if event.timings else {}
                 said = {"content": event.text} if self._chat else event.text
                 yield self._chunk(event.number, said, None, self._logprobs(event), **more)
             elif isinstance(event, Finished):
-                self._answers[event.number] = event.answer
+                self._answers[event.number] = event.end
                 yield self._end(event)
                 if len(self._answers) == self._request.answers:
                     break
             event = await events.next(KEEP_ALIVE_S)
         if self._delivery.include_usage:
-            yield sse({**self._same, "choices": [], "usage": usage(self._ordered), "timings": timings(self._ordered)})
+            cost = {"usage": usage(self._ordered), "timings": self._timings}
+            yield sse({**self._same, "choices": [], **cost})
         yield DONE
 
     @property
@@ -159,13 +137,17 @@ class AnswerStream:
         return sum(answer.num_tokens for answer in self._answers.values())
 
     @property
-    def _ordered(self) -> list[FinishedAnswer]:
+    def _ordered(self) -> list[AnswerEnd]:
         return [self._answers[number] for number in sorted(self._answers)]
+
+    @property
+    def _timings(self) -> dict[str, Any]:
+        return timings([answer.timings for answer in self._ordered])
 
     def _end(self, event: Finished) -> bytes:
         whole = len(self._answers) == self._request.answers
-        more = {"timings": timings(self._ordered)} if whole else {}
-        return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.answer), **more)
+        more = {"timings": self._timings} if whole else {}
+        return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.end), **more)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         offset = self._offsets.get(piece.number, 0)

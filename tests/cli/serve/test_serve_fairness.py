@@ -1,0 +1,81 @@
+"""Requests for many answers beside others: all are answered, and nobody waits for all of them."""
+
+import http.client
+import json
+import threading
+
+import pytest
+from command import TEXT, VOCABULARY, save_tokenizer
+from tiny import save_llama
+
+COMPLETION = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory):
+    """A model that writes long answers."""
+    directory = tmp_path_factory.mktemp("long") / "target"
+    save_tokenizer(directory)
+    save_llama(directory, num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=8192, eos_token_id=None)
+    return directory, directory
+
+
+def metric(server, name):
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return float(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[f"triforce_{name}"])
+
+
+def ask_from(server, address, **fields):
+    """An answer to somebody at another address."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60, source_address=(address, 0))
+    connection.request("POST", COMPLETION, json.dumps({"prompt": "It was", "temperature": 0, **fields}))
+    found = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("address", ["127.0.0.2", "127.0.0.1"])
+def test_a_request_for_many_answers_holds_nobody_out(serving, long_pair, address):
+    many = {"prompt": TEXT, "n": 128, "temperature": 1, "seed": 7, "max_tokens": 12}
+    with serving(long_pair, max_sequences=4) as server:
+        alone = ask_from(server, address, max_tokens=8)["choices"]
+        found = []
+        thread = threading.Thread(target=lambda: found.append(server.complete(**many).json))
+        thread.start()
+        before = metric(server, "generated_tokens_total")
+        server.wait_for(lambda: metric(server, "generated_tokens_total") > before)
+        assert ask_from(server, address, max_tokens=8)["choices"] == alone
+        written = metric(server, "generated_tokens_total") - before
+        assert thread.is_alive() and written < 128 * 12 / 2, f"{written} tokens were written before its answer"
+        thread.join(120)
+        again, few = (server.complete(**many | {"n": n}).json for n in (128, 3))
+        server.wait_for(lambda: metric(server, "queue_length") == metric(server, "running_answers") == 0)
+    choices = found[0]["choices"]
+    assert [one["index"] for one in choices] == list(range(128))
+    assert choices == again["choices"] and choices[:3] == few["choices"]
+    assert len({one["text"] for one in choices}) == 128
+    assert found[0]["usage"]["completion_tokens"] == 128 * 12
+
+
+def test_who_goes_away_takes_along_the_answers_that_wait(serving, long_pair):
+    with serving(long_pair, max_sequences=2, max_queue=1) as server:
+        connection = server.connect("POST", COMPLETION, {"prompt": "It was", "n": 128, "max_tokens": 4000})
+        server.wait_for(lambda: metric(server, "running_answers") == 2 and metric(server, "queue_length") == 1)
+        refused = server.complete()
+        assert refused.status == 429, "a request of which answers wait is one that waits"
+        connection.close()
+        server.wait_for(lambda: metric(server, "running_answers") == metric(server, "queue_length") == 0)
+        assert server.complete().status == 200
+
+
+@pytest.mark.slow
+def test_requests_join_a_batch_however_many_it_has_had(serving, long_pair):
+    with serving(long_pair, max_sequences=8) as server:
+        body = {"prompt": "It was", "max_tokens": 8000, "stream": True, "temperature": 0}
+        connection = server.connect("POST", COMPLETION, body)
+        for _ in range(5):
+            assert len(server.complete(n=128, max_tokens=1).json["choices"]) == 128
+        assert server.complete().status == 200
+        assert metric(server, "running_answers") == 1, "the first one is still written"
+        connection.close()

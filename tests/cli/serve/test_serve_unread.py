@@ -1,0 +1,149 @@
+"""Clients who do not read what they asked for: what waits for them is bounded, and others are answered meanwhile."""
+
+import json
+import socket
+import time
+
+import psutil
+import pytest
+from command import VOCABULARY, save_tokenizer
+from tiny import save_llama
+
+COMPLETION = "/v1/completions"
+SMALL = {"send_buffer_bytes": 4096}
+"""So that little is on the way, and what is not read waits in the server."""
+
+
+@pytest.fixture(scope="module")
+def long_pair(tmp_path_factory):
+    """A model that writes long answers."""
+    directory = tmp_path_factory.mktemp("long") / "target"
+    save_tokenizer(directory)
+    save_llama(directory, num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=8192, eos_token_id=None)
+    return directory, directory
+
+
+def post(server, **fields):
+    """A connection that has asked for an answer, and is not read."""
+    raw = json.dumps({"prompt": "It was", "temperature": 0, "max_tokens": 900, **fields}).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", server.port))
+    head = f"POST {COMPLETION} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(raw)}\r\n\r\n"
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+def everything(connection, pause_s=0.0):
+    """What comes until the connection ends, and whether its end is that of an answer."""
+    found = b""
+    while not found.endswith(b"\r\n0\r\n\r\n"):
+        try:
+            piece = connection.recv(2048)
+        except ConnectionResetError:
+            piece = b""
+        if not piece:
+            return found, False
+        found += piece
+        time.sleep(pause_s)
+    return found, True
+
+
+def events_of(raw):
+    """Those of a stream, taken out of its chunks."""
+    _, _, rest = raw.partition(b"\r\n\r\n")
+    body = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    found = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line.startswith(b"data: ")]
+    assert found[-1] == b"[DONE]"
+    return [json.loads(one) for one in found[:-1]]
+
+
+def values(server):
+    lines = server.ask("GET", "/metrics").body.decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def metric(server, name):
+    return float(values(server)[f"triforce_{name}"])
+
+
+def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(serving, long_pair):
+    with serving(long_pair, limits=SMALL) as server:
+        fields = {"logprobs": 2, "n": 2, "temperature": 1, "seed": 3, "timings_per_token": True, "max_tokens": 400}
+        with post(server, stream=True, **fields) as late:
+            server.wait_for(lambda: metric(server, "generated_tokens_total") >= 800, seconds=60)
+            raw, whole = everything(late)
+        assert whole
+        events = events_of(raw)
+        wanted = server.complete(**(fields | {"timings_per_token": False})).json["choices"]
+        for number in range(2):
+            pieces = [one for event in events for one in event["choices"] if one["index"] == number]
+            assert "".join(piece["text"] for piece in pieces) == wanted[number]["text"]
+            described = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+            for name, value in wanted[number]["logprobs"].items():
+                assert [one for each in described for one in each[name]] == value, name
+            timed = [event for event in events if "timings" in event and event["choices"][0]["index"] == number]
+            counts = [event["timings"]["predicted_n"] for event in timed]
+            assert counts == sorted(counts)
+        assert len(events) < 600, "they would be 800 and more"
+        assert metric(server, "unread_total") == 0
+
+
+def test_a_stream_is_broken_off_where_too_much_of_it_waits(serving, long_pair):
+    with serving(long_pair, limits=SMALL | {"unread_bytes": 2**16}) as server:
+        alone = server.complete(max_tokens=20).json["choices"]
+        with post(server, stream=True, max_tokens=8000, logprobs=1) as unread:
+            server.wait_for(lambda: metric(server, "generated_tokens_total") > 100)
+            assert server.complete(max_tokens=20).json["choices"] == alone
+            server.wait_for(lambda: metric(server, "unread_total") == 1 and metric(server, "running_answers") == 0)
+            assert metric(server, "generated_tokens_total") < 8000, "it goes on although nobody reads"
+            _, whole = everything(unread)
+            assert not whole
+        server.wait_for(lambda: any('"unread": true' in line for line in server.log))
+        assert server.complete(max_tokens=20).json["choices"] == alone
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_connection_is_closed_whose_client_takes_nothing(serving, long_pair, stream):
+    with serving(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
+        connections = len(psutil.Process().net_connections())
+        with post(server, stream=stream, logprobs=5, max_tokens=400) as unread:
+            server.wait_for(lambda: metric(server, "unread_total") == 1 and metric(server, "running_answers") == 0)
+            server.wait_for(lambda: len(psutil.Process().net_connections()) <= connections + 1)
+            _, whole = everything(unread)
+            assert not whole
+        assert server.complete().status == 200
+
+
+def test_who_reads_slowly_is_waited_for(serving, long_pair):
+    with serving(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
+        with post(server, stream=True, logprobs=1) as slow:
+            raw, whole = everything(slow, pause_s=0.01)
+        assert whole and events_of(raw)
+        assert metric(server, "unread_total") == 0
+
+
+def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(serving, long_pair):
+    with serving(long_pair, limits={"whole_bytes": 2**14}) as server:
+        reply = server.complete(max_tokens=900, logprobs=5)
+        assert reply.status == 400 and reply.json["error"]["code"] == "answer_too_long"
+        assert "stream" in reply.json["error"]["message"]
+        server.wait_for(lambda: metric(server, "running_answers") == 0)
+        assert server.complete(max_tokens=900, stream=True, logprobs=5).status == 200
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_streams_that_nobody_reads(serving, long_pair):
+    """Whose statistics, kept for each token, would take 80 MiB."""
+    with serving(long_pair, limits=SMALL) as server:
+        server.at_once(*(lambda: server.complete(max_tokens=50) for _ in range(4)))
+        before = psutil.Process().memory_info().rss
+        streams = [post(server, stream=True, max_tokens=1600, prompt=f"It was {i}") for i in range(4)]
+        server.wait_for(lambda: metric(server, "generated_tokens_total") == 200 + 6400, seconds=120)
+        grown = psutil.Process().memory_info().rss - before
+        for one in streams:
+            one.close()
+    assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more"

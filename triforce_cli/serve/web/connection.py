@@ -1,0 +1,71 @@
+"""A client's connection, which is closed where the client does not take what waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_CUT = "cut"
+"""Under this name a request's scope has `Connection.cut`."""
+
+_LOOKS = 4
+"""How often it is looked, in the time that a client has, whether it takes anything."""
+
+_RESET = struct.pack("ii", 1, 0)
+"""Of `SO_LINGER`: what was not delivered is dropped when a socket is closed."""
+
+
+class Connection(H11Protocol):
+    """As uvicorn has it, but for clients who do not read."""
+
+    def __init__(self, unread_s: float, on_unread: Callable[[], None], **others: Any) -> None:
+        """Args:
+        unread_s: seconds in which the client may take nothing of what waits for it.
+        on_unread: called where it is closed for that.
+        others: uvicorn's own.
+        """
+        super().__init__(**others)
+        self._unread_s, self._on_unread = unread_s, on_unread
+        self._waiting = 0  # bytes, when that changed last
+        self._changed = 0.0  # when, by the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, _CUT: self.cut}
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def cut(self) -> None:
+        """Closes it at once; what waits for the client is dropped."""
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.scope.get("triforce", {})["unread"] = True  # for the log
+        self._on_unread()
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """Closes it where the client has taken nothing for too long. What the server adds meanwhile counts as taken,
+        but that is not much: above 64 KiB uvicorn lets responses wait."""
+        now, waiting = self.loop.time(), self.transport.get_write_buffer_size()
+        if waiting == 0 or waiting != self._waiting:
+            self._waiting, self._changed = waiting, now
+        elif now - self._changed >= self._unread_s:
+            self.cut()
+            return
+        self._timer = self.loop.call_later(self._unread_s / _LOOKS, self._look)
+
+
+def cut(scope: Scope) -> None:
+    """Closes the connection that a request came by, as nobody reads what is sent."""
+    scope["state"][_CUT]()
