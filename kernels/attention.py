@@ -225,7 +225,9 @@ def _mass_of_blocks(
 
 def _backend_of(q: Tensor, flash_mask: bool, plain_rows: bool) -> Backend:
     few_rows = q.shape[1] <= FEW_ROWS
-    return _backend(q.device, q.dtype, q.shape[2], few_rows, flash_mask, plain_rows, selected().backend(few_rows))
+    kernels = selected()
+    wanted, as_gpu = kernels.backend(few_rows), kernels.as_gpu
+    return _backend(q.device, q.dtype, q.shape[2], few_rows, flash_mask, plain_rows, wanted, as_gpu)
 
 
 @functools.cache
@@ -237,13 +239,17 @@ def _backend(
     flash_mask: bool,
     plain_rows: bool,
     wanted: Backend | None,
+    as_gpu: frozenset[str] | None,
 ) -> Backend:
-    """`choose_backend` for this machine, or `wanted` where it can compute the call; once for each kind of call."""
-    compiled = device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
+    """`choose_backend` for this machine, or for the GPU that it stands for (`as_gpu`), or `wanted` where it can compute
+    the call; once for each kind of call."""
+    compiled = as_gpu is None and device.type == "cpu" and plain_rows and compiled_attention(dtype, head_dim)
     if wanted is not None and (flash_mask or wanted not in _FLASH) and (compiled or wanted != "compiled"):
         return wanted
     packages = usable_packages(device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = OLDEST_GPU if as_gpu is not None else None
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
     level = cpu_level() if compiled else Level.NONE
     return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask, level)
 

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from .cpu.library import loaded
 from .packages import usable_packages
+from .selection import on_cpu
 from .slots import FARTHEST, GROUP, Layout
 
 
@@ -70,7 +71,7 @@ def pack(blocks: Tensor, slots: Tensor | None = None, *, threads: int | None = N
         from .triton.packing import pack_triton
 
         pack_triton(flat, rows, layout)
-    elif blocks.device.type == "cpu" and loaded() is not None:
+    elif on_cpu(blocks.device) and loaded() is not None:
         from .cpu.packing import pack_compiled
 
         pack_compiled(flat, rows, layout, threads=threads)
@@ -105,7 +106,7 @@ def unpack(slots: Tensor, blocks: Tensor, *, threads: int | None = None) -> None
         from .triton.packing import unpack_triton
 
         unpack_triton(rows, flat, layout)
-    elif blocks.device.type == "cpu" and loaded() is not None:
+    elif on_cpu(blocks.device) and loaded() is not None:
         from .cpu.packing import unpack_compiled
 
         unpack_compiled(rows, flat, layout, threads=threads)
@@ -124,7 +125,7 @@ def gather_packed(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor
     Returns:
         `[heads, count, head_dim]` bfloat16. What belongs to a slot whose block is not in it is of no use.
     """
-    if slots.device.type == "cpu" and loaded() is not None:
+    if on_cpu(slots.device) and loaded() is not None:
         from .cpu.packing import gather_compiled
 
         return gather_compiled(slots, layout, first_head, tokens)
@@ -164,7 +165,7 @@ def gather_plain(slots: Tensor, layout: Layout, first_head: int, tokens: Tensor)
 
 def packs_fast(device: torch.device) -> bool:
     """Whether a kernel packs and unpacks on this device, and not the reference."""
-    return "triton" in usable_packages(device) or (device.type == "cpu" and loaded() is not None)
+    return "triton" in usable_packages(device) or (on_cpu(device) and loaded() is not None)
 
 
 def is_packed(slots: Tensor, layout: Layout) -> Tensor:

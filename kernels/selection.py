@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 Backend = Literal["plain", "compiled", "flash_cpu", "flash_cuda", "flash_package", "triton"]
 """Implementations of attention: PyTorch operations, the compiled CPU kernels, PyTorch's flash kernels for CPUs and for
@@ -30,6 +32,9 @@ class Selection:
     padded: bool = False
     """Whether passes of at most `FEW_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
     with rows that nobody reads: general products choose another arithmetic for another number of rows."""
+    as_gpu: frozenset[str] | None = None
+    """The packages (see `packages`) of the GPU that the CPU stands for, in tests without one: nothing is compiled for
+    CPUs then, and nothing waits for the device to choose how to go on."""
 
     def backend(self, step: bool) -> Backend | None:
         """The chosen implementation of attention."""
@@ -52,9 +57,18 @@ selected = _selection.get
 """The selection in force, in this thread."""
 
 
+def on_cpu(device: torch.device) -> bool:
+    """Whether what is computed on `device` is computed as on a CPU, not as on a GPU."""
+    return device.type == "cpu" and selected().as_gpu is None
+
+
 @contextmanager
 def use_kernels(
-    *, attention: Backend | None = None, prefill: Backend | None = None, layers: Literal["plain"] | None = None
+    *,
+    attention: Backend | None = None,
+    prefill: Backend | None = None,
+    layers: Literal["plain"] | None = None,
+    as_gpu: Collection[str] | None = None,
 ) -> Iterator[None]:
     """Within, in this thread, attention and layers are computed by these implementations; see `Selection`.
 
@@ -63,7 +77,9 @@ def use_kernels(
         with use_kernels(attention="plain", layers="plain"):  # PyTorch alone
             engine.generate(...)
     """
-    token = _selection.set(Selection(attention, prefill, layers, _selection.get().padded))
+    gpu = None if as_gpu is None else frozenset(as_gpu)
+    layers = layers if gpu is None else "plain"
+    token = _selection.set(Selection(attention, prefill, layers, _selection.get().padded, gpu))
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.sampling import likeliest_compiled, pick_compiled, race_compiled, samples_compiled
+from ...kernels.selection import on_cpu
 from .sampling import running_sum
 
 _STEP = 0x9E3779B97F4A7C15
@@ -121,7 +122,7 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
 
 def _mostly_zero(weights: Tensor) -> bool:
     """Whether it pays to look for weights above 0 first; never on a GPU, where that would mean to wait for it."""
-    return weights.device.type == "cpu" and 8 * int(weights.count_nonzero()) < weights.numel()
+    return on_cpu(weights.device) and 8 * int(weights.count_nonzero()) < weights.numel()
 
 
 def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.sampling import certainties_compiled, distribution_compiled, samples_compiled
+from ...kernels.selection import on_cpu
 from ...tp.errors import ModelError, UsageError
 
 _LIKELY = 256
@@ -142,7 +143,7 @@ def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
     Equally likely tokens come in the order of their ids, so that a row's nucleus does not depend on the rows beside it.
     """
-    if probabilities.device.type == "cpu":  # on a GPU sorting is faster than bringing the sum to the host
+    if on_cpu(probabilities.device):  # on a GPU sorting is faster than bringing the sum to the host
         ordered, order = probabilities.topk(min(_LIKELY, probabilities.shape[-1]), dim=-1)
         # Of tokens that are as likely as the last one, more may have been left out.
         enough = ordered.masked_fill(ordered == ordered[:, -1:], 0.0).sum(dim=-1) >= top_p

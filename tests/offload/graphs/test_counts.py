@@ -8,10 +8,10 @@ pytest.importorskip("triton", reason="what its kernels would be launched by is c
 
 
 @torch.inference_mode()
-def test_a_streamed_prefill_starts_hardly_more_kernels_than_a_resident_one(monkeypatch):
-    monkeypatch.setattr(count_operations, "CONTEXT", 12_288)
+def test_a_streamed_prefill_starts_hardly_more_kernels_than_a_resident_one():
+    context = 12_288
     with count_operations.as_on_a_gpu():
-        resident, streamed = (next(count_operations.passes_of(streams=streams))[1] for streams in (False, True))
+        resident, streamed = (next(count_operations.passes_of(streams, context))[1] for streams in (False, True))
     assert streamed["copies across the link"] == 32 * 12, "each of a layer's blocks once"
     assert streamed["launches"] < 1.3 * resident["launches"], (resident, streamed)
 

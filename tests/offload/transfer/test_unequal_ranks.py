@@ -5,10 +5,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from spmd import run_forks
-from triforce.offload.planning import memory
+from triforce.kernels.selection import use_kernels
+from triforce.offload.planning.memory import plan_here
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.settings import Settings
 from triforce.tp.model.config import ModelConfig
@@ -31,12 +33,12 @@ def placements(monkeypatch, free):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[ranks.rank] * GIB, 80 * GIB))
         for name in ("memory_reserved", "memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-        monkeypatch.setattr(memory, "packs_fast", lambda _: True)
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 200 * GIB}))
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 200 * GIB}))
         config = ModelConfig.from_json(SHAPE, Path("shape"))
         request = RunRequest(config, None, torch.bfloat16, 100_000, Settings(tiers=2), gpus=2)
         device = torch.device("cuda", 0)
-        found = [asdict(memory.plan_here(request, device, of).placement) for of in (ALONE, ranks)]
+        with use_kernels(as_gpu={"triton"}):
+            found = [asdict(plan_here(request, device, of).placement) for of in (ALONE, ranks)]
         os.write(1, (json.dumps([ranks.rank, found]) + "\n").encode())
 
     found = sorted(json.loads(line) for line in run_forks(find, 2).splitlines() if line.startswith("["))

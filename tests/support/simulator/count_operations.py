@@ -8,18 +8,18 @@ layers are counted, which its 32 repeat.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triforce.kernels import attention, chunks
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
@@ -28,7 +28,6 @@ from triforce.offload.caches.streaming import StreamingCache
 from triforce.offload.graphs.passes import Graphs, Passes
 from triforce.offload.planning.placement import Placement
 from triforce.offload.planning.shape_steps import RandomWeights
-from triforce.offload.speculation import noise, sampling
 from triforce.offload.speculation.noise import CommonNoise
 from triforce.offload.speculation.sampler import Sampler, distributions, draw
 from triforce.offload.transfer.device_blocks import DeviceBlocks
@@ -40,6 +39,8 @@ from triforce.tp.model.decoder import Decoder
 sys.path.append(str(Path(__file__).parents[1]))  # where the next ones are, if this is run as a script
 from recorder import Recorder
 from tiny import random_tokens, save_llama
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 LAYERS, CONTEXT, BLOCK, CHUNK, BUDGET, ROWS = 32, 131072, 1024, 8, 4096, 9
@@ -70,6 +71,9 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts["operations"] += 1
         name = func.overloadpacket.__name__
+        if name == "_scaled_dot_product_flash_attention":  # one kernel, which a CPU has not
+            self.counts["launches"] += 1
+            return torch.empty_like(args[0]), torch.empty(args[0].shape[:-1])
         result = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not views and name not in _MEMORY_ONLY:
@@ -119,51 +123,17 @@ class CountedGraphs(Recorder):
         return replay, result
 
 
-def attend_nothing(q, k, v, **options: Any):
-    """Two kernels of Triton's."""
-    count("launches", 2)
-    return torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:2], dtype=torch.float32)
-
-
-def flash_nothing(q, k, v, scale, causal):
+def launched(*_: Any, **__: Any) -> None:
+    """A launch of one of Triton's kernels, of which nothing is computed."""
     count("launches")
-    return torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
-
-
-def one_kernel(result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-    def run(*args: Any, **_: Any) -> Any:
-        count("launches")
-        return result(*args)
-
-    return run
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Within, the choices of a GPU with Triton."""
-    from triforce.kernels.triton import attention as triton_attention
-    from triforce.kernels.triton import chunks as triton_chunks
+    from triton.runtime.interpreter import GridExecutor
 
-    def backend(q, flash_mask, plain_rows):
-        few = q.shape[1] <= attention.FEW_ROWS
-        return attention.choose_backend((8, 0), frozenset({"triton"}), DTYPE, 128, few, flash_mask)
-
-    gathered = lambda blocks, chosen, size: blocks.new_empty(chosen.shape[0], chosen.shape[1] * size, blocks.shape[-1])  # noqa: E731
-    sort = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
-    with ExitStack() as patches:
-        patches.enter_context(use_kernels(layers="plain"))
-        for owner, name, stub in [
-            (attention, "_backend_of", backend),
-            (attention, "_FLASH", {"flash_cuda": flash_nothing}),
-            (triton_attention, "attend_triton", attend_nothing),
-            (triton_chunks, "chunk_mass_triton", one_kernel()),
-            (triton_chunks, "copy_chunks_triton", one_kernel()),
-            (triton_chunks, "gather_chunks_triton", one_kernel(gathered)),
-            (chunks, "usable_packages", lambda _: {"triton"}),
-            (sampling, "_likeliest", sort),
-            (noise, "_mostly_zero", lambda _: False),
-        ]:
-            patches.enter_context(patch.object(owner, name, stub))
+    with use_kernels(as_gpu={"triton"}), patch.object(GridExecutor, "__call__", launched):
         yield
 
 
@@ -174,8 +144,8 @@ def decoder_of(num_layers: int, vocab_size: int = 64) -> Decoder:
     return Decoder(config, RandomWeights(DTYPE, CPU), CPU)  # pyright: ignore[reportArgumentType]
 
 
-def cache_of(decoder: Decoder, streams: bool) -> FullCache:
-    capacity = CONTEXT + ROOM
+def cache_of(decoder: Decoder, streams: bool, context: int) -> FullCache:
+    capacity = context + ROOM
     if streams:
         place = Placement.streaming(capacity, BLOCK, 0, CHUNK)
         blocks: Any = StreamedBlocks(decoder.part, CountingLink(), place, dtype=DTYPE, device=CPU)  # pyright: ignore
@@ -190,23 +160,23 @@ def counted(run: Callable[[], Any]) -> Counter[str]:
     return mode.counts
 
 
-def passes_of(streams: bool) -> Iterator[tuple[str, Counter[str]]]:
-    """A prefill, a verification and a retrieval cache's pass of the target."""
+def passes_of(streams: bool, context: int = CONTEXT) -> Iterator[tuple[str, Counter[str]]]:
+    """A prefill of `context` tokens, a verification and a retrieval cache's pass of the target."""
     where = "streamed" if streams else "resident"
-    tokens = torch.zeros(CONTEXT, dtype=torch.int64)
+    tokens = torch.zeros(context, dtype=torch.int64)
     of_layers: list[list[Counter[str]]] = []
     for num_layers in (1, 2):
         decoder = decoder_of(num_layers)
-        cache = cache_of(decoder, streams)
+        cache = cache_of(decoder, streams, context)
         found = [counted(lambda: decoder.forward(tokens, cache))]  # noqa: B023
         found.append(counted(lambda: decoder.forward(tokens[:ROWS], cache, num_logits=ROWS)))  # noqa: B023
         if not streams:
-            cache.rollback(CONTEXT)
+            cache.rollback(context)
             retrieval = RetrievalCache(cache, decoder.rope, budget=BUDGET, chunk_size=CHUNK)
             retrieval.refresh()
             found.append(counted_replay(decoder, retrieval, 4))
         of_layers.append(found)
-    names = [f"prefill of {CONTEXT:,} tokens, {where}", f"verification of {ROWS} rows, {where}"]
+    names = [f"prefill of {context:,} tokens, {where}", f"verification of {ROWS} rows, {where}"]
     for name, one, two in zip([*names, "pass of the retrieval cache"], *of_layers, strict=False):
         yield name, Counter({what: one[what] + (LAYERS - 1) * (two[what] - one[what]) for what in two})
 
