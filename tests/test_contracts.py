@@ -38,7 +38,7 @@ EXCEPTIONS = {
             *("cli/generate/test_live.py", "cli/generate/test_several_answers.py", "cli/generate/test_stopping.py"),
             *("cli/plan/test_measured.py", "cli/plan/test_plan.py", "cli/serve/conftest.py"),
             *("cli/serve/test_serve_answers.py", "cli/serve/test_serve_command.py", "cli/serve/test_serve_contexts.py"),
-            *("cli/serve/test_serve_load.py", "cli/serve/test_serve_page.py", "cli/serve/test_serve_ranks.py"),
+            *("cli/serve/test_serve_page.py", "cli/serve/test_serve_ranks.py"),
             *("cli/serve/test_serve_safety.py", "cli/test_options.py"),
             *("support/chat/chats.py", "support/command.py", "support/strange_systems.py"),
         ),
@@ -62,11 +62,8 @@ EXCEPTIONS = {
         f"the engine: {TO_SPLIT}",
     ),
     **dict.fromkeys(
-        (
-            *("kernels/test_kernels.py", "kernels/test_layers.py", "kernels/test_packing.py", "support/oracles.py"),
-            *("tp/test_families.py", "tp/test_hub.py", "tp/test_presets.py", "tp/test_ranks.py", "test_documents.py"),
-        ),
-        f"kernels and models: {TO_SPLIT}",
+        (*("tp/test_families.py", "tp/test_hub.py", "tp/test_presets.py", "tp/test_ranks.py", "test_documents.py"),),
+        f"models: {TO_SPLIT}",
     ),
 }
 """Files that contract tests are made of although they use what is not public, and why still."""
@@ -345,6 +342,7 @@ def routes_of_a_server(pair: tuple[Path, Path], noted: Path) -> set[str]:
 
 
 def test_every_public_name_of_python_is_mapped():
+    import triforce.kernels
     import triforce.offload
     import triforce.tp
     from triforce.offload import Engine
@@ -352,6 +350,7 @@ def test_every_public_name_of_python_is_mapped():
     methods = {f"Engine.{name}" for name, _ in inspect.getmembers(Engine, callable) if not name.startswith("_")}
     check_mapped("Engine", methods)
     check_mapped("Names of triforce.offload and triforce.tp", {*triforce.offload.__all__, *triforce.tp.__all__})
+    check_mapped("Names of triforce.kernels", {*triforce.kernels.__all__})
 
 
 def test_public_names_are_those_that_the_page_for_users_lists():
