@@ -61,6 +61,15 @@ def events_of(raw):
     return [json.loads(one) for one in found[:-1]]
 
 
+def close_to(found, wanted):
+    """Whether two values of JSON are the same but for the last digits of numbers."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(close_to(found[name], one) for name, one in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(close_to, found, wanted))
+    return found == pytest.approx(wanted, abs=1e-4) if isinstance(wanted, float) else found == wanted
+
+
 def values(server):
     lines = server.ask("GET", "/metrics").body.decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -84,7 +93,8 @@ def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(serving, lon
             assert "".join(piece["text"] for piece in pieces) == wanted[number]["text"]
             described = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
             for name, value in wanted[number]["logprobs"].items():
-                assert [one for each in described for one in each[name]] == value, name
+                found = [one for each in described for one in each[name]]
+                assert close_to(found, value), name  # rows that were decoded beside others may round otherwise
             timed = [event for event in events if "timings" in event and event["choices"][0]["index"] == number]
             counts = [event["timings"]["predicted_n"] for event in timed]
             assert counts == sorted(counts)
@@ -137,13 +147,17 @@ def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(servi
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_streams_that_nobody_reads(serving, long_pair):
-    """Whose statistics, kept for each token, would take 80 MiB."""
-    with serving(long_pair, limits=SMALL) as server:
-        server.at_once(*(lambda: server.complete(max_tokens=50) for _ in range(4)))
-        before = psutil.Process().memory_info().rss
-        streams = [post(server, stream=True, max_tokens=1600, prompt=f"It was {i}") for i in range(4)]
-        server.wait_for(lambda: metric(server, "generated_tokens_total") == 200 + 6400, seconds=120)
-        grown = psutil.Process().memory_info().rss - before
+    """Each has 8 MiB and more to say."""
+    with serving(long_pair) as server:
+        server.at_once(*(lambda: server.complete(max_tokens=50, logprobs=20) for _ in range(2)))
+        before = most = psutil.Process().memory_info().rss
+        streams = [post(server, stream=True, max_tokens=4000, logprobs=20, prompt=f"It was {i}") for i in range(4)]
+        server.wait_for(lambda: metric(server, "running_answers") == 4)
+        end = time.monotonic() + 240
+        while metric(server, "running_answers"):
+            most = max(most, psutil.Process().memory_info().rss)
+            assert time.monotonic() < end, "they never ended"
+            time.sleep(0.1)
         for one in streams:
             one.close()
-    assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more"
+    assert most - before < 100 * 2**20, f"{(most - before) / 2**20:.0f} MiB more"
