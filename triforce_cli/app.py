@@ -41,13 +41,19 @@ def main() -> None:
     sys.exit(code)
 
 
-def run(arguments: Sequence[str], signals: Signals) -> int:
+def run(arguments: Sequence[str], signals: Signals | None = None) -> int:
     """Runs a command and returns its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM, 129
     by SIGHUP).
+
+    Args: `signals` are the process's. Without them the command handles signals itself, and puts back the handlers that
+    it finds.
 
     Raises:
         Stop: a signal came after everything was written.
     """
+    if signals is None:
+        with Signals() as signals:
+            return run(arguments, signals)
     return _flushed(_run(list(arguments), signals))
 
 

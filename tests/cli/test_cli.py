@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from command import TEXT, check_refusal, run_command, run_fork, run_here, save_tokenizer
 from tiny import save_llama
 
@@ -228,11 +229,11 @@ def test_json_that_cannot_be_written_is_found_before_the_run(refuse, tmp_path):
 
 
 def test_unexpected_error_is_one_line_and_debug_gives_the_traceback(pair, capfd, monkeypatch):
-    def fail(*_, **__):
+    def fail(*_):
         raise ZeroDivisionError("a bug\nof two lines")
 
-    monkeypatch.setattr("triforce.offload.Engine.load", fail)
-    arguments = ("generate", "--model", pair[0], "--prompt", TEXT, "--max-new-tokens", 8)
+    monkeypatch.setattr(torch, "set_num_threads", fail)
+    arguments = ("generate", "--model", pair[0], "--prompt", TEXT, "--max-new-tokens", 8, "--threads", 2)
     outcome = run_here(capfd, *arguments)
     check_refusal(outcome, 1, "ZeroDivisionError: a bug")
     assert "--debug" in outcome.err

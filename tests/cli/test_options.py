@@ -49,6 +49,12 @@ def test_json_of_models_goes_where_it_is_asked_for(capfd, tmp_path):
         assert [row["name"] for row in rows] == list(PRESETS), bare
 
 
+def test_debug_changes_nothing_of_models_and_doctor(capfd):
+    assert run_here(capfd, "models", "--debug") == run_here(capfd, "models")
+    plain, debug = run_here(capfd, "doctor"), run_here(capfd, "doctor", "--debug")
+    assert plain.code == debug.code and plain.err == debug.err
+
+
 @pytest.mark.parametrize(
     ("command", "option", "value", "words"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,15 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any, Self
 
 import pytest
 from tiny import save_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from triforce.cli.app import main, run
-from triforce.cli.compare.baselines import process, worker
-from triforce.cli.terminal.stopping import Signals
 
 VOCABULARY = 320
 CONTEXT = 1024
@@ -56,8 +55,7 @@ def run_command(*arguments: object, stdin: bytes | None = None, **environment: s
 def run_here(capfd, *arguments: object) -> Outcome:
     """Runs `triforce` within this process, which has PyTorch already: the same code in a tenth of the time."""
     capfd.readouterr()
-    with Signals() as signals:
-        code = run([str(argument) for argument in arguments], signals)
+    code = run([str(argument) for argument in arguments])
     out, err = capfd.readouterr()
     return Outcome(code, out, err)
 
@@ -100,8 +98,12 @@ class Fork:
             os.environ.clear()
             os.environ.update(environment)
             sys.stdin, sys.stdout, sys.stderr = (
-                open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
-                for number, mode, errors in ((0, "r", "strict"), (1, "w", "strict"), (2, "w", "backslashreplace"))
+                open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+                for number, mode, buffering, errors in (
+                    (0, "r", -1, "strict"),
+                    (1, "w", -1, "strict"),
+                    (2, "w", 1, "backslashreplace"),
+                )
             )
             code = call()
         except SystemExit as end:
@@ -157,18 +159,80 @@ def triforce(*arguments: object, anew: str | None = None) -> Callable[[], None]:
     return call
 
 
-def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on the workers of `compare` are forks."""
+def fork_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on `python -m MODULE` is a fork, wherever this process starts it: what `compare` measures runs in
+    processes of its own."""
+    started = subprocess.Popen
 
-    def start(command, *, stdin, stdout, stderr, env, start_new_session):
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
-        with open(os.devnull, "rb") as nothing:
-            streams = nothing.fileno(), stdout.fileno(), stdout.fileno()
-            return Fork(lambda: worker.main(*command[4:]), streams, env, new_session=start_new_session)
+    def start(command: Any, *arguments: Any, **options: Any) -> Any:
+        if [*command][:3] != [sys.executable, "-P", "-m"] or arguments or options.get("stdin") != subprocess.DEVNULL:
+            return started(command, *arguments, **options)
+        module, *words = map(str, command[3:])
 
-    assert process.subprocess is subprocess
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start, **names))
+        def call() -> None:
+            sys.argv = ["", *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+        out = options["stdout"].fileno()
+        streams = nothing.fileno(), out, out if options["stderr"] == subprocess.STDOUT else options["stderr"].fileno()
+        return Fork(call, streams, options["env"], new_session=options["start_new_session"])
+
+    nothing = open(os.devnull, "rb")  # noqa: SIM115 (as long as the process)
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+
+class Running:
+    """`triforce` in a fork of this process, as long as this block: what it has printed so far can be looked at."""
+
+    def __init__(self, *arguments: object, stdin: bytes = b"", anew: str | None = None, **environment: str) -> None:
+        """Args:
+        anew: see `run_fork`.
+        """
+        self._given, self._out, self._err = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115
+        self._given.write(stdin)
+        self._given.seek(0)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+        streams = self._given.fileno(), self._out.fileno(), self._err.fileno()
+        self._fork = Fork(triforce(*arguments, anew=anew), streams, environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fork.kill()
+        for file in (self._given, self._out, self._err):
+            file.close()
+
+    @property
+    def out(self) -> str:
+        return self._content(self._out)
+
+    @property
+    def err(self) -> str:
+        return self._content(self._err)
+
+    def wait_until(self, seen: Callable[[], object], seconds: float = 60.0) -> None:
+        """Waits until `seen()` is true, while it runs."""
+        end = time.monotonic() + seconds
+        while not seen():
+            assert self._fork.ended() is None, f"it ended before: {self.out}{self.err}"
+            assert time.monotonic() < end, f"that did not come within {seconds:.0f} s: {self.out}{self.err}"
+            time.sleep(0.005)
+
+    def signal(self, number: int) -> None:
+        os.kill(self._fork.pid, number)
+
+    def finish(self, seconds: float = 120.0) -> Outcome:
+        """Waits for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs after so many seconds.
+        """
+        code = self._fork.wait(seconds)
+        return Outcome(code, self.out, self.err)
+
+    def _content(self, file: IO[bytes]) -> str:
+        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def run_fork(*arguments: object, stdin: bytes = b"", anew: str | None = None, **environment: str) -> Outcome:
@@ -177,18 +241,8 @@ def run_fork(*arguments: object, stdin: bytes = b"", anew: str | None = None, **
     Args:
         anew: a package that it imports again, as it reads the environment only then.
     """
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(stdin)
-        given.seek(0)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
-        fork = Fork(triforce(*arguments, anew=anew), (given.fileno(), out.fileno(), err.fileno()), environment)
-        try:
-            code = fork.wait(120)
-        finally:
-            fork.kill()
-        for file in (out, err):
-            file.seek(0)
-        return Outcome(code, out.read().decode(), err.read().decode())
+    with Running(*arguments, stdin=stdin, anew=anew, **environment) as running:
+        return running.finish()
 
 
 def check_refusal(outcome: Outcome, code: int, *words: str) -> None:
@@ -235,6 +289,13 @@ def save_tokenizer(directory: Path, corpus: str = TEXT) -> None:
     (directory / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}', encoding="utf-8"
     )
+
+
+def without_weights(model: Path, folder: Path) -> Path:
+    """A copy of a model whose weights are gone: a command that does not end before it loads them says so."""
+    copy = folder / f"{model.name}-without-weights"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    return copy
 
 
 def save_pair(directory: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""What a server takes upon itself for clients who do not read."""
+"""What a server takes upon itself for its clients."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ class Limits:
     """Texts and logprobs of a response that is not streamed."""
     send_buffer_bytes: int = 2**18
     """What the system may hold of a connection, on the way to its client."""
+    body_bytes: int = 2**25
+    """Of a request's body: the text of a million tokens has a fifth of that."""
+    held_bytes: int = 2**29
+    """Bodies that all requests together may hold."""
+    keep_alive_s: float = 5.0
+    """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
+    first_event_s: float = 1.0
+    """How long a stream waits for its first event before it begins: an error within that has a status of its own."""

@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -125,10 +125,12 @@ class Server:
         directories: tuple[Path, Path | None],
         note: Callable[[str], None],
         limits: Limits | None = None,
+        ranks_here: Callable[[], Collection[object]] = siblings,
     ) -> None:
         """Args:
         note: takes lines for people and the log.
         limits: default `Limits()`.
+        ranks_here: the ranks that run on this machine, as far as one launcher has started them.
 
         Raises:
             TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
@@ -143,13 +145,14 @@ class Server:
         self._http = HttpThread(self.app, listening, limits, metrics.unread.inc, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]
         place = Place.from_environment()
-        self.ranks, self._siblings = place.size if place else 1, len(siblings())
+        self.ranks = place.size if place else 1
+        self._ranks_here, self._ranks_at_first = ranks_here, len(ranks_here())
         self._million = config.num_parameters / 1e6
 
     @property
     def lacks_a_rank(self) -> bool:
         """Whether one of the ranks on this machine has ended."""
-        return len(siblings()) < self._siblings
+        return len(self._ranks_here()) < self._ranks_at_first
 
     @property
     def introduction(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
@@ -44,7 +44,11 @@ class Signals:
     after the last, is raised at once: a blocked pipe must not hold the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        clock: seconds, by which a repetition is told from a new signal.
+        """
+        self._clock = clock
         self._held = False
         self._stop: Stop | None = None
         """The interrupt that waits for `allow`, or was raised already."""
@@ -135,7 +139,7 @@ class Signals:
         self._held = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        before, self._last_at = self._last_at, time.monotonic()
+        before, self._last_at = self._last_at, self._clock()
         if self._last_at - before < REPEAT_S:
             return
         waits = self._held and self._stop is None

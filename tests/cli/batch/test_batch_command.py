@@ -1,15 +1,11 @@
 """`triforce batch`: a line a request, a line an answer, and a run that goes on where it was stopped."""
 
 import json
-import os
+import shutil
 import signal
-import threading
-import time
 
 import pytest
-from command import TEXT, check_refusal, run_command, run_here, undocumented
-from triforce.cli.batch import runner
-from triforce.offload import Batch, Engine
+from command import TEXT, Running, check_refusal, run_command, run_here, undocumented, without_weights
 
 GREEDY = {"temperature": 0, "max_tokens": 10}
 
@@ -28,6 +24,13 @@ def completion(custom_id, prompt="It was", **fields):
     }
 
 
+def write(path, lines):
+    """Objects, or bytes as they are; `None` leaves what is there."""
+    if lines is not None:
+        raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        path.write_bytes(b"\n".join(raw) + b"\n")
+
+
 @pytest.fixture
 def files(tmp_path):
     return tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
@@ -37,11 +40,9 @@ def files(tmp_path):
 def batch(pair, capfd, files):
     """Runs the command over lines: objects, or bytes as they are."""
 
-    def run(lines, *arguments, expect=0):
-        if lines is not None:
-            raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-            files[0].write_bytes(b"\n".join(raw) + b"\n")
-        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+    def run(lines, *arguments, model=pair[0], expect=0):
+        write(files[0], lines)
+        fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32")
         outcome = run_here(capfd, "batch", files[0], "-o", files[1], *fixed, *arguments)
         assert outcome.code == expect, outcome
         return outcome
@@ -98,16 +99,26 @@ def test_an_answer_is_the_one_that_generate_writes(batch, answers, pair, capfd):
         assert body_of(answers()[name])["choices"][0]["text"] == json.loads(alone.out)["text"]
 
 
-def test_answers_do_not_depend_on_how_many_are_written_at_a_time(batch, answers, files, monkeypatch):
+def test_answers_do_not_depend_on_how_many_are_written_at_a_time(batch, answers, files):
     lines = [chat(str(n), f"Why {n}?", max_tokens=4 + n, temperature=1, seed=n) for n in range(7)]
     batch(lines, "--max-sequences", 1)
     one = {name: body_of(line)["choices"] for name, line in answers().items()}
     assert len(one) == 7
-    for most, lasting in ((2, 256), (7, 256), (2, 4)):
-        monkeypatch.setattr(runner, "LASTING", lasting)
+    for most in (2, 7):
         files[1].unlink()
         batch(lines, "--max-sequences", most)
         assert {name: body_of(line)["choices"] for name, line in answers().items()} == one
+
+
+@pytest.mark.slow
+def test_hundreds_of_answers_are_those_of_each_alone(batch, answers):
+    lines = [completion(str(n), max_tokens=2, n=100, temperature=1, seed=n) for n in range(3)]
+    batch([*lines, completion("last", max_tokens=3)], "--max-sequences", 32)
+    found = {name: body_of(line)["choices"] for name, line in answers().items()}
+    assert [len(found[str(n)]) for n in range(3)] == [100] * 3 and len(found["last"]) == 1
+    again = completion("again", max_tokens=2, n=3, temperature=1, seed=2)
+    batch([again], "--max-sequences", 1)
+    assert body_of(answers()["again"])["choices"] == found["2"][:3]
 
 
 def test_an_answer_ends_before_a_stop(batch, answers, files):
@@ -142,15 +153,14 @@ def test_what_is_answered_is_skipped_and_what_failed_is_tried_again(batch, answe
     assert json.loads(outcome.out)["requests"]["skipped"] == 1 and "1 skipped" in outcome.err
 
 
-def test_nothing_is_loaded_where_all_is_answered(batch, monkeypatch, files):
+def test_nothing_is_loaded_where_all_is_answered(batch, pair, files, tmp_path):
     batch([chat("a")])
-    content = files[1].read_bytes()
-    monkeypatch.setattr(Engine, "load", None)
-    outcome = batch(None, "--json", "-")
+    content, hollow = files[1].read_bytes(), without_weights(pair[0], tmp_path)
+    outcome = batch(None, "--json", "-", model=hollow)
     assert json.loads(outcome.out)["requests"] == {
         "total": 1, "skipped": 1, "answered": 0, "failed": 0, "interrupted": 0,
     }  # fmt: skip
-    batch(None, "--gpus", 2)
+    batch(None, "--gpus", 2, model=hollow)
     assert files[1].read_bytes() == content
 
 
@@ -192,14 +202,11 @@ def test_a_malformed_line_fails_alone_and_is_named(batch, answers, line, words):
     assert failed["response"] is None and words[0] in failed["error"]["message"]
 
 
-def test_malformed_lines_are_named_before_anything_is_loaded(batch, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("the model is read")
-
-    monkeypatch.setattr(Engine, "load", fail)
-    outcome = batch([b"{", chat("a", temperature=-1), chat("b")], expect=1)
+def test_malformed_lines_are_named_before_anything_is_loaded(batch, pair, tmp_path):
+    hollow = without_weights(pair[0], tmp_path)
+    outcome = batch([b"{", chat("a", temperature=-1), chat("b")], model=hollow, expect=1)
     assert outcome.err.index("line 1: it is not JSON") < outcome.err.index("line 2: temperature is -1")
-    assert outcome.err.index("line 2:") < outcome.err.index("the model is read")
+    assert outcome.err.index("line 2:") < outcome.err.index("has no weights")
 
 
 def test_requests_that_cannot_be_met_fail_alone(batch, answers):
@@ -213,25 +220,17 @@ def test_requests_that_cannot_be_met_fail_alone(batch, answers):
     assert "1,024 positions" in outcome.err and "1 of 4 requests, 3 failed" in outcome.err
 
 
-def test_a_request_that_fails_in_the_engine_fails_alone(batch, answers, monkeypatch):
-    from triforce.offload.batch.request import Order
-
-    checked = Order.of.__func__
-
-    def of(cls, request, config):
-        if request.max_new_tokens == 11:
-            from triforce.tp.errors import CapacityError
-
-            raise CapacityError("a context of so many tokens needs more")
-        return checked(cls, request, config)
-
-    monkeypatch.setattr(Order, "of", classmethod(of))
-    lines = [chat("a"), chat("b", max_tokens=11, n=2), chat("c")]
-    batch(lines, "--max-sequences", 2, expect=1)
+def test_a_request_that_memory_does_not_suffice_for_fails_alone(batch, answers, pair, tmp_path):
+    model = tmp_path / "endless"
+    shutil.copytree(pair[0], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
+    lines = [chat("a"), chat("b", max_tokens=9 * 10**8, n=2), chat("c")]
+    batch(lines, "--max-sequences", 2, model=model, expect=1)
     found = answers()
     assert body_of(found["a"]) and body_of(found["c"])
     assert found["b"]["response"]["status_code"] == 500
-    assert "needs more" in found["b"]["response"]["body"]["error"]["message"]
+    assert "of memory" in found["b"]["response"]["body"]["error"]["message"]
 
 
 def test_questions_about_a_saved_context(batch, answers, pair, capfd, tmp_path, monkeypatch):
@@ -250,33 +249,56 @@ def test_questions_about_a_saved_context(batch, answers, pair, capfd, tmp_path, 
     assert body_of(answers()["c"])["choices"] == found["a"]["choices"], "the option names it for all"
 
 
-def test_an_interrupt_keeps_what_came_and_the_next_run_completes_it(batch, answers, monkeypatch):
-    lines = [completion(str(n), TEXT, max_tokens=80 if n else 3) for n in range(4)]
-    step = Batch.__next__
-    whole = []
-
-    def slow(self):
-        index, event = step(self)
-        whole.append(index)
-        if len(whole) == 12:
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-            time.sleep(5)  # which the signal interrupts
-        return index, event
-
-    monkeypatch.setattr(Batch, "__next__", slow)
+def test_an_interrupt_keeps_what_came_and_the_next_run_completes_it(batch, answers, pair, files, tmp_path):
+    write(files[0], [completion(str(n), TEXT, max_tokens=600 if n else 3) for n in range(4)])
     settings = ("--max-sequences", 3, "--block-length", 2, "--budget", 64)
-    outcome = batch(lines, *settings, "--json", "-", expect=130)
+    fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+    with Running("batch", files[0], "-o", files[1], *fixed, *settings, "--json", tmp_path / "run.json") as run:
+        run.wait_until(lambda: files[1].exists() and files[1].read_text().endswith("\n"))
+        run.signal(signal.SIGINT)
+        outcome = run.finish()
+    assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
     found = answers()
     assert body_of(found.pop("0")), "it was complete"
     assert found and all(line["error"]["code"] == "interrupted" for line in found.values())
     parts = {name: line["response"]["body"]["choices"][0] for name, line in found.items()}
     assert all(part["finish_reason"] == "interrupted" and part["text"] for part in parts.values())
-    assert json.loads(outcome.out)["requests"]["answered"] == 1
-    monkeypatch.undo()
+    assert json.loads((tmp_path / "run.json").read_text())["requests"]["answered"] == 1
     batch(None, *settings)
     for name, part in parts.items():
         assert body_of(answers()[name])["choices"][0]["text"].startswith(part["text"].rstrip("�"))
     assert answers().keys() == {"0", "1", "2", "3"}
+
+
+BAD_FIELDS = {
+    "stream": True,
+    "frequency_penalty": 0.5,
+    "tools": [{"type": "function"}],
+    "response_format": {"type": "json_object"},
+    "temprature": 0.1,
+    "temperature": -1,
+    "top_p": 1.5,
+    "top_k": -1,
+    "seed": 2**63,
+    "n": 129,
+    "max_tokens": 0,
+    "stop": ["a", ""],
+    "context": 5,
+    "messages": [{"role": "tool", "content": "x"}],
+    "top_logprobs": 2,
+    "model": "gpt-4o",
+}
+
+
+def test_fields_of_a_body_are_refused_by_name_before_anything_is_loaded(batch, answers, pair, tmp_path):
+    outcome = batch([chat(name, **{name: value}) for name, value in BAD_FIELDS.items()],
+                    model=without_weights(pair[0], tmp_path), expect=1)  # fmt: skip
+    found = answers()
+    assert found.keys() == BAD_FIELDS.keys() and "has no weights" not in outcome.err
+    for name, line in found.items():
+        error = line["response"]["body"]["error"]
+        assert error["param"].partition("[")[0] == name and error["message"], error
+        assert line["response"]["status_code"] == (404 if name == "model" else 400)
 
 
 @pytest.mark.parametrize(

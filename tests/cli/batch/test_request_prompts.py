@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from chats import with_template
 from command import TEXT, run_here
+from templates import with_template
 from transformers import AutoTokenizer
 from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError
 from triforce.cli.requests.prompts import PromptMaker

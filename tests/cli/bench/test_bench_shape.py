@@ -1,21 +1,23 @@
 """`triforce bench --shape`: steps are measured without weights, and what follows from them is called modelled."""
 
 import json
+import re
 from types import SimpleNamespace
 
+import psutil
 import pytest
-import torch
 from command import check_refusal, run_here, undocumented
+from safetensors.torch import load_file
 from tiny import save_llama
-from triforce.offload.planning import placement
-from triforce.offload.planning.cost_model import weights_read
-from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import make_plan
-from triforce.offload.planning.shape_steps import ROOM
-from triforce.offload.settings import Settings
-from triforce.tp.model.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("small_buffers")
+
+def bytes_of_a_pass(model, kv_tokens):
+    """In float32: all weights but the table of embeddings, and the keys and values of so many tokens."""
+    weights = load_file(model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    numbers = sum(tensor.numel() for name, tensor in weights.items() if "embed_tokens" not in name)
+    return 4 * (numbers + kv_tokens * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 @pytest.fixture
@@ -46,7 +48,6 @@ def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shap
     assert document["shape"]["assumed_acceptance"] == {"retrieval": 0.8, "draft": 0.5}
     assert document["sampling"] is document["prompt"] is None
     assert not undocumented(document, "bench.md", "json.md")
-    config = ModelConfig.load(pair[0])
     for at in document["contexts"]:
         steps = {name: times["median"] for name, times in at["steps_ms"].items()}
         assert min(steps.values()) > 0 and at["lengths"] == {"budget": 64, "block_length": 4, "draft_length": 2}
@@ -57,7 +58,7 @@ def test_a_shapes_steps_are_measured_and_what_is_derived_is_called_modelled(shap
         round_tokens = 1 + 0.8 + 0.8**2 + 0.8**3 + 0.8**4
         assert three["tbt_ms"]["median"] == pytest.approx((4 * token + steps["verify"]) / round_tokens)
         assert three["acceptance"]["tokens_per_round"] == pytest.approx(round_tokens)
-        read = weights_read(config, 1) * 4 + at["context"] * config.kv_bytes_per_token(torch.float32)
+        read = bytes_of_a_pass(pair[0], at["context"])
         assert at["floor"]["read_bytes"] == pytest.approx(read, rel=0.01), "one row more than the context"
     assert outcome.out.count(" modelled ") >= 2 and "assumed, 0.8" in outcome.out
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -88,13 +89,12 @@ def test_a_shapes_cache_streams_where_it_is_to(shape, tmp_path):
 
 def test_a_shapes_cache_that_exceeds_host_memory_is_read_from_a_disk(shape, tmp_path, monkeypatch):
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(placement, "LARGEST_BLOCK", 256)
-    save_llama(tmp_path / "deep", num_hidden_layers=8, max_position_embeddings=4096)
-    config, settings = ModelConfig.load(tmp_path / "deep"), Settings(tiers=1, budget=64, host_memory=0.0)
-    request = RunRequest(config, None, torch.float32, 3000 + ROOM, settings, host_bytes=0, disk_bytes=2**40)
-    asked = {"shape": tmp_path / "deep", "contexts": 3000, "tiers": "1", "draft": "none"}
-    little = make_plan(request).host_total / 2**30 + 1e-5
-    outcome, document = shape(tmp_path / "disk.json", **asked, host_memory=little)
+    save_llama(tmp_path / "deep", num_hidden_layers=8, max_position_embeddings=65_536)
+    asked = {"shape": tmp_path / "deep", "contexts": 20_000, "tiers": "1", "draft": "none"}
+    refused, _ = shape(tmp_path / "disk.json", **asked, host_memory=0.01)
+    enough = re.search(r"--host-memory ([\d.]+) or more", refused.err)
+    assert refused.code == 1 and enough, refused
+    outcome, document = shape(tmp_path / "disk.json", **asked, host_memory=enough[1])
     assert outcome.code == 0 and "disk" in outcome.out, outcome.err
     (at,), measured = document["contexts"], document["measured_bandwidth"]
     floor = at["floor"]
@@ -118,8 +118,6 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
     check_refusal(refused(assume_acceptance="x"), 2, "--assume-acceptance", "'x'")
     check_refusal(refused(shape="nowhere"), 1, "no model 'nowhere'")
     check_refusal(refused(contexts=2000), 1, "1,024 positions")
-    monkeypatch.setattr(
-        "triforce.offload.planning.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=2**20)
-    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     outcome = refused(contexts=1000)
     assert outcome.code == 1 and "1.0 MiB is available" in outcome.err, "before any weight is made"

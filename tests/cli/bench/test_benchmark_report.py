@@ -7,9 +7,8 @@ from pathlib import Path
 
 import benchmark_report
 import pytest
-from command import TEXT, fork_workers
+from command import TEXT, fork_interpreters
 from triforce.cli.app import run
-from triforce.cli.terminal.stopping import Signals
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,13 +29,12 @@ def measured_once(pair, tmp_path_factory):
     bench = ("--contexts", "200,300", "--max-new-tokens", 9, "--repeat", 2, "--plot", folder / "a.png")
     compare = ("--max-new-tokens", 8, "--repeat", 1)
     compare += ("--baseline", "autoregressive", "--baseline", "transformers-assisted")
-    with pytest.MonkeyPatch.context() as patch, Signals() as signals:
-        patch.setattr("triforce.offload.transfer.bandwidth.READ_BYTES", 2**24)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        fork_workers(patch)
+        fork_interpreters(patch)
         for arguments in (("bench", *common, *bench, "--json", folder / "a.json"),
                           ("compare", *common, *compare, "--json", folder / "b.json")):  # fmt: skip
-            assert run([str(argument) for argument in arguments], signals) == 0
+            assert run([str(argument) for argument in arguments]) == 0
     return folder
 
 
@@ -70,11 +68,9 @@ def test_every_measurement_is_a_section_with_its_command_machine_and_figures(mea
 
 
 @pytest.mark.slow
-def test_times_of_a_shape_are_called_modelled(measured, pair, monkeypatch):
-    monkeypatch.setattr("triforce.offload.transfer.bandwidth.READ_BYTES", 2**24)
+def test_times_of_a_shape_are_called_modelled(measured, pair):
     options = ["--shape", pair[0], "--draft", pair[1], "--contexts", 256, "--json", measured / "c.json"]
-    with Signals() as signals:
-        assert run(["bench", *map(str, options)], signals) == 0
+    assert run(["bench", *map(str, options)]) == 0
     page = benchmark_report.page(measured).split("## c\n")[1]
     plain, three = (line for line in page.splitlines() if line.startswith("| 256 |"))
     assert ", modelled |" in three and "modelled" not in plain

@@ -2,21 +2,12 @@
 
 import io
 import json
-import os
 import signal
 import sys
-import threading
-import time
 
 import pytest
-from chats import THINKING, with_template
-from command import TEXT, Outcome, check_refusal, run_here, undocumented
-from triforce.cli.app import run
-from triforce.cli.chat import run as chat_run
-from triforce.cli.chat.forms import PlainForm
-from triforce.cli.terminal.stopping import Signals
-from triforce.offload import Engine
-from triforce.offload.generation import Generation
+from command import TEXT, Outcome, Running, check_refusal, run_command, run_here, undocumented, without_weights
+from templates import THINKING, saying, with_template
 
 
 @pytest.fixture
@@ -128,10 +119,10 @@ def test_impossible_requests_are_refused(chat, arguments, code, words):
     check_refusal(chat("Why?\n", *arguments, expect=code), code, *words)
 
 
-def test_a_text_that_leaves_no_room_is_refused_before_weights_load(chat, tmp_path, monkeypatch):
-    monkeypatch.setattr(Engine, "load", None)
+def test_a_text_that_leaves_no_room_is_refused_before_weights_load(chat, pair, tmp_path):
     (tmp_path / "long.txt").write_text(TEXT * 20)
-    check_refusal(chat("Why?\n", "--prompt-file", tmp_path / "long.txt", expect=1), 1, "the model has 1,024 positions")
+    refused = chat("Why?\n", "--prompt-file", tmp_path / "long.txt", model=without_weights(pair[0], tmp_path), expect=1)
+    check_refusal(refused, 1, "the model has 1,024 positions")
 
 
 def test_trim_says_what_it_drops(chat):
@@ -143,25 +134,6 @@ def test_trim_says_what_it_drops(chat):
     assert "turns were dropped: " in trimmed.err and len(turns_of(trimmed)) == 5
 
 
-def test_trim_makes_room_in_memory_too(chat, monkeypatch):
-    from triforce.tp.errors import CapacityError
-
-    stream, most = Engine.stream, 60
-
-    def stream_with_little_memory(self, prompt_ids, *given, **named):
-        if len(prompt_ids) > most:
-            raise CapacityError("a context of so many tokens needs more")
-        return stream(self, prompt_ids, *given, **named)
-
-    monkeypatch.setattr(Engine, "stream", stream_with_little_memory)
-    lines = "Why?\nHow?\nWhere?\nWhen?\n"
-    assert "error: a context of so many tokens needs more" in chat(lines, expect=1).err
-    trimmed = chat(lines, "--trim", "--json", "-")
-    assert "dropped, to make room: Why?" in trimmed.err and len(turns_of(trimmed)) == 4
-    most = 5
-    assert "error: a context of so many tokens needs more" in chat("Why?\n", "--trim", expect=1).err
-
-
 def test_a_template_that_rewrites_what_was_said_is_reported(chat, pair, tmp_path):
     rewriting = THINKING.replace("split('</think>')[-1]", "upper() + '.'")
     model = with_template(pair[0], tmp_path, rewriting)
@@ -170,70 +142,42 @@ def test_a_template_that_rewrites_what_was_said_is_reported(chat, pair, tmp_path
     assert "plain text" not in said.err
 
 
-def test_an_answer_ends_where_the_model_asks_itself(chat, monkeypatch):
-    whole = chat("Why?\n", "--temperature", 0, new=40).out
-    stop = whole[8:10]
-    monkeypatch.setattr(chat_run, "form_of", lambda *_: PlainForm(stops=(stop,)))
+@pytest.fixture
+def asking(chat, pair, tmp_path):
+    """A model that asks itself a question after a few tokens of its answer, and the words before that."""
     (turn,) = turns_of(chat("Why?\n", "--temperature", 0, "--json", "-", new=40))
-    assert turn["text"] == whole[: whole.index(stop)].strip() and turn["finish_reason"] == "stop"
-    assert turn["new_tokens"] < 40
+    token_ids = turn["token_ids"]
+    at = next(n for n in range(4, 40) if token_ids[n] not in token_ids[:n])
+    return saying(pair[0], tmp_path, token_ids[at], "\nQuestion:"), at
 
 
-def test_an_interrupt_keeps_what_was_written(chat, monkeypatch):
-    step = Generation.__next__
-
-    def slow(self):
-        event = step(self)
-        if event.index == 3:
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-            time.sleep(5)  # which the signal interrupts
-        return event
-
-    monkeypatch.setattr(Generation, "__next__", slow)
-    (turn,) = turns_of(chat("Why?\nHow?\n", "--json", "-", new=40, expect=130))
-    assert turn["finish_reason"] == "interrupted" and 3 <= turn["new_tokens"] < 40
+def test_an_answer_ends_where_the_model_asks_itself(chat, asking):
+    model, length = asking
+    (turn,) = turns_of(chat("Why?\n", "--temperature", 0, "--json", "-", model=model, new=40))
+    assert turn["finish_reason"] == "stop" and "Question" not in turn["text"]
+    assert length <= turn["new_tokens"] < 40
 
 
-def as_ranks(pair, lines, *options, code=0, prepare=lambda: None):
-    """What two ranks print that talk about `lines`; each calls `prepare` before."""
-    from spmd import run_forks
-
-    def rank():
-        prepare()
-        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
-        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
-        with Signals() as signals:
-            found = run([str(argument) for argument in ("chat", *fixed, *options)], signals)
-        assert found == (0 if os.environ["RANK"] == "1" else code)
-
-    return run_forks(rank, 2, 60)
+def test_an_interrupt_keeps_what_was_written(pair, tmp_path):
+    fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", 900)
+    path = tmp_path / "turns.json"
+    with Running("chat", *fixed, "--json", path, stdin=b"Why?\nHow?\n", TRIFORCE_HOME=str(tmp_path / "home")) as run:
+        run.wait_until(lambda: run.out)
+        run.signal(signal.SIGINT)
+        outcome = run.finish()
+    assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
+    (turn,) = json.loads(path.read_text())
+    assert turn["finish_reason"] == "interrupted" and 0 < turn["new_tokens"] < 900
+    assert outcome.out.strip() == turn["text"].strip()
 
 
 @pytest.mark.slow
-def test_several_ranks_talk_alike_and_end_answers_early_together(pair, chat, monkeypatch):
-    lines, options = "Why?\nHow?\n/save talk\n/retry\nWhere?\n", ("--temperature", 0, "--tiers", 2)
-    whole = chat("Why?\n", *options, new=40).out
-    stop = whole[8:10]
-    monkeypatch.setattr(chat_run, "form_of", lambda *_: PlainForm(stops=(stop,)))  # in the forks too
-    together = as_ranks(pair, lines, "--max-new-tokens", 40, *options)
-    alone = chat(lines, *options, new=40).out
-    assert together == alone and whole[: whole.index(stop)].strip() in alone
-
-
-@pytest.mark.slow
-def test_several_ranks_go_on_after_a_question_that_memory_does_not_suffice_for(pair):
-    def prepare():
-        from triforce.offload.caches.kept import KeptCache
-        from triforce.tp.errors import CapacityError
-
-        given = KeptCache.prepare
-
-        def little(self, prompt, *rest, **named):
-            if len(prompt) > 100:
-                raise CapacityError("a context of so many tokens needs more")
-            return given(self, prompt, *rest, **named)
-
-        KeptCache.prepare = little
-
-    lines = f"Why?\n{'how ' * 40}\nWhere?\n"
-    assert len(as_ranks(pair, lines, "--max-new-tokens", 4, code=1, prepare=prepare).split()) >= 2
+def test_several_ranks_talk_alike_and_end_answers_early_together(chat, asking, tmp_path):
+    lines, (model, _) = "Why?\nHow?\n/save talk\n/retry\nWhere?\n", asking
+    options = ("--temperature", 0, "--tiers", 2, "--json", "-")
+    fixed = ("--model", model, "--draft", "none", "--device", "cpu", "--dtype", "float32", "--max-new-tokens", 40)
+    together = run_command("chat", *fixed, *options, "--gpus", 2, stdin=lines.encode(), TRIFORCE_HOME=str(tmp_path))
+    assert together.code == 0, together
+    alone = turns_of(chat(lines, *options, model=model, new=40))
+    assert [turn["text"] for turn in turns_of(together)] == [turn["text"] for turn in alone]
+    assert alone[0]["finish_reason"] == "stop"

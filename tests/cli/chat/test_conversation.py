@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from chats import EOS, TEMPLATE, THINKING, answer, conversation_with, say, with_template
+from chats import answer, conversation_with, say
 from command import TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from templates import EOS, TEMPLATE, THINKING, with_template
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from triforce.cli.chat.forms import Opening
 from triforce.cli.chat.reply import Reply

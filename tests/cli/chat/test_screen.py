@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
 
-from chats import with_template
+from templates import with_template
 from terminals import Terminal
 
 ANSWERED = r"^> {}\?[ \n]*\n(?=\S)(?!TBT|\d+ of )"

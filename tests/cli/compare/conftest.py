@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from command import TEXT, VOCABULARY, fork_workers, run_here, save_tokenizer
-from strange_systems import PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS
+from command import TEXT, VOCABULARY, fork_interpreters, run_here, save_tokenizer
+from comparisons import PROMPT_TOKENS, TOKENS
 from tiny import greedy_oracle, save_llama
-from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.tp.weights.tokenizer import Tokenizer
 
 
@@ -27,13 +26,8 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def compare(pair, capfd, monkeypatch):
-    """Runs `compare` on the tiny pair; strange systems are baselines too. Gives the outcome and the JSON."""
+    """Runs `compare` on the tiny pair. Gives the outcome and the JSON."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", WITH_STRANGE_SYSTEMS)
-    for name in ("raises", "exits", "is killed", "needs too much", "stops early", "flips"):
-        monkeypatch.setitem(BASELINES, name, Entry(name, "", "strange_systems"))
-    gone = Entry("gone", "", "strange_systems", imports=("no_such_package",), install="pip install no-such-package")
-    monkeypatch.setitem(BASELINES, "gone", gone)
 
     def run(*names, json_path=None, repeat=1, **changes):
         target, draft = pair
@@ -55,4 +49,4 @@ def compare(pair, capfd, monkeypatch):
 @pytest.fixture
 def forked_workers(monkeypatch):
     """Workers that are forks: processes of their own still, without the start of an interpreter."""
-    fork_workers(monkeypatch)
+    fork_interpreters(monkeypatch)

@@ -4,22 +4,20 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from dataclasses import replace
+from importlib.util import find_spec
 
 import psutil
 import pytest
-import torch
-from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, undocumented
-from strange_systems import FLIPPED_AT, PROMPT_TOKENS, TOKENS, WITH_STRANGE_SYSTEMS, rows_of
+from command import TEXT, TRIFORCE, check_refusal, run_here, undocumented
+from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
-from triforce.cli.compare import comparison
-from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
-from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
-from triforce.cli.compare.baselines.process import WorkerError, run_worker
-from triforce.cli.compare.baselines.protocol import Job, Measurement
 from triforce.tp.weights.tokenizer import Tokenizer
+
+OPTIONAL = {"deepspeed": ("deepspeed", "accelerate"), "llama.cpp": ("llama_cpp", "gguf")}
+"""Systems that are not always there, and the packages that they need."""
 
 
 @pytest.mark.slow
@@ -58,9 +56,8 @@ def test_systems_in_float32_write_the_same_tokens_as_transformers_itself(compare
 
 @pytest.mark.parametrize("name", ["deepspeed", "llama.cpp"])
 def test_optional_systems_in_float32_write_the_same_tokens(compare, tmp_path, name):
-    missing = BASELINES[name].missing()
-    if missing:
-        pytest.skip(f"{name} is {missing}")
+    if None in map(find_spec, OPTIONAL[name]):
+        pytest.skip(f"{name} is not installed: pip install {' '.join(OPTIONAL[name])}")
     outcome, document = compare(name, json_path=tmp_path / "runs.json")
     assert outcome.code == 0, outcome
     ours, other = document["systems"]
@@ -69,41 +66,85 @@ def test_optional_systems_in_float32_write_the_same_tokens(compare, tmp_path, na
     assert {"deepspeed": "ZeRO stage 3", "llama.cpp": "flash attention o"}[name] in other["ran"]
 
 
+@pytest.fixture
+def deepspeed(tmp_path, monkeypatch):
+    """Installs a library that misbehaves."""
+
+    def install(doing):
+        folder = save_deepspeed(tmp_path / "libraries", doing)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", first_on_path(folder))
+        return folder
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("doing", "why"),
+    [
+        ("raises", "ZeroDivisionError: the other one's bug"),
+        ("exits", "ended with code 3 and no result; its last words: a library's last words"),
+        ("is killed", "killed by the system, as it does when memory runs out"),
+        ("needs too much", "out of memory"),
+    ],
+)
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.slow
-def test_a_missing_and_failing_baselines_are_rows_and_the_others_finish(compare, tmp_path):
-    failing = {
-        "raises": "ZeroDivisionError: the other one's bug",
-        "exits": "ended with code 3 and no result; its last words: a library's last words",
-        "is killed": "killed by the system, as it does when memory runs out",
-        "needs too much": "out of memory",
-        "stops early": f"it wrote {TOKENS - 1} tokens where {TOKENS} were asked for",
-        "gone": "not installed (no_such_package): pip install no-such-package",
-    }
-    outcome, document = compare(*failing, "autoregressive", json_path=tmp_path / "runs.json")
+@pytest.mark.slow(keep=("exits-ended with code 3 and no result; its last words: a library's last words",))
+def test_a_baseline_that_fails_is_a_row_and_the_others_finish(compare, deepspeed, tmp_path, doing, why):
+    deepspeed(doing)
+    outcome, document = compare("deepspeed", "autoregressive", json_path=tmp_path / "runs.json")
     assert outcome.code == 0, outcome
-    systems = {system["name"]: system for system in document["systems"]}
-    rows = rows_of(outcome)
-    for name, why in failing.items():
-        assert why in systems[name]["failure"]
-        assert "runs" not in systems[name]
-        assert any(row.startswith(name) and why in row for row in rows), rows
-    assert systems["autoregressive"]["failure"] is None
-    assert systems["autoregressive"]["runs"]
+    _, failed, other = document["systems"]
+    assert failed["name"] == "deepspeed" and why in failed["failure"] and "runs" not in failed
+    assert any(row.startswith("deepspeed") and why in row for row in rows_of(outcome))
+    assert other["failure"] is None and other["runs"]
 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
-def test_nothing_to_compare_exits_1_after_the_table(compare):
-    outcome, _ = compare("raises")
+def test_a_missing_baseline_is_a_row_and_the_others_finish(compare, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
+    outcome, document = compare("deepspeed", "autoregressive", json_path=tmp_path / "runs.json")
+    assert outcome.code == 0, outcome
+    assert document["systems"][1]["failure"].startswith("not installed (deepspeed")
+    assert "pip install deepspeed accelerate" in rows_of(outcome)[1]
+    assert document["systems"][2]["runs"]
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.slow
+def test_nothing_to_compare_exits_1_after_the_table(compare, deepspeed):
+    deepspeed("raises")
+    outcome, _ = compare("deepspeed")
     assert outcome.code == 1
     assert "no baseline ran" in outcome.err
     assert "ZeroDivisionError" in rows_of(outcome)[1]
 
 
-def test_only_missing_baselines_are_refused_before_anything_runs(compare):
-    outcome, _ = compare("gone")
-    check_refusal(outcome, 1, "gone is not installed", "pip install no-such-package")
+def test_only_missing_baselines_are_refused_before_anything_runs(compare, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    outcome, _ = compare("deepspeed")
+    check_refusal(outcome, 1, "deepspeed is not installed", "pip install deepspeed accelerate")
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_ended_with_its_children(compare, deepspeed, tmp_path):
+    folder = deepspeed("hangs")
+    outcome, document = compare("deepspeed", json_path=tmp_path / "runs.json", time_limit=0.2)
+    assert "stopped after 12 s (--time-limit)" in document["systems"][1]["failure"] and outcome.code == 1
+    child = int((folder / "deepspeed" / "child").read_text())
+    until = time.monotonic() + 10
+    while still_runs(child) and time.monotonic() < until:  # a killed process takes a moment to go
+        time.sleep(0.05)
+    assert not still_runs(child)
+
+
+def still_runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -113,26 +154,6 @@ def test_assistance_without_a_draft_is_a_row(compare):
     assert outcome.code == 0, outcome
     assert "needs a draft: give --draft D" in rows_of(outcome)[1]
     assert "two tiers" in outcome.out
-
-
-@pytest.mark.usefixtures("forked_workers")
-@pytest.mark.slow
-def test_the_first_token_that_differs_is_shown_with_the_targets_logits(compare, pair, tmp_path):
-    outcome, document = compare("flips", json_path=tmp_path / "runs.json")
-    assert outcome.code == 0, outcome
-    ours, other = document["systems"]
-    answer, found = ours["runs"][0]["token_ids"], other["first_difference"]
-    model = LlamaForCausalLM.from_pretrained(pair[0])
-    prompt = Tokenizer.load(pair[0]).encode(TEXT, True)[:PROMPT_TOKENS]
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + answer[:FLIPPED_AT]])).logits[0, -1]
-    assert found["index"] == FLIPPED_AT
-    assert found["triforce_token"] == answer[FLIPPED_AT] == int(logits.argmax())
-    assert found["token"] == (answer[FLIPPED_AT] + 1) % VOCABULARY
-    assert found["triforce_logit"] == pytest.approx(float(logits[found["triforce_token"]]), abs=1e-4)
-    assert found["logit"] == pytest.approx(float(logits[found["token"]]), abs=1e-4)
-    assert f"differs from token {FLIPPED_AT} on: {found['token']} (logit {found['logit']:.4f})" in rows_of(outcome)[1]
-    assert "flips computed something else" in outcome.out
 
 
 @pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
@@ -164,34 +185,25 @@ def test_an_audit_draws_every_token_again(compare, tmp_path, sampling):
     assert f"audit: {TOKENS} of {TOKENS} tokens are what decoding token by token draws" in outcome.out
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact):
-    def measured(name, tokens):
-        run = Measurement("", tokens, 1.0, 1.0, 1, 0.0, 1, 0, {"settings": {"exact": exact}})
-        return comparison.Row(Entry(name, "", OURS.module), [run])
-
-    seeded = replace(job, temperature=1.0, seed=4)
-    found = comparison.Comparison(seeded, 1, [measured("triforce", [1, 2, 3]), measured("autoregressive", [1, 2, 3])])
-    comparison.find_differences(found, 1.0)
-    assert found.wrong is None
-    found.audit = comparison.Audit(3, 2, 1)
-    assert found.wrong == ("the audit disagrees from token 1 on, which must not be" if exact else None)
-    found.audit = comparison.Audit(3, failure="no memory")
-    assert found.wrong == "the audit failed: no memory"
-    found.audit = None
-    found.rows[0].runs.append(replace(found.rows[0].runs[0], token_ids=[1, 2, 4]))
-    assert found.wrong == ("two runs of triforce differ, which must not be" if exact else None)
-    found.rows[0].runs.pop()
-    found.rows[1].differences = [comparison.Difference(2, 5, 3)]
-    assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
-
-
 @pytest.mark.usefixtures("forked_workers")
 def test_json_on_stdout_is_alone_there(compare, capfd):
     outcome, _ = compare("autoregressive", json="-")
     assert outcome.code == 0, outcome
     assert [system["name"] for system in json.loads(outcome.out)["systems"]] == ["triforce", "autoregressive"]
     assert "speed-up" in outcome.err
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.slow
+def test_a_long_text_is_cut_before_a_question_in_every_system(pair, capfd, tmp_path):
+    (tmp_path / "long.txt").write_text(TEXT * 12)
+    options = {"--model": pair[0], "--draft": "none", "--prompt-file": tmp_path / "long.txt", "--ask": "Who was it?"}
+    options |= {"--max-new-tokens": 8, "--repeat": 1, "--baseline": "autoregressive", "--json": "-"}
+    given = [part for option in options.items() for part in option]
+    check_refusal(run_here(capfd, "compare", *given), 1, "1,024 positions", "--truncate")
+    document = json.loads(run_here(capfd, "compare", *given, "--truncate", "middle").out)
+    assert document["prompt_tokens"] == 1024 - 8
+    assert [system["failure"] for system in document["systems"]] == [None, None]
 
 
 def test_impossible_requests_are_refused_before_anything_runs(compare):
@@ -204,68 +216,6 @@ def test_impossible_requests_are_refused_before_anything_runs(compare):
     check_refusal(compare("transformers", prompt_tokens=1020)[0], 1, "1,024 positions")
     check_refusal(compare("transformers", prompt="short")[0], 2, "--prompt-tokens is 120")
     check_refusal(compare("transformers", ask="Who?")[0], 2, "--ask and --prompt-tokens")
-
-
-@pytest.fixture
-def job(tmp_path):
-    """A job that no model is needed for."""
-    return Job(
-        system="", model="", draft=None, asked_model="", asked_draft=None, device="cpu", dtype="float32",
-        prompt_ids=[1, 1, 2], max_new_tokens=3, temperature=0.0, top_p=1.0, top_k=0, seed=None, threads=1,
-        folder=str(tmp_path),
-    )  # fmt: skip
-
-
-def runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_ended_with_its_children(job, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", WITH_STRANGE_SYSTEMS)
-    with pytest.raises(WorkerError, match="stopped after 8 s") as failure:
-        run_worker("strange_systems", "measure", replace(job, system="hangs"), limit_s=8)
-    child = int(failure.value.log.split("child ")[1].split()[0])
-    until = time.monotonic() + 10
-    while runs(child) and time.monotonic() < until:  # a killed process takes a moment to go
-        time.sleep(0.05)
-    assert not runs(child)
-
-
-def test_the_order_rotates_and_a_system_that_failed_is_not_run_again(job, monkeypatch):
-    order = []
-
-    def pretend(module, action, job, limit_s):
-        order.append(job.system)
-        if job.system == "b" and order.count("b") == 2:
-            raise WorkerError("it broke", "")
-        seconds = {1: 5.0, 2: 1.0, 3: 2.0}[order.count(job.system)]
-        return {
-            "ran": "", "token_ids": [7, 8, 9], "ttft_s": seconds, "decode_s": 2 * seconds, "first_tokens": 1,
-            "load_s": 0.0, "host_peak_bytes": 1, "device_peak_bytes": 0,
-        }  # fmt: skip
-
-    monkeypatch.setattr(comparison, "run_worker", pretend)
-    entries = [Entry(name, "", name) for name in "ab"]
-    found = comparison.compare(
-        job, entries, repeats=3, limit_s=1, settings={}, on_start=lambda *_: None, on_end=lambda _: None
-    )
-    assert order == ["triforce", "a", "b", "a", "b", "triforce", "triforce", "a"]
-    assert [len(row.runs) for row in found.rows] == [3, 3, 1]
-    assert found.rows[0].ttft_s == 2.0
-    assert found.rows[0].tbt_s == 2.0
-    assert found.rows[2].failure == "it broke"
-    assert found.possible
-    assert OURS.name == "triforce"
-
-
-def test_tokens_that_come_with_the_first_one_do_not_count_as_decoded():
-    measured = Measurement("", [1, 2, 3, 4, 5], 1.0, 6.0, 2, 0.0, 0, 0)
-    assert measured.tbt_s == 2.0
-    assert replace(measured, first_tokens=5).tbt_s == 0.0
 
 
 @pytest.mark.slow

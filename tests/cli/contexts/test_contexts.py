@@ -3,15 +3,11 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+import signal
 
 import pytest
-from command import TEXT, Outcome, run_here, save_pair
-from tokenizers import Tokenizer as Backend
-from tokenizers import normalizers
-from triforce.cli.generate.prompt import encode_after
-from triforce.offload.contexts.disk import Disk
-from triforce.offload.contexts.manifest import Manifest
+from command import TEXT, VOCABULARY, Outcome, Running, run_command, run_here, save_pair, save_tokenizer
+from tiny import save_llama
 from triforce.tp.weights.tokenizer import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
@@ -187,28 +183,49 @@ def test_a_text_is_saved_in_the_frame_that_a_question_continues(triforce, pair, 
     assert "give the question with --ask" in without.err
 
 
-def test_an_unfinished_context_answers_nothing(triforce, tmp_path):
-    triforce("read", tmp_path / "book.txt")
-    directory = tmp_path / "home" / "contexts" / "book"
-    manifest = Manifest.load(directory)
-    replace(manifest, tokens=manifest.tokens + 9).write(Disk(), directory)
-    refused = triforce("generate", "--context", "book", expect=1).err
-    assert "is not complete: 2" in refused and "triforce read goes on with it" in refused
+def test_an_interrupted_reading_answers_nothing_and_goes_on(triforce, tmp_path):
+    model, home = tmp_path / "long", tmp_path / "home"
+    save_tokenizer(model)
+    save_llama(model, vocab_size=VOCABULARY, max_position_embeddings=65_536)
+    (tmp_path / "long.txt").write_text(TEXT * 120)
+    fixed = (tmp_path / "long.txt", "--model", model, "--device", "cpu", "--dtype", "float32")
+    with Running("read", *fixed, TRIFORCE_HOME=str(home)) as run:
+        run.wait_until(lambda: list(home.glob("contexts/long/*.safetensors")))
+        run.signal(signal.SIGINT)
+        outcome = run.finish()
+    assert outcome.code == 130 and outcome.err.endswith("interrupted\n"), outcome
+    refused = triforce("generate", "--context", "long", "--model", model, "--dtype", "float32", expect=1).err
+    assert "is not complete: " in refused and "triforce read goes on with it" in refused
+    (listed,) = json.loads(triforce("contexts", "--json", "-").out)
+    assert not listed["complete"] and listed["tokens"] > 10_000
 
 
-def test_a_manifest_of_nonsense_is_one_damaged_context(triforce, tmp_path):
-    triforce("read", tmp_path / "book.txt")
-    directory = tmp_path / "home" / "contexts" / "book"
-    manifest = Manifest.load(directory)
-    replace(manifest, shape=replace(manifest.shape, dtype="int8")).write(Disk(), directory)
-    assert "damaged" in triforce("contexts").out
-    assert "impossible numbers" in triforce("contexts", "show", "book", expect=1).err
+def test_a_damaged_manifest_is_one_damaged_context(triforce, tmp_path):
+    for name in ("book", "other"):
+        triforce("read", tmp_path / "book.txt", "--as", name)
+    (manifest,) = (tmp_path / "home" / "contexts" / "book").glob("*.json")
+    manifest.write_text(manifest.read_text().replace("float32", "float16", 1))
+    listed = triforce("contexts").out
+    assert "damaged" in listed and "other" in listed
+    assert "its checksum is not that of its contents" in triforce("contexts", "show", "book", expect=1).err
 
 
-def test_a_question_after_a_saved_text_is_tokenized_as_within_one(pair):
-    """Tokenizers in the way of SentencePiece put a space before the first word that they get."""
-    backend = Backend.from_file(str(pair[0] / "tokenizer.json"))
-    backend.normalizer = normalizers.Prepend(" ")
-    tokenizer = Tokenizer(encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
-                          decode=lambda ids: backend.decode(list(ids)))  # fmt: skip
-    assert tokenizer.decode(encode_after("Why?", tokenizer)) == "Why?"
+@pytest.mark.slow
+def test_how_a_text_is_read_does_not_change_what_is_saved(triforce, pair, tmp_path):
+    """Streamed, with other threads, on two ranks: the context is the one that a plain reading goes on with."""
+    home = str(tmp_path / "home")
+    for name, more in (("streamed", ("--resident", 0)), ("threads", ("--threads", 2)), ("ranks", ("--gpus", 2))):
+        fixed = ("read", tmp_path / "book.txt", "--as", name, "--model", pair[0], "--device", "cpu", "--json", "-")
+        done = run_command(*fixed, *more, TRIFORCE_HOME=home)
+        assert done.code == 0, done
+        assert "nothing to read" in triforce("read", tmp_path / "book.txt", "--as", name).err
+
+
+def test_a_bench_and_a_comparison_start_from_a_saved_text(triforce, pair, tmp_path):
+    triforce("read", tmp_path / "book.txt", "--raw")
+    path = tmp_path / "bench.json"
+    fixed = ("--context", "book", "--draft", "none", "--max-new-tokens", 4, "--repeat", 1)
+    triforce("bench", *fixed, "--contexts", 150, "--tiers", 1, "--json", path)
+    assert json.loads(path.read_text())["contexts"][0]["restored_tokens"] > 100
+    without_name = triforce("compare", *fixed, "--baseline", "autoregressive", "--prompt", "A", expect=2)
+    assert "--context and --prompt are both given" in without_name.err

@@ -2,20 +2,14 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
-from triforce.cli.generate.opening import opening
-from triforce.cli.generate.prompt import Source, build_prompt, cut, cut_log, long_prompt, read_source
-from triforce.cli.generate.questions import WantedAnswer
-from triforce.cli.generate.request import GenerateRequest
-from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import PRESETS
-from triforce.tp.weights.tokenizer import TextStream, Tokenizer
+from triforce.tp.weights.tokenizer import Tokenizer
 
 FIELDS = {
     "version": None,
@@ -47,6 +41,14 @@ FIELDS = {
     "memory": {"device_peak_bytes", "host_peak_bytes", "kv_bytes"},
 }
 """What scripts may rely on, by the interface's own list."""
+
+OPTIONS = (
+    *("--prompt-file", "--prompt", "--ask", "--asks", "--answers", "--truncate", "--context", "--save-context"),
+    *("--no-context", "--model", "--draft", "--dtype", "--device", "--gpus", "--threads", "--pack", "--host-memory"),
+    *("--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--ignore-eos"),
+    *("--tiers", "--budget", "--chunk-size", "--draft-length", "--block-length", "--resident", "--refresh"),
+    *("--early-end", "--exact", "--live", "--json", "--debug"),
+)
 
 
 def test_stdout_holds_the_text_of_the_json_and_stderr_the_rest(generate, tmp_path):
@@ -116,39 +118,6 @@ def test_truncation_fills_the_model_and_says_what_it_dropped(generate, part):
     assert "tokens dropped by --truncate" in outcome.err
 
 
-def test_truncation_drops_the_part_it_names():
-    tokens = list(range(10))
-    assert cut(tokens, 4, "head") == [6, 7, 8, 9]
-    assert cut(tokens, 4, "tail") == [0, 1, 2, 3]
-    assert cut(tokens, 5, "middle") == [0, 1, 2, 8, 9]
-    assert cut(tokens, 1, "middle") == [0]
-    assert cut(tokens, 10, "middle") == tokens
-
-
-@pytest.mark.parametrize("part", ["head", "tail", "middle"])
-def test_the_question_is_never_cut(pair, part):
-    tokenizer, config = Tokenizer.load(pair[0]), ModelConfig.load(pair[0])
-    prompt = build_prompt(Source(TEXT * 20, "a book"), "Who was it?", tokenizer, config, 24, part)
-    assert len(prompt.token_ids) == CONTEXT - 24
-    assert tokenizer.decode(prompt.token_ids).endswith("\n\nWho was it?")
-
-
-def test_the_question_goes_through_the_chat_template(pair, tmp_path):
-    template = "{% for m in messages %}<s>[{{ m.role }}] {{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %} >>{% endif %}"
-    shutil.copytree(pair[0], tmp_path / "chat")
-    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
-    tokenizer, config = Tokenizer.load(tmp_path / "chat"), ModelConfig.load(pair[0])
-    prompt = build_prompt(Source("Long ago.", ""), "When?", tokenizer, config, 8, "error")
-    oracle = AutoTokenizer.from_pretrained(tmp_path / "chat")
-    message = {"role": "user", "content": "Long ago.\n\nWhen?"}
-    assert prompt.token_ids == oracle.apply_chat_template([message], add_generation_prompt=True)["input_ids"]
-    long = build_prompt(Source(TEXT * 20, ""), "When?", tokenizer, config, 8, "tail")
-    assert len(long.token_ids) == CONTEXT - 8
-    assert tokenizer.decode(long.token_ids).startswith("[user] It was")
-    assert tokenizer.decode(long.token_ids).endswith("\n\nWhen? >>")
-
-
 def test_tokenizer_agrees_with_transformers(pair):
     ours, theirs = Tokenizer.load(pair[0]), AutoTokenizer.from_pretrained(pair[0])
     for text in (TEXT, "<s>quoted</s> specials", "  blanks\n\n", "🙂"):
@@ -158,58 +127,9 @@ def test_tokenizer_agrees_with_transformers(pair):
         )
 
 
-def test_streamed_text_is_the_text_of_all_tokens_and_never_half_a_character(pair):
-    tokenizer = Tokenizer.load(pair[0])
-    ids = tokenizer.encode(TEXT, True)
-    for size in (1, 2, 3, 7):
-        stream = TextStream(tokenizer.decode)
-        pieces = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)]
-        assert not any("�" in piece for piece in pieces)
-        assert "".join(pieces) + stream.flush() == TEXT == stream.text
-
-
-def test_streamed_text_is_exact_for_tokens_that_make_no_sense(pair):
-    tokenizer = Tokenizer.load(pair[0])
-    for seed in range(20):
-        ids = [(seed * 7919 + i * i * 31 + i * 17) % 320 for i in range(200)]
-        stream = TextStream(tokenizer.decode)
-        for token in ids:
-            stream.push([token])
-        stream.flush()
-        assert stream.text == tokenizer.decode(ids)
-
-
-def test_built_in_prompt_fits_any_model_and_ends_with_a_day(pair):
-    tokenizer, config = Tokenizer.load(pair[0]), ModelConfig.load(pair[0])
-    source = read_source(None, None, print)
-    for wanted in (100, 700):
-        prompt = build_prompt(source, None, tokenizer, config, wanted, "error")
-        assert 0 < len(prompt.token_ids) <= CONTEXT - wanted
-        text = tokenizer.decode(prompt.token_ids)
-        assert text.endswith("\n\n") and source.text.startswith(text)
-
-
-def test_built_in_log_has_questions_whose_answers_stand_in_it(pair):
-    tokenizer = Tokenizer.load(pair[0])
-    source = read_source(None, None, print)
-    for seed in range(3):
-        source = cut_log(read_source(None, None, print, log_seed=seed), tokenizer, 2_500)
-        *asked, last = opening(source.text, seed)
-        assert len(asked) == 3 and last == WantedAnswer(None, 0, 1)
-        for one in asked:
-            assert one.entry is not None
-            date, _, entry = one.entry.partition(": ")
-            day = next(day for day in source.text.split("\n\n") if entry in day)
-            assert day.startswith(f"{date}. ") and source.text.index(entry) / len(source.text) == one.depth
-        assert opening(source.text, seed) == [*asked, last]
-    assert [one.question for one in opening(source.text[:60], 2)] == [None]
-
-
 @pytest.mark.skipif(None in PRESETS["embedded"].directories(), reason="the embedded pair is not there")
 @pytest.mark.slow
-def test_no_option_is_needed(capfd, monkeypatch):
-    """The README's first command, which its own test runs as it stands, over less of the built-in text."""
-    monkeypatch.setattr("triforce.cli.generate.prompt.BUILT_IN_TOKENS", 600)
+def test_no_option_is_needed(capfd):
     outcome = run_here(capfd, "generate", "--max-new-tokens", 8, "--seed", 5)
     assert outcome.code == 0, outcome
     assert len(outcome.out.splitlines()) >= 4
@@ -217,12 +137,12 @@ def test_no_option_is_needed(capfd, monkeypatch):
     assert outcome.err.count("    the log, ") == 3
 
 
-def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):
-    path = tmp_path / "dos.txt"
-    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    notes = []
-    assert read_source(path, None, notes.append).text == "one\ntwo\n"
-    assert len(notes) == 1
+def test_mark_and_line_ends_of_other_systems_are_read_as_text(generate, tmp_path):
+    dos, unix = tmp_path / "dos.txt", tmp_path / "unix.txt"
+    dos.write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
+    unix.write_text(TEXT, encoding="utf-8")
+    found, want = (json.loads(generate("--prompt-file", path, "--seed", 1, "--json", "-").out) for path in (dos, unix))
+    assert found["token_ids"] == want["token_ids"] and found["prompt_tokens"] == want["prompt_tokens"]
 
 
 def test_models_and_doctor_speak_json(capfd):
@@ -252,8 +172,8 @@ def test_help_and_version_do_not_wait_for_pytorch():
     program += "except SystemExit as e: print(e.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "0 False False"
-    for option in GenerateRequest.__dataclass_fields__:
-        assert f"--{option.replace('_', '-')}" in done.stdout, option
+    for option in OPTIONS:
+        assert option in done.stdout, option
     assert run_command("--version").out.startswith("triforce ")
 
 
@@ -275,10 +195,3 @@ def test_shell_completion_knows_presets_and_values():
     assert complete("triforce generate --dtype bf") == ["bfloat16"]
     assert complete("triforce generate --tiers ") == ["1", "2", "3"]
     assert complete("triforce do") == ["doctor"]
-
-
-def test_a_short_text_is_repeated_to_a_million_tokens_at_once(pair):
-    tokenizer = Tokenizer(encode=lambda text, special: [0] * special + [1, 2, 3], decode=str)
-    prompt = long_prompt(Source("some", "--prompt"), tokenizer, ModelConfig.load(pair[0]), 2**20)
-    assert prompt.token_ids == ([0] + [1, 2, 3] * 2**19)[: 2**20] and prompt.text_tokens == 4
-    assert long_prompt(Source("some", "--prompt"), tokenizer, ModelConfig.load(pair[0]), 2).token_ids == [0, 1]

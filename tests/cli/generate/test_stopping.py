@@ -8,10 +8,12 @@ import time
 from contextlib import suppress
 
 import pytest
-from command import TEXT, TRIFORCE, run_here
-from triforce.cli.terminal import stopping
-from triforce.cli.terminal.stopping import REPEAT_S, Signals, Stop
-from triforce.tp.model.decoder import Decoder
+from command import TEXT, TRIFORCE, VOCABULARY, save_tokenizer
+from tiny import save_llama
+
+pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[test]'")
+
+from terminals import Terminal
 
 
 def start(*arguments, stdout=subprocess.PIPE):
@@ -30,59 +32,23 @@ def start(*arguments, stdout=subprocess.PIPE):
 ENDLESS = ("--prompt", "A", "--max-new-tokens", 1000, "--ignore-eos", "--tiers", 1)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The time that signals are told, at will."""
-    now = [1000.0]
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_signal_that_is_held_waits_until_it_is_allowed():
-    with Signals() as signals:
-        signals.hold()
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Stop) as raised:
-            signals.allow()
-    assert (raised.value.exit_code, raised.value.message) == (143, "terminated")
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_repeated_signal_interrupts_nothing_and_a_later_one_does(clock, held):
-    with Signals() as signals:
-        if held:
-            signals.hold()
-            signal.raise_signal(signal.SIGINT)
-        else:
-            with pytest.raises(Stop):
-                signal.raise_signal(signal.SIGINT)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            clock[0] += 0.9 * REPEAT_S  # a key held down: each repeats the one before
-            signal.raise_signal(number)
-        clock[0] += 1.1 * REPEAT_S
-        with pytest.raises(Stop) as raised:
-            signal.raise_signal(signal.SIGINT)
-        assert raised.value.exit_code == 130
-
-
-def test_signal_whose_stop_was_swallowed_is_raised_again():
-    with Signals() as signals:
-        with pytest.raises(Stop):
-            signal.raise_signal(signal.SIGINT)
-        signals.hold()
-        with pytest.raises(Stop):
-            signals.allow()
-
-
-def test_handlers_are_put_back_and_nohup_is_respected():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_interrupted_prefill_has_statistics_and_json(tmp_path):
+    model, path = tmp_path / "long", tmp_path / "run.json"
+    save_tokenizer(model)
+    save_llama(model, vocab_size=VOCABULARY, max_position_embeddings=65_536)
+    (tmp_path / "text.txt").write_text(TEXT * 120)
+    arguments = ("--model", model, "--prompt-file", tmp_path / "text.txt", "--device", "cpu", "--json", path)
+    terminal = Terminal("generate", *arguments, columns=100)
     try:
-        with Signals():
-            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        terminal.read_until(r"reading [\d,]+ tokens .* [1-9]\d?%")
+        terminal.type("\x03")
+        assert terminal.finish() == 130
     finally:
-        signal.signal(signal.SIGHUP, hangup)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        terminal.close()
+    document = json.loads(path.read_text())
+    assert (document["finish_reason"], document["token_ids"], document["text"]) == ("interrupted", [], "")
+    assert document["prompt_tokens"] > 10_000 and document["rounds"] == 0
+    assert " 0 tokens, interrupted" in terminal.raw and terminal.raw.endswith("interrupted\r\n")
 
 
 @pytest.mark.parametrize(
@@ -121,33 +87,6 @@ def test_signals_from_first_token_to_exit_take_nothing_away(pair, tmp_path):
     assert (first + out).decode() == json.loads(path.read_text())["text"]
     assert b"written" in errors and errors.endswith(b"\ninterrupted\n"), errors
     assert b"Traceback" not in errors and b"Exception" not in errors, errors
-
-
-def test_interrupted_prefill_has_statistics_and_json(pair, capfd, monkeypatch):
-    slices = Decoder.slices
-
-    def interrupted(self, tokens, *arguments, **options):
-        if len(tokens) > 10:
-            signal.raise_signal(signal.SIGINT)
-        return slices(self, tokens, *arguments, **options)
-
-    monkeypatch.setattr(Decoder, "slices", interrupted)
-    outcome = run_here(capfd, "generate", "--model", pair[0], "--prompt", TEXT, "--json", "-")
-    assert outcome.code == 130, outcome
-    document = json.loads(outcome.out)
-    assert (document["finish_reason"], document["token_ids"], document["text"]) == ("interrupted", [], "")
-    assert document["prompt_tokens"] > 10 and document["rounds"] == 0
-    assert "\nwritten   0 tokens, interrupted" in outcome.err and outcome.err.endswith("interrupted\n")
-
-
-def test_failed_prefill_is_an_error_without_statistics(pair, capfd, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Decoder, "slices", fail)
-    outcome = run_here(capfd, "generate", "--model", pair[0], "--prompt", TEXT, "--json", "-")
-    assert (outcome.code, outcome.out) == (1, "")
-    assert "out of memory" in outcome.err and "written" not in outcome.err
 
 
 def test_signal_while_loading_is_one_word(pair):
@@ -207,7 +146,7 @@ def test_full_pipe_does_not_hold_a_run_that_is_stopped_twice(pair):
         messages += run.stderr.read(1)
     time.sleep(0.5)  # the run has begun
     run.send_signal(signal.SIGINT)
-    time.sleep(1.5 * REPEAT_S)
+    time.sleep(1.5)  # longer than a held key takes to repeat itself
     assert run.poll() is None, "it waits for its reader"
     run.send_signal(signal.SIGINT)
     assert run.wait(20) == 130

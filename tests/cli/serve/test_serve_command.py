@@ -3,12 +3,11 @@
 import json
 import signal
 import socket
+import sys
 import time
 
 import pytest
-from command import check_refusal, run_here
-from triforce.offload import Engine
-from triforce.tp.errors import CapacityError
+from command import TEXT, check_refusal, run_here, without_weights
 
 COMPLETION = "/v1/completions"
 
@@ -36,27 +35,48 @@ def test_what_cannot_be_begun_is_said(capfd, pair, monkeypatch, tmp_path):
     check_refusal(run_here(capfd, "serve", "--port", 0, "--model", tmp_path), 1, "config.json")
     model = ("--model", pair[0], "--draft", "none")
     check_refusal(run_here(capfd, "serve", "--port", 0, *model, "--context", "nothing"), 1, "no context 'nothing'")
-    from triforce.cli.serve import command
-
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else object())
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where it is not installed
     check_refusal(run_here(capfd, "serve"), 1, "uvicorn", "pip install 'triforce-cli[serve]'")
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server(capfd, pair, monkeypatch):
-    def load(*_, **__):
-        raise CapacityError("the weights take 140 GiB")
+def test_a_model_that_cannot_be_loaded_ends_the_server(capfd, pair, tmp_path):
+    model = without_weights(pair[0], tmp_path)
+    outcome = run_here(capfd, "serve", "--port", 0, "--model", model, "--draft", "none")
+    assert outcome.code == 1 and "has no weights" in outcome.err and "Traceback" not in outcome.err
+    assert outcome.err.count("error: ") == 1
 
-    monkeypatch.setattr(Engine, "load", load)
-    outcome = run_here(capfd, "serve", "--port", 0, "--model", pair[0], "--draft", "none")
-    assert outcome.code == 1 and "error: the weights take 140 GiB" in outcome.err and "Traceback" not in outcome.err
+
+def test_options_are_those_of_requests_that_do_not_say(serving, pair, capfd):
+    options = {"draft": pair[1], "budget": 64, "chunk_size": 4, "draft_length": 2, "block_length": 5, "resident": 0}
+    options |= {"refresh": 3, "early_end": 0.4, "exact": "on", "pack": "on", "dtype": "bfloat16", "host_memory": 1}
+    options |= {"threads": 1, "tiers": 3, "temperature": 0.5, "top_p": 0.8, "top_k": 7, "seed": 3, "max_new_tokens": 30}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    fixed = ("generate", "--model", pair[0], "--device", "cpu", "--prompt", TEXT * 3, "--json", "-")
+    alone = json.loads(run_here(capfd, *fixed, *arguments).out)
+    with serving(**options, max_queue=3, max_sequences=2, grace=2) as server:
+        reply = server.ask("POST", COMPLETION, {"prompt": TEXT * 3})
+        assert reply.json["choices"][0]["text"] == alone["text"]
+        assert reply.json["usage"]["completion_tokens"] == 30 and reply.json["timings"]["draft_n"] > 0
+        assert server.metric("link_stored_bytes_total") > 0, "nothing is resident"
+
+
+def test_a_context_is_that_of_requests_that_name_none(serving, pair, capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    (tmp_path / "book.txt").write_text(TEXT)
+    read = ("read", tmp_path / "book.txt", "--model", pair[0], "--device", "cpu", "--dtype", "float32")
+    assert run_here(capfd, *read).code == 0
+    with serving(context="book") as server:
+        usage = server.chat().json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 100
+        assert server.chat(context=None).json["usage"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
 @pytest.mark.slow
-def test_sigterm_lets_answers_end_and_refuses_new_ones(process):
-    server = process()
-    lines, thread = server.stream(200)
+def test_sigterm_lets_answers_end_and_refuses_new_ones(process, lasting):
+    server = process(models=lasting)
+    lines, thread = server.stream(400)
     server.signal(signal.SIGTERM)
-    server.wait_for("stopping: 1 answers")
+    server.wait_for_words("stopping: 1 answers")
     import urllib.error
     import urllib.request
 
@@ -65,20 +85,20 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones(process):
     thread.join(60)
     assert lines[-1] == b"data: [DONE]\n" and b'"finish_reason":"length"' in lines[-2]
     assert server.fork.wait(60) == 143
-    assert server.log.read_text().endswith("terminated\n")
+    assert server.log.endswith("terminated\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["second signal", "grace"])
-def test_answers_that_take_too_long_are_cut_with_an_event(process, cut):
-    server = process("--grace", 0.5 if cut == "grace" else 60)
-    lines, thread = server.stream(900)
+def test_answers_that_take_too_long_are_cut_with_an_event(process, lasting, cut):
+    server = process("--grace", 0.5 if cut == "grace" else 60, models=lasting)
+    lines, thread = server.stream(60_000)
     server.signal(signal.SIGINT)
-    server.wait_for("stopping: 1 answers")
+    server.wait_for_words("stopping: 1 answers")
     if cut == "second signal":
         time.sleep(1.1)  # within a second it would be a repetition
         server.signal(signal.SIGINT)
     assert server.fork.wait(30) == 130
     thread.join(10)
     assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "stopping"
-    assert "Traceback" not in server.log.read_text()
+    assert "Traceback" not in server.log

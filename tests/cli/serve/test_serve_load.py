@@ -2,7 +2,6 @@
 
 import os
 import random
-import threading
 
 import pytest
 from serving.load import Load
@@ -10,11 +9,16 @@ from serving.load import Load
 COMPLETION = "/v1/completions"
 
 
+def held_by(server, kind):
+    """How many files or threads its process has."""
+    return len(os.listdir(f"/proc/{server.fork.pid}/{kind}"))
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_or_left_behind_among_many_clients(serving):
     with serving(max_sequences=4, max_queue=200) as server:
         server.complete()
-        descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        held = {kind: held_by(server, kind) for kind in ("fd", "task")}
         seeds = iter(range(96))
         wanted = {seed: server.complete(temperature=1, seed=seed, max_tokens=4 + seed % 9).json for seed in range(9)}
         wrong = []
@@ -38,9 +42,11 @@ def test_nothing_is_lost_or_left_behind_among_many_clients(serving):
 
         server.at_once(*(lambda number=number: client(random.Random(number)) for number in range(8)))
         assert not wrong and next(seeds, None) is None
-        server.wait_for(lambda: server.worker.running == len(server.worker.queue) == 0)
-        server.wait_for(lambda: threading.active_count() <= threads)
-        server.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 1)
+        server.wait_for(lambda: server.metric("running_answers") == server.metric("queue_length") == 0)
+        for kind, count in held.items():  # and one for the connection that has asked
+            server.wait_for(
+                lambda kind=kind, count=count: len(os.listdir(f"/proc/{server.fork.pid}/{kind}")) <= count + 1
+            )
 
 
 @pytest.mark.slow

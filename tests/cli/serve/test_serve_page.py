@@ -3,46 +3,57 @@
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from command import TEXT
-from triforce.cli.serve.web import page
-
-STATIC = Path(page.__file__).parent / "static"
-PATHS = list(page.PAGE)
-SCRIPTS = sorted(STATIC.glob("*.js"))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_page_comes_with_a_policy_that_lets_nothing_else_in(server, path):
-    reply = server.ask("GET", path)
-    assert reply.status == 200 and reply.body == (STATIC / page.PAGE[path][0]).read_bytes()
-    policy = dict(one.strip().split(" ", 1) for one in reply.headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-    assert "unsafe" not in reply.headers["content-security-policy"]
-    assert server.ask("GET", path, Host="evil.example").status == 403
+@pytest.fixture(scope="module")
+def files(server):
+    """What a browser loads for the page, by path, with the headers that it comes with."""
+    found = {"/": server.ask("GET", "/")}
+    while wanted := {path for reply in found.values() for path in named_in(reply)} - found.keys():
+        found |= {path: server.ask("GET", path) for path in wanted}
+    return found
 
 
-def test_the_page_needs_no_key_and_what_it_asks_for_does(serving):
-    with serving(api_key="secret", load=False) as server:
-        assert {server.ask("GET", path).status for path in PATHS} == {200}
+def named_in(reply):
+    """The paths that a page or a script loads."""
+    text = reply.body.decode()
+    return {f"/{name}" for name in re.findall(r"""(?:src=|href=|from )"\.?/?([\w./-]+)\"""", text)}
+
+
+def texts(files, kind):
+    return [reply.body.decode() for reply in files.values() if kind in reply.headers["content-type"]]
+
+
+def test_the_page_comes_with_a_policy_that_lets_nothing_else_in(server, files):
+    assert len(files) > 2 and {reply.status for reply in files.values()} == {200}, files.keys()
+    for path, reply in files.items():
+        policy = dict(one.strip().split(" ", 1) for one in reply.headers["content-security-policy"].split(";"))
+        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert "unsafe" not in reply.headers["content-security-policy"]
+        assert server.ask("GET", path, Host="evil.example").status == 403
+
+
+def test_the_page_needs_no_key_and_what_it_asks_for_does(serving, files):
+    with serving(api_key="secret") as server:
+        assert {server.ask("GET", path).status for path in files} == {200}
         assert server.ask("GET", "/v1/models").status == server.ask("GET", "/v1/contexts").status == 401
 
 
-def test_its_files_load_nothing_from_elsewhere_and_put_in_text_as_text():
-    assert {path.name for path in STATIC.iterdir()} == {name for name, _ in page.PAGE.values()}
-    html, script = (STATIC / "index.html").read_text(), "".join(path.read_text() for path in SCRIPTS)
-    for text in (html, script, (STATIC / "page.css").read_text()):
+def test_its_files_load_nothing_from_elsewhere_and_put_in_text_as_text(files):
+    (html,), script = texts(files, "html"), "".join(texts(files, "javascript"))
+    for text in (html, script, *texts(files, "css")):
         assert not re.search(r"https?:|[\"'(]//|@import|url\(", text)
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("):
         assert way not in script
     assert not re.search(r"<script(?! src=)|<style| on\w+=| style=", html)
 
 
-def test_every_part_that_the_script_uses_is_in_the_page_and_has_a_name():
-    html, script = (STATIC / "index.html").read_text(), "".join(path.read_text() for path in SCRIPTS)
+def test_every_part_that_the_script_uses_is_in_the_page_and_has_a_name(files):
+    (html,), script = texts(files, "html"), "".join(texts(files, "javascript"))
     used = set(re.findall(r'\bat\("([\w-]+)"\)', script)) | set(re.findall(r'\["(.+?)"\]', script)[0].split('", "'))
     assert used and used <= set(re.findall(r'id="([\w-]+)"', html))
     for part in re.findall(r"<(?:textarea|input|progress|main)[^>]*>", html):
@@ -50,12 +61,12 @@ def test_every_part_that_the_script_uses_is_in_the_page_and_has_a_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_well_formed(path):
+def test_its_scripts_are_well_formed(files):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node here to look at it")
-    subprocess.run([node, "--input-type=module", "--check"], input=path.read_bytes(), check=True, timeout=60)
+    for script in texts(files, "javascript"):
+        subprocess.run([node, "--input-type=module", "--check"], input=script.encode(), check=True, timeout=60)
 
 
 @pytest.fixture
@@ -169,9 +180,9 @@ def test_a_text_is_dropped_talked_about_and_deleted(serving, browser, window):
 
 
 @pytest.mark.slow
-def test_an_answer_is_plotted_stopped_with_escape_and_copied(serving, browser, window, slow_rounds):
+def test_an_answer_is_plotted_stopped_with_escape_and_copied(serving, browser, window, lasting):
     expect = browser[1]
-    with serving(max_new_tokens=400) as server:
+    with serving(lasting, max_new_tokens=60_000) as server:
         page_of = window(server)
         page_of.context.grant_permissions(["clipboard-read", "clipboard-write"])
         page_of.fill("#question", "Why?")

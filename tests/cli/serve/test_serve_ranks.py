@@ -8,11 +8,7 @@ import time
 
 import psutil
 import pytest
-from command import CONTEXT, VOCABULARY, check_refusal, run_fork, save_tokenizer
-from tiny import save_llama
-from triforce.cli.serve import run
-from triforce.cli.terminal.stopping import Signals
-from triforce.offload.batch import reading
+from command import check_refusal, run_fork
 from triforce.tp.errors import PeerError
 
 TEXT = "It was the best of times, it was the worst of times. " * 12
@@ -48,7 +44,7 @@ def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
     assert on_ranks["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert ranks.ask("DELETE", "/v1/contexts/by-two-ranks").status == 200
     ranks.signal(signal.SIGTERM)
-    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
+    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log
 
 
 @pytest.mark.slow
@@ -58,7 +54,7 @@ def test_a_rank_that_ends_while_nobody_asks_ends_the_server_with_the_next_reques
     reply = ranks.complete()
     assert (reply.status, reply.json["error"]["code"]) == (500, "rank_ended")
     assert ranks.fork.wait(30) == PeerError.exit_code
-    assert "Traceback" not in ranks.log.read_text()
+    assert "Traceback" not in ranks.log
 
 
 @pytest.mark.slow
@@ -75,65 +71,44 @@ def test_no_rank_outlives_a_server_that_cannot_begin(pair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, monkeypatch, tmp_path, ranks):
-    save_tokenizer(tmp_path)
-    save_llama(tmp_path, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, num_hidden_layers=16)
-    slices = reading._pausing
-
-    def slow(found, full, tokens):
-        found = slices(found, full, tokens)
-        while True:
-            time.sleep(1 if tokens > 100 else 0)
-            try:
-                yield next(found)
-            except StopIteration as end:
-                return end.value
-
-    monkeypatch.setattr(reading, "_pausing", slow)  # as the process is a fork, also there
-    server = process(ranks=ranks, models=(tmp_path, tmp_path))
-    leaves = server.post({"prompt": TEXT, "max_tokens": 5, "stream": True, "return_progress": True})
-    assert b"prompt_progress" in leaves.readline()
+def test_a_prompt_that_nobody_waits_for_is_not_read_to_its_end(process, lasting, ranks):
+    server = process(ranks=ranks, models=lasting)
+    leaves = server.post({"prompt": TEXT * 180, "max_tokens": 5, "stream": True, "return_progress": True})
+    progress = json.loads(leaves.readline().removeprefix(b"data: "))["prompt_progress"]
+    while not 0 < progress["processed"] < progress["total"] / 4 or progress["time_ms"] < 100:
+        leaves.readline()  # between events
+        progress = json.loads(leaves.readline().removeprefix(b"data: "))["prompt_progress"]
     leaves.close()
     began = time.monotonic()
     assert texts(json.load(server.post(ASKED[0])))
-    assert time.monotonic() - began < 10, "it was read on"  # which takes half a minute
+    seconds = time.monotonic() - began
+    # The last tokens of a prompt, which see all others, take longer than the first.
+    whole_s = progress["time_ms"] / 1e3 * progress["total"] / progress["processed"]
+    assert seconds < whole_s / 2, f"{seconds:.1f} s: it was read on, which takes more than {whole_s:.1f} s"
     server.signal(signal.SIGTERM)
-    assert [fork.wait(30) for fork in server.forks] == [143, 0][:ranks], server.log.read_text()
+    assert [fork.wait(30) for fork in server.forks] == [143, 0][:ranks], server.log
 
 
 @pytest.mark.slow
-def test_an_answer_that_takes_too_long_is_cut_on_all_ranks(process):
-    ranks = process("--grace", 0.5, ranks=2)
-    lines, thread = ranks.stream(900)
+def test_an_answer_that_takes_too_long_is_cut_on_all_ranks(process, lasting):
+    ranks = process("--grace", 0.5, ranks=2, models=lasting)
+    lines, thread = ranks.stream(60_000)
     ranks.signal(signal.SIGTERM)
-    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log.read_text()
+    assert [fork.wait(30) for fork in ranks.forks] == [143, 0], ranks.log
     thread.join(10)
     assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "stopping"
 
 
-def test_answers_that_a_lost_rank_cuts_are_told_so(serving, slow_rounds, monkeypatch):
-    monkeypatch.setattr(run, "siblings", lambda: {0: None, 1: None})
-    with serving() as server:
-        monkeypatch.setattr(run, "siblings", lambda: {0: None})
-
-        def stop():
-            server.wait_for(lambda: server.worker.running)
-            assert server.server.cut(run._let_end(server.server, 60.0, Signals()))
-
-        reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), stop)
-        assert reply.events[-1]["error"]["code"] == "rank_ended"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["killed rank", "signal to all"])
-def test_the_launcher_ends_with_rank_0(process, end):
-    server = process("--gpus", 2)
+def test_the_launcher_ends_with_rank_0(process, lasting, end):
+    server = process("--gpus", 2, models=lasting)
     ranks = {
         int(child.environ()["RANK"]): child
         for child in psutil.Process(server.fork.pid).children()
         if "RANK" in child.environ()
     }
-    lines, thread = server.stream(900 if end == "killed rank" else 150)
+    lines, thread = server.stream(60_000 if end == "killed rank" else 300)
     if end == "killed rank":
         ranks[1].send_signal(signal.SIGKILL)
         code, words = 1, "error: rank 1 was killed by SIGKILL"
@@ -141,9 +116,9 @@ def test_the_launcher_ends_with_rank_0(process, end):
         for pid in (server.fork.pid, ranks[0].pid, ranks[1].pid):
             os.kill(pid, signal.SIGTERM)
         code, words = 143, "stopping: 1 answers"
-    assert server.fork.wait(60) == code, server.log.read_text()
+    assert server.fork.wait(60) == code, server.log
     thread.join(10)
-    log = server.log.read_text()
+    log = server.log
     assert words in log and "Traceback" not in log
     _, alive = psutil.wait_procs(ranks.values(), timeout=10)
     assert not alive

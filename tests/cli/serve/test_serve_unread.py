@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 from command import VOCABULARY, save_tokenizer
+from served_within import serving_within
 from tiny import save_llama
 
 COMPLETION = "/v1/completions"
@@ -79,8 +80,8 @@ def metric(server, name):
     return float(values(server)[f"triforce_{name}"])
 
 
-def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(serving, long_pair):
-    with serving(long_pair, limits=SMALL) as server:
+def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(long_pair):
+    with serving_within(long_pair, limits=SMALL) as server:
         fields = {"logprobs": 2, "n": 2, "temperature": 1, "seed": 3, "timings_per_token": True, "max_tokens": 400}
         with post(server, stream=True, **fields) as late:
             server.wait_for(lambda: metric(server, "generated_tokens_total") >= 800, seconds=60)
@@ -102,8 +103,8 @@ def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(serving, lon
         assert metric(server, "unread_total") == 0
 
 
-def test_a_stream_is_broken_off_where_too_much_of_it_waits(serving, long_pair):
-    with serving(long_pair, limits=SMALL | {"unread_bytes": 2**16}) as server:
+def test_a_stream_is_broken_off_where_too_much_of_it_waits(long_pair):
+    with serving_within(long_pair, limits=SMALL | {"unread_bytes": 2**16}) as server:
         alone = server.complete(max_tokens=20).json["choices"]
         with post(server, stream=True, max_tokens=8000, logprobs=1) as unread:
             server.wait_for(lambda: metric(server, "generated_tokens_total") > 100)
@@ -117,8 +118,8 @@ def test_a_stream_is_broken_off_where_too_much_of_it_waits(serving, long_pair):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_connection_is_closed_whose_client_takes_nothing(serving, long_pair, stream):
-    with serving(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
+def test_a_connection_is_closed_whose_client_takes_nothing(long_pair, stream):
+    with serving_within(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
         connections = len(psutil.Process().net_connections())
         with post(server, stream=stream, logprobs=5, max_tokens=400) as unread:
             server.wait_for(lambda: metric(server, "unread_total") == 1 and metric(server, "running_answers") == 0)
@@ -128,16 +129,16 @@ def test_a_connection_is_closed_whose_client_takes_nothing(serving, long_pair, s
         assert server.complete().status == 200
 
 
-def test_who_reads_slowly_is_waited_for(serving, long_pair):
-    with serving(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
+def test_who_reads_slowly_is_waited_for(long_pair):
+    with serving_within(long_pair, limits=SMALL | {"unread_s": 0.4}) as server:
         with post(server, stream=True, logprobs=1) as slow:
             raw, whole = everything(slow, pause_s=0.01)
         assert whole and events_of(raw)
         assert metric(server, "unread_total") == 0
 
 
-def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(serving, long_pair):
-    with serving(long_pair, limits={"whole_bytes": 2**14}) as server:
+def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(long_pair):
+    with serving_within(long_pair, limits={"whole_bytes": 2**14}) as server:
         reply = server.complete(max_tokens=900, logprobs=5)
         assert reply.status == 400 and reply.json["error"]["code"] == "answer_too_long"
         assert "stream" in reply.json["error"]["message"]
@@ -146,9 +147,9 @@ def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(servi
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_streams_that_nobody_reads(serving, long_pair):
+def test_memory_does_not_grow_with_streams_that_nobody_reads(long_pair):
     """Each has 8 MiB and more to say."""
-    with serving(long_pair) as server:
+    with serving_within(long_pair) as server:
         server.at_once(*(lambda: server.complete(max_tokens=50, logprobs=20) for _ in range(2)))
         before = most = psutil.Process().memory_info().rss
         streams = [post(server, stream=True, max_tokens=4000, logprobs=20, prompt=f"It was {i}") for i in range(4)]

@@ -1,35 +1,13 @@
-"""Conversations with tiny models: a chat template, and answers that nobody has to compute."""
+"""Conversations with answers that nobody has to compute."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
+from templates import EOS
 from triforce.cli.chat.conversation import Conversation, NextTurn, Turn
 from triforce.cli.chat.forms import Opening, form_of
 from triforce.tp.weights.tokenizer import Tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-THINKING = TEMPLATE.replace(
-    "{{ m['content'] }}", "{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}"
-)
-"""Leaves out what earlier answers have thought."""
-
-EOS = 1
-"""`</s>` of `save_tokenizer`'s tokenizers."""
-
-
-def with_template(model: Path, folder: Path, template: str = TEMPLATE) -> Path:
-    """A copy of a model with a chat template."""
-    directory = folder / "model-with-template"
-    shutil.copytree(model, directory)
-    (directory / "chat_template.jinja").write_text(template)
-    return directory
 
 
 def conversation_with(

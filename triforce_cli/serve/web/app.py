@@ -26,7 +26,7 @@ from .events import Events
 from .gate import GONE, Gate, error_response, public_error
 from .page import PAGE, page_response
 from .service import Service
-from .streams import FIRST_EVENT_S, AnswerStream, reading_stream
+from .streams import AnswerStream, reading_stream
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[
     for kind in (BodyError, HTTPException, Exception):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(ClientDisconnect, nobody_waits)
-    return Gate(app, access, metrics, route_of, log, service.hidden)
+    return Gate(app, access, metrics, route_of, log, service.hidden, service.limits)
 
 
 def route_of(path: str) -> str:
@@ -102,7 +102,7 @@ class Routes:
             answers = await self._until_gone(request, job, _collect(job, events, service.limits.whole_bytes))
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers)
             return JSONResponse(response_body(job.request, service.name, answers))
-        stream = AnswerStream(job.request, service.name, delivery)
+        stream = AnswerStream(job.request, service.name, delivery, service.limits.keep_alive_s)
 
         def end() -> None:
             noted["new_tokens"] = stream.new_tokens
@@ -135,7 +135,10 @@ class Routes:
 
         if wanted == "true":
             return await self._streamed(
-                request, upload, events, lambda first: reading_stream(first, events, described, self._error)
+                request,
+                upload,
+                events,
+                lambda first: reading_stream(first, events, described, self._error, service.limits.keep_alive_s),
             )
         saved = await self._until_gone(request, upload, _saved(events))
         return JSONResponse(await asyncio.to_thread(described, saved), 201)
@@ -174,7 +177,7 @@ class Routes:
 
         events.on_too_many = too_much_unread
         try:
-            first = await self._until_gone(request, work, events.next(FIRST_EVENT_S))
+            first = await self._until_gone(request, work, events.next(self._service.limits.first_event_s))
         except BaseException:
             self._service.abandon(work)
             raise

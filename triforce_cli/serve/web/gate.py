@@ -17,12 +17,7 @@ from ...requests.response import error_body
 from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
-
-MOST_BYTES = 2**25
-"""Of a body: the text of a million tokens has a fifth of that."""
-
-_MOST_HELD = 16
-"""Bodies of that length that all requests together may hold."""
+from ..limits import Limits
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
@@ -44,7 +39,7 @@ class Gate:
         routes: Callable[[str], str],
         log: Callable[[str], None],
         hidden: Mapping[str, str],
-        most_bytes: int = MOST_BYTES,
+        limits: Limits,
     ) -> None:
         """Args:
         routes: the route of a path, for logs: a path may hold anything.
@@ -52,7 +47,7 @@ class Gate:
         hidden: what stands in messages for places on this machine, which are no client's business.
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
-        self._hidden, self._most_bytes = hidden, most_bytes
+        self._hidden, self._limits = hidden, limits
         self._held = 0  # bytes of bodies of requests that are not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +68,9 @@ class Gate:
             more = len(message.get("body", b""))
             held += more
             self._held += more
-            if held > self._most_bytes:
+            if held > self._limits.body_bytes:
                 raise self._too_long()
-            if self._held > _MOST_HELD * self._most_bytes:
+            if self._held > self._limits.held_bytes:
                 raise BodyError("too many long requests at a time", code="too_much_held", status=503)
             return message
 
@@ -104,7 +99,7 @@ class Gate:
         headers = Headers(scope=scope)
         refused = self._access.refusal(scope["path"], headers)
         length = headers.get("content-length", "")
-        if refused is None and length.isdecimal() and int(length[:20]) > self._most_bytes:
+        if refused is None and length.isdecimal() and int(length[:20]) > self._limits.body_bytes:
             refused = self._too_long()
         if refused is not None:
             return refused
@@ -115,7 +110,7 @@ class Gate:
         return None
 
     def _too_long(self) -> BodyError:
-        return BodyError(f"the body is longer than {self._most_bytes:,} bytes", code="body_too_long", status=413)
+        return BodyError(f"the body is longer than {self._limits.body_bytes:,} bytes", code="body_too_long", status=413)
 
 
 def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:

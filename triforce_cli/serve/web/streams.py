@@ -14,12 +14,6 @@ from ...requests.response import AnswerEnd, finish_reason_of, new_id, timings, u
 from ..answering.jobs import Event, Failed, Finished, Piece, Progress, Saved
 from .events import Events
 
-KEEP_ALIVE_S = 5.0
-"""A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
-
-FIRST_EVENT_S = 1.0
-"""How long a stream waits for its first event before it begins: an error within that has a status of its own."""
-
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -85,8 +79,12 @@ def progress_body(event: Progress) -> dict[str, Any]:
 class AnswerStream:
     """The chunks of one request's answers."""
 
-    def __init__(self, request: AnswerRequest, model: str, delivery: Delivery) -> None:
-        """Args: `model` is its name."""
+    def __init__(self, request: AnswerRequest, model: str, delivery: Delivery, keep_alive_s: float) -> None:
+        """Args:
+        model: its name.
+        keep_alive_s: after so long a comment goes out where nothing else does.
+        """
+        self._keep_alive_s = keep_alive_s
         self._request, self._chat, self._delivery = request, request.endpoint == CHAT, delivery
         self._same = {
             "id": new_id(request),
@@ -107,7 +105,7 @@ class AnswerStream:
         if self._chat:
             for number in range(self._request.answers):
                 yield self._chunk(number, {"role": "assistant", "content": ""})
-        event = first or await events.next(KEEP_ALIVE_S)
+        event = first or await events.next(self._keep_alive_s)
         while True:
             if event is None:
                 yield _KEEP_ALIVE
@@ -125,7 +123,7 @@ class AnswerStream:
                 yield self._end(event)
                 if len(self._answers) == self._request.answers:
                     break
-            event = await events.next(KEEP_ALIVE_S)
+            event = await events.next(self._keep_alive_s)
         if self._delivery.include_usage:
             cost = {"usage": usage(self._ordered), "timings": self._timings}
             yield sse({**self._same, "choices": [], **cost})
@@ -173,9 +171,10 @@ async def reading_stream(
     events: Events,
     described: Callable[[Saved], dict[str, Any]],
     error_of: Callable[[BodyError], dict[str, Any]],
+    keep_alive_s: float,
 ) -> AsyncIterator[bytes]:
-    """How a text is read, and what it then is."""
-    event = first or await events.next(KEEP_ALIVE_S)
+    """How a text is read, and what it then is. After `keep_alive_s` a comment goes out where nothing else does."""
+    event = first or await events.next(keep_alive_s)
     while True:
         if event is None:
             yield _KEEP_ALIVE
@@ -188,4 +187,4 @@ async def reading_stream(
             yield sse(described(event))
             yield DONE
             return
-        event = await events.next(KEEP_ALIVE_S)
+        event = await events.next(keep_alive_s)

@@ -1,0 +1,62 @@
+"""Questions that memory does not suffice for, as the engine finds out: others are answered, on one rank and on two."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+from command import run_here
+from triforce.cli.app import run
+from triforce.offload import Engine
+from triforce.offload.caches.kept import KeptCache
+from triforce.tp.errors import CapacityError
+
+
+def test_trim_makes_room_in_memory_too(pair, capfd, monkeypatch):
+    stream, most = Engine.stream, 60
+
+    def stream_with_little_memory(self, prompt_ids, *given, **named):
+        if len(prompt_ids) > most:
+            raise CapacityError("a context of so many tokens needs more")
+        return stream(self, prompt_ids, *given, **named)
+
+    monkeypatch.setattr(Engine, "stream", stream_with_little_memory)
+    lines = "Why?\nHow?\nWhere?\nWhen?\n"
+
+    def chat(lines, *arguments, expect=0):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+        outcome = run_here(capfd, "chat", *fixed_for(pair), "--max-new-tokens", 8, *arguments)
+        assert outcome.code == expect, outcome.err
+        return outcome
+
+    assert "error: a context of so many tokens needs more" in chat(lines, expect=1).err
+    trimmed = chat(lines, "--trim", "--json", "-")
+    assert "dropped, to make room: Why?" in trimmed.err and len(json.loads(trimmed.out)) == 4
+    most = 5
+    assert "error: a context of so many tokens needs more" in chat("Why?\n", "--trim", expect=1).err
+
+
+def fixed_for(pair):
+    return "--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32"
+
+
+@pytest.mark.slow
+def test_several_ranks_go_on_after_a_question_that_memory_does_not_suffice_for(pair):
+    from spmd import run_forks
+
+    def rank():
+        given = KeptCache.prepare
+
+        def little(self, prompt, *rest, **named):
+            if len(prompt) > 100:
+                raise CapacityError("a context of so many tokens needs more")
+            return given(self, prompt, *rest, **named)
+
+        KeptCache.prepare = little
+        lines = f"Why?\n{'how ' * 40}\nWhere?\n"
+        sys.stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+        code = run([str(argument) for argument in ("chat", *fixed_for(pair), "--max-new-tokens", 4)])
+        assert code == (0 if os.environ["RANK"] == "1" else 1)
+
+    assert len(run_forks(rank, 2, 60).split()) >= 2

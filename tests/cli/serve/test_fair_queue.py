@@ -1,0 +1,31 @@
+"""The queue: clients take turns, and it is bounded."""
+
+from triforce.cli.serve.answering.fair_queue import FairQueue
+
+
+class Piece:
+    def __init__(self, client, name):
+        self.client, self.name = client, name
+
+
+def test_requests_are_answered_round_robin_over_clients():
+    queue = FairQueue(10)
+    for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+        assert queue.put(Piece(name[0], name))
+    popped = [queue.pop() for _ in range(6)]
+    assert [piece and piece.name for piece in popped] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert queue.pop() is None and len(queue) == 0
+
+
+def test_a_queue_is_bounded_and_what_cannot_begin_yet_keeps_its_place():
+    queue = FairQueue(2)
+    first, second = Piece("a", "first"), Piece("b", "second")
+    assert queue.put(first) and queue.put(second) and not queue.put(Piece("a", "third"))
+    assert queue.pop(lambda piece: piece is None) is None
+    assert queue.pop(lambda piece: piece is second) is second
+    assert queue.put(second) and queue.pop() is first
+    assert queue.put(first)
+    queue.remove(second)
+    queue.remove(second)
+    assert queue.close() == [first]
+    assert queue.next() is None and not queue.put(second)

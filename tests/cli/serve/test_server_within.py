@@ -1,0 +1,98 @@
+"""A server from within: its limits, lowered, and what it says when something here fails."""
+
+import time
+
+import pytest
+from served_within import serving_within
+from triforce.cli.serve import run
+from triforce.cli.serve.limits import Limits
+from triforce.cli.terminal.stopping import Signals
+from triforce.offload import Batch, Engine
+
+COMPLETION = "/v1/completions"
+
+
+@pytest.fixture
+def slow_rounds(monkeypatch):
+    """A round of the engine takes at least 10 ms."""
+    next_round = Batch.__next__
+
+    def slowly(batch):
+        time.sleep(0.01)
+        return next_round(batch)
+
+    monkeypatch.setattr(Batch, "__next__", slowly)
+
+
+def test_bodies_are_bounded_each_and_together(pair):
+    with serving_within(pair, limits={"body_bytes": 4000, "held_bytes": 2000}) as server:
+        assert server.complete("x" * 5000).status == server.upload("a", "x" * 5000).status == 413
+        reply = server.complete("x" * 3000)
+        assert reply.status == 503 and "retry-after" in reply.headers
+        assert [server.complete(user="x" * 1500).status for _ in range(3)] == [200] * 3, "what is answered is not held"
+
+
+def test_the_most_that_a_body_may_have_holds_a_million_tokens():
+    assert 4 * 2**20 < Limits().body_bytes < 2**27
+
+
+def test_a_fault_here_is_answered_without_its_text(pair, monkeypatch):
+    def fail():
+        raise ZeroDivisionError("nobody may see this")
+
+    with serving_within(pair) as server:
+        monkeypatch.setattr(server.server.service.store, "names", fail)
+        reply = server.ask("GET", "/v1/contexts")
+    assert reply.status == 500 and reply.json["error"]["code"] == "internal_error" and b"nobody" not in reply.body
+
+
+def test_an_error_after_the_first_token_ends_the_stream_with_an_event(pair, monkeypatch, slow_rounds):
+    whole, rounds = Batch.__next__, []
+
+    def fail(batch):
+        rounds.append(1)
+        if len(rounds) > 3:
+            raise ZeroDivisionError("of something that nobody may see")
+        return whole(batch)
+
+    with serving_within(pair) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(Batch, "__next__", fail)
+            reply = server.complete(max_tokens=200, stream=True)
+        assert reply.status == 200 and reply.events[-1]["error"]["code"] == "internal_error"
+        assert b"nobody" not in reply.body and b"Traceback" not in reply.body
+        assert server.complete().status == 200, "the server goes on"
+
+
+def test_nothing_is_answered_while_the_model_loads(pair):
+    with serving_within(pair, load=False) as server:
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json) == (503, {"status": "loading"})
+        reply = server.chat()
+        assert reply.status == 503 and reply.json["error"]["code"] == "loading" and "retry-after" in reply.headers
+
+
+def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
+    batch = Engine.batch
+
+    def late(engine, *arguments, **options):
+        time.sleep(0.2)
+        return batch(engine, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "batch", late)
+    with serving_within(pair, limits={"keep_alive_s": 0.02, "first_event_s": 0.01}) as server:
+        reply = server.complete(stream=True)
+    assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and reply.events[-1] == "[DONE]"
+
+
+def test_answers_that_a_lost_rank_cuts_are_told_so(pair, slow_rounds):
+    ranks = [0, 1]
+    with serving_within(pair, ranks_here=lambda: ranks) as server:
+        ranks.pop()
+
+        def stop():
+            server.wait_for(lambda: server.worker.running)
+            assert server.server.cut(run._let_end(server.server, 60.0, Signals()))
+
+        reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), stop)
+        assert reply.events[-1]["error"]["code"] == "rank_ended"

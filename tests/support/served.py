@@ -1,0 +1,172 @@
+"""`triforce serve` in a process of its own, and what its clients say to it over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from command import Fork, triforce
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """Those of a stream, in its order; the last one of a whole stream is `[DONE]`."""
+        found = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line.startswith(b"data: ")]
+        return [one.decode() if one == b"[DONE]" else json.loads(one) for one in found]
+
+
+class Client:
+    """Requests to a server."""
+
+    port: int
+
+    def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = json.dumps(body).encode() if isinstance(body, dict) else body
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, raw, given)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        connection = self.connect(method, path, body, **headers)
+        response = connection.getresponse()
+        reply = Reply(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        connection.close()
+        return reply
+
+    def chat(self, question: str = "Why?", **fields: Any) -> Reply:
+        body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 10, **fields}
+        return self.ask("POST", CHAT, body)
+
+    def complete(self, prompt: str | list[int] = "It was", **fields: Any) -> Reply:
+        return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
+
+    def upload(self, name: str, text: str, **fields: str) -> Reply:
+        parts = [f'name="{field}"\r\n\r\n{value}' for field, value in {"name": name, **fields}.items()]
+        parts.append(f'name="file"; filename="a.txt"\r\nContent-Type: text/plain\r\n\r\n{text}')
+        body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
+        return self.ask("POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge")
+
+    def metrics(self) -> dict[str, float]:
+        """Those without labels, by name."""
+        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        values = (line.rsplit(" ", 1) for line in lines if line.startswith("triforce_") and "{" not in line)
+        return {name.removeprefix("triforce_"): float(value) for name, value in values}
+
+    def metric(self, name: str) -> float:
+        return self.metrics()[name]
+
+    @staticmethod
+    def wait_for(holds: Callable[[], object], seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, "it never came"
+            time.sleep(0.005)
+
+    def at_once(self, *calls: Any) -> list[Any]:
+        """What calls return that are made at the same time."""
+        found: list[Any] = [None] * len(calls)
+
+        def call(index: int) -> None:
+            found[index] = calls[index]()
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return found
+
+
+class Process(Client):
+    """`triforce serve` in a process of its own, or in several that were started as torchrun starts them."""
+
+    def __init__(self, pair: tuple[Path, Path], log: Path, forks: list[Fork], *options: object, ranks: int = 1) -> None:
+        """Args:
+        log: where its stderr goes.
+        forks: takes the processes.
+        """
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--port", 0)
+        self.forks, self._log = forks, log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            shared = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(probe.getsockname()[1]),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+        with open(log, "wb") as out, open(os.devnull, "rb") as nothing:
+            streams = nothing.fileno(), out.fileno(), out.fileno()
+            for rank in range(ranks):
+                place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared} if ranks > 1 else {}
+                call = triforce("serve", *fixed, *options)
+                self.forks.append(Fork(call, streams, {**os.environ, **place}))
+        self.fork = self.forks[0]
+        self.wait_for_words("ready\n")
+        found = re.search(r"listening at http://[\d.]+:(\d+)", self.log)
+        assert found
+        self.port = int(found[1])
+
+    @property
+    def log(self) -> str:
+        """What it has written to stderr so far."""
+        return self._log.read_text()
+
+    def wait_for_words(self, words: str) -> None:
+        end = time.monotonic() + 60
+        while words not in self.log:
+            assert self.fork.ended() is None and time.monotonic() < end, self.log
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.fork.pid, number)
+
+    def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
+        """What comes of a completion, to be read as it comes."""
+        return self.connect("POST", COMPLETION, body).getresponse()
+
+    def stream(self, tokens: int) -> tuple[list[bytes], threading.Thread]:
+        """What comes of a stream, in a list that grows, and the thread that reads it."""
+        lines: list[bytes] = []
+
+        def read() -> None:
+            response = self.post({"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True})
+            lines.extend(line for line in response if line.startswith(b"data: "))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        end = time.monotonic() + 30
+        while len(lines) < 3 and time.monotonic() < end:
+            time.sleep(0.005)
+        assert len(lines) >= 3, "no stream came"
+        return lines, thread
+
+
+def flags(options: dict[str, Any]) -> list[object]:
+    """Options of the command: `max_queue=1` is `--max-queue 1`, and `no_auth=True` is `--no-auth`."""
+    found: list[object] = []
+    for name, value in options.items():
+        found += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return found
