@@ -1,5 +1,5 @@
-"""Options that several commands have mean the same on each: all check a value when it is parsed, and name the option,
-the value and what is possible, before they look at anything else."""
+"""What options of several commands refuse, on each of them: an impossible value when it is parsed, with the option and
+what is possible, and what is not there before anything is loaded. What they do: `test_engine_options.py`."""
 
 import pytest
 from command import check_refusal, run_here
@@ -10,21 +10,14 @@ COMMON = ("generate", "chat", "batch", "serve", "bench", "compare")
 OPTIONS = {
     "--temperature": ("hot", "number", COMMON),
     "--top-p": ("much", "number", COMMON),
-    "--top-k": ("-1", "whole number from 0", COMMON),
-    "--seed": ("-1", "whole number from 0", COMMON),
     "--max-new-tokens": ("0", "whole number from", COMMON),
-    "--exact": ("maybe", "'auto', 'on', 'off'", COMMON),
     "--budget": ("lots", "auto or a whole number of tokens from 1", (*COMMON, "plan")),
     "--chunk-size": ("-8", "auto or a whole number", (*COMMON, "plan")),
     "--draft-length": ("0", "auto or a whole number", (*COMMON, "plan")),
     "--block-length": ("1.5", "auto or a whole number", (*COMMON, "plan")),
     "--resident": ("-1", "auto or a number of GiB", (*COMMON, "plan", "read")),
-    "--dtype": ("int4", "'float32', 'bfloat16', 'float16'", (*COMMON, "plan", "read")),
-    "--pack": ("maybe", "'auto', 'on', 'off'", (*COMMON, "plan", "read")),
     "--host-memory": ("-1", "auto or a number of GiB, 0 or more", (*COMMON, "plan", "read")),
     "--gpus": ("0", "whole number from 1", ("generate", "chat", "batch", "serve", "bench", "plan", "read")),
-    "--device": ("tpu", "'auto', 'cpu', 'cuda'", (*COMMON, "read")),
-    "--threads": ("0", "auto or a whole number from 1", (*COMMON, "read")),
     "--tiers": ("4", "'1', '2', '3'", ("generate", "chat", "batch", "serve", "plan")),
     "--max-sequences": ("0", "whole number from 1", ("batch", "serve")),
     "--repeat": ("0", "whole number from 1", ("bench", "compare")),
@@ -87,16 +80,3 @@ def test_what_is_not_there_is_named_before_anything_is_loaded(capfd, tmp_path, c
     outcome = run_here(capfd, command, *given.get(command, ()), *others, option, value)
     assert outcome.code in (1, 2) and outcome.out == "", outcome
     assert value in outcome.err and "Traceback" not in outcome.err, outcome
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "batch", "serve", "bench", "compare"])
-@pytest.mark.parametrize(("option", "value"), [("--refresh", "0"), ("--early-end", "2")])
-@pytest.mark.slow(keep=2)
-def test_settings_that_are_no_choice_are_refused_before_weights_are_read(capfd, tmp_path, command, option, value):
-    """These are checked by the engine: `serve` listens already, and ends."""
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text('{"custom_id": "a", "body": {"prompt": "It was"}}\n')
-    given = {"batch": (requests, "--output", tmp_path / "answers.jsonl"), "serve": ("--port", 0), **THERE}
-    outcome = run_here(capfd, command, *given.get(command, ()), option, value)
-    assert (outcome.code, outcome.out) == (2, ""), outcome
-    assert option.lstrip("-") in outcome.err and value in outcome.err and "Traceback" not in outcome.err, outcome
