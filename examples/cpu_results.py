@@ -31,8 +31,8 @@ from triforce.kernels.selection import Backend, use_kernels
 from triforce.offload.caches import block_attention
 from triforce.offload.caches import retrieval as retrieval_cache
 from triforce.offload.caches import streaming as streaming_cache
+from triforce.offload.graphs.capture import capture_for
 from triforce.offload.graphs.passes import Passes
-from triforce.offload.planning import shape_steps
 from triforce.offload.planning.cost_model import Assumptions
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.planning.shape_steps import ShapeSteps
@@ -149,9 +149,9 @@ def measure(
             for module, name in functions:
                 patches.enter_context(patch.object(module, name, profile.part(part, getattr(module, name))))
         patches.enter_context(patch.object(Passes, "forward", profile.whole(Passes.forward)))
-        if variant != CAPTURED:
-            patches.enter_context(patch.object(shape_steps, "capture_for", lambda _: None))
-        steps = ShapeSteps(target, draft, settings, dtype=torch.bfloat16, device=CPU, context=context)
+        captures = capture_for if variant == CAPTURED else lambda _: None
+        where = {"dtype": torch.bfloat16, "device": CPU, "context": context}
+        steps = ShapeSteps(target, draft, settings, **where, make_capture=captures)
         for _ in range(rounds):
             steps.at(context, Assumptions())
     return {name: profile.medians_ms(kind) for name, kind in STEPS.items()}

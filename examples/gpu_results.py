@@ -145,7 +145,12 @@ def import_path(scratch: Path) -> str:
 
 
 def run_parts(
-    wanted: Sequence[Part], out: Path, *, environment: dict[str, str], total_s: float = TOTAL_S
+    wanted: Sequence[Part],
+    out: Path,
+    *,
+    environment: dict[str, str],
+    total_s: float = TOTAL_S,
+    grace_s: float = GRACE_S,
 ) -> dict[str, Any]:
     """Runs the parts one after another; what is in `out/results.json` at the end.
 
@@ -153,6 +158,7 @@ def run_parts(
         out: an existing folder.
         environment: of the parts.
         total_s: seconds for all of them.
+        grace_s: what a part whose time has ended has to end by itself.
     """
     began = time.monotonic()
     done: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), "parts": {}}
@@ -162,10 +168,10 @@ def run_parts(
         missing = [name for name in part.modules if importlib.util.find_spec(name) is None]
         if missing:
             found: dict[str, Any] = {"status": "skipped", "reason": f"not installed here: {', '.join(missing)}"}
-        elif left < GRACE_S:
+        elif left < grace_s:
             found = {"status": "skipped", "reason": f"no time was left of {total_s:.0f} s"}
         else:
-            found = run_part(part, min(part.limit_s, left), out / "log.txt", environment)
+            found = run_part(part, min(part.limit_s, left), out / "log.txt", environment, grace_s)
         done["parts"][part.name] = found
         done["seconds"] = round(time.monotonic() - began, 1)
         done["figures"] = figures(done["parts"])
@@ -177,7 +183,9 @@ def run_parts(
     return done
 
 
-def run_part(part: Part, limit_s: float, log: Path, environment: dict[str, str]) -> dict[str, Any]:
+def run_part(
+    part: Part, limit_s: float, log: Path, environment: dict[str, str], grace_s: float = GRACE_S
+) -> dict[str, Any]:
     """Runs one part: its status, how long it took, what it wrote, and the last line it printed if it failed."""
     with tempfile.TemporaryDirectory() as scratch:
         files = {"json": Path(scratch) / "result.json", "book": Path(scratch) / "book.txt"}
@@ -200,7 +208,7 @@ def run_part(part: Part, limit_s: float, log: Path, environment: dict[str, str])
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end(process)
+                end(process, grace_s)
         printed = log.read_bytes()[place:].decode(errors="replace").strip().splitlines()
         found: dict[str, Any] = {"status": "ok" if code == 0 else "failed"}
         if code is None:
@@ -218,12 +226,12 @@ def run_part(part: Part, limit_s: float, log: Path, environment: dict[str, str])
         return found
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen, grace_s: float) -> None:
     """Ends a part and all it started: asked first, so that it writes what it has, then killed."""
-    for sign, patience in ((signal.SIGINT, GRACE_S), (signal.SIGKILL, GRACE_S)):
+    for sign in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
-            process.wait(patience)
+            process.wait(grace_s)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:
@@ -298,13 +306,11 @@ def link(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     """Gigabytes a second of page-locking, of the link each way by the size of a copy, and of the device's memory."""
     import torch
     from triforce.offload.transfer import bandwidth
-    from triforce.offload.transfer.make import make_link
+    from triforce.offload.transfer.link import make_link
 
     where = torch.device(device)
     connection = make_link(where)
     size = 2**24 if quick else 4 * 2**30
-    if quick:
-        bandwidth.READ_BYTES = 2**24
     began = time.perf_counter()
     connection.host_memory((size,), torch.uint8)
     yield "page_locking_gb_per_s", round(size / (time.perf_counter() - began) / 1e9, 2)
@@ -312,7 +318,7 @@ def link(device: str, quick: bool) -> Iterator[tuple[str, float]]:
         carried = bandwidth.link_bandwidth(connection, where, num_bytes=mib * 2**20)
         for way, value in carried.items():
             yield f"{way}_{mib}_mib_gb_per_s", round(value / 1e9, 2)
-    yield "memory_gb_per_s", round(bandwidth.memory_bandwidth(where) / 1e9, 2)
+    yield "memory_gb_per_s", round(bandwidth.memory_bandwidth(where, num_bytes=2**24 if quick else None) / 1e9, 2)
     connection.close()
 
 

@@ -11,12 +11,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,7 +34,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from triforce.cli.logbook import LogBook
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import retrieval as retrieval_module
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
@@ -244,11 +240,15 @@ class Figures:
         texts = (("book", plain), ("recall", recalling), ("log", logs))
         for label, prompts in texts:
             by_temperature: dict = {}
-            with chunks_chosen(way):
-                for (index, prompt), temperature in product(enumerate(prompts), TEMPERATURES):
-                    sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
-                    stats = engine.generate(prompt, sampling, self.options.new_tokens, ignore_eos=True).stats
-                    note(by_temperature, str(temperature), stats["acceptance"])
+            for (index, prompt), temperature in product(enumerate(prompts), TEMPERATURES):
+                sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
+                run = engine.stream(prompt, sampling, self.options.new_tokens, ignore_eos=True)
+                retrieval = run.sequence.opened.retrieval
+                if way != "retrieval" and retrieval:
+                    retrieval.select = newest
+                for _ in run:
+                    pass
+                note(by_temperature, str(temperature), run.stats()["acceptance"])
             name = f"{label}, {way}, {'fixed' if lengths else 'chosen'} lengths"
             out[name] = means(by_temperature)
             say(f"acceptance at {context:,}, {name}", out[name])
@@ -325,20 +325,11 @@ class Reader:
         return self.full
 
 
-@contextmanager
-def chunks_chosen(way: str) -> Iterator[None]:
-    """The retrieval tier with its own choice of chunks, or with as many in all of sinks (two) and newest."""
-    if way == "retrieval":
-        yield
-        return
-
-    def newest(scores: Tensor, count: int) -> Tensor:
-        last = torch.arange(scores.shape[1])
-        chosen = torch.cat((last[:2], last[max(2, scores.shape[1] - count + 2) :]))
-        return chosen.expand(scores.shape[0], -1)
-
-    with patch.object(retrieval_module, "select_chunks", newest):
-        yield
+def newest(scores: Tensor, count: int) -> Tensor:
+    """In place of `select_chunks`, as many chunks in all of sinks (two) and newest."""
+    last = torch.arange(scores.shape[1])
+    chosen = torch.cat((last[:2], last[max(2, scores.shape[1] - count + 2) :]))
+    return chosen.expand(scores.shape[0], -1)
 
 
 def token_losses(model: Decoder, ids: list[int]) -> np.ndarray:

@@ -27,22 +27,21 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.store import ContextStore
-from triforce.offload.planning import run_plan
+from triforce.offload.limits import LIMITS
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import Tokenizer
 
 FIRST = 32
 """Tokens of an answer in which lengths may still be found."""
 
-LIMITS = {24: (24,), 128: run_plan.STREAMED_DRAFT_TOKENS}
-"""Draft tokens at most, and what `STREAMED_DRAFT_TOKENS` is for that."""
+AT_MOST = {24: replace(LIMITS, streamed_draft_tokens=(24,)), 128: LIMITS}
+"""Limits by the draft tokens that they allow at most."""
 
 LEAST_PAIRS = 5
 CLEAR = 0.9
@@ -128,13 +127,13 @@ def lengths(given: Any, text: list[int], tokenizer: Tokenizer, store: ContextSto
     for context, temperature in product(given.lengths_contexts, given.temperatures):
         prompt = text[: context - given.new_tokens]
         run(engine, prompt, 8, temperature)
-        kinds = list(product(LIMITS, ("off", "auto")))
+        kinds = list(product(AT_MOST, ("off", "auto")))
         runs: dict[tuple[int, str], list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for repeat in range(given.repeat):
             for most, early in kinds if repeat % 2 else kinds[::-1]:
                 engine.settings = replace(engine.settings, early_end=early)
-                with patch.object(run_plan, "STREAMED_DRAFT_TOKENS", LIMITS[most]):
-                    runs[most, early].append(run(engine, prompt, given.new_tokens, temperature))
+                engine.system = replace(engine.system, limits=AT_MOST[most])
+                runs[most, early].append(run(engine, prompt, given.new_tokens, temperature))
         for (most, early), several in runs.items():
             one = middle(several)
             accepted = one["acceptance"]

@@ -38,6 +38,7 @@ from .planning.run_plan import RunPlan
 from .settings import MOST_SEQUENCES, Settings
 from .speculation.sampling import Sampling
 from .speculation.vocabulary import check_draft
+from .system import THIS_MACHINE, System
 
 
 class Engine:
@@ -51,18 +52,25 @@ class Engine:
     """
 
     def __init__(
-        self, target: Decoder, draft: Decoder | None, settings: Settings, names: tuple[str, str | None] = ("", None)
+        self,
+        target: Decoder,
+        draft: Decoder | None,
+        settings: Settings,
+        names: tuple[str, str | None] = ("", None),
+        system: System = THIS_MACHINE,
     ) -> None:
-        """Args: `names` of target and draft are what statistics call them.
+        """Args:
+        names: of target and draft, what statistics call them.
+        system: the machine, or what stands for it.
 
         Raises:
             ModelError: the two do not share a vocabulary.
         """
         if draft is not None:
             check_draft(target.config, draft.config)
-        self.target, self.draft, self.settings = target, draft, settings
+        self.target, self.draft, self.settings, self.system = target, draft, settings, system
         self._names = names
-        self._kept = KeptCache(target, settings.link_gbps)
+        self._kept = KeptCache(target, settings.link_gbps, system)
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
         self._running: Batch | None = None
@@ -96,6 +104,7 @@ class Engine:
         early_end: str | float = "auto",
         pack: str = "auto",
         threads: int | None = None,
+        system: System = THIS_MACHINE,
     ) -> Engine:
         """Loads a pair.
 
@@ -113,6 +122,7 @@ class Engine:
             room: tokens that the cache kept between runs has room for beyond a run's, if they fit, for a longer one.
             context: the saved context that runs start from, as far as their prompts begin like it.
             store: where saved contexts are; `None`: those of this user.
+            system: the machine, or what stands for it.
             tiers, budget and all others: see `Settings`; if open, budget and chunk size are the preset's, or planned.
 
         Raises:
@@ -133,13 +143,15 @@ class Engine:
         where = resolve_device(device, place.local_rank if place else 0)
         ranks = Ranks.join(place, where) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
-        request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size)
+        limits = system.limits
+        request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size, limits=limits)
         store = store or user_store()
         plan_here(request, where, ranks, free_disk=store.free_bytes).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
-        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks)
+        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks, tiling=limits.tiling)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
-        engine = cls(target, small, settings, (str(model), str(draft or model) if small or lookup else None))
+        names = str(model), str(draft or model) if small or lookup else None
+        engine = cls(target, small, settings, names, system)
         engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)
         engine._kept.room, engine._kept.folder, engine._context = room, store.root, ContextRequest(name=context)
         return engine
@@ -391,7 +403,7 @@ class Engine:
         expected = max(1, min(order.most, max(order.expected, sum(one.error is None for one in order.orders))))
         seeded = any(one.sampling.seed is not None for one in order.orders)
         opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected, seeded)
-        batch = Batch(order, opening, graphs, on_prefill, on_memory, forgets=forgets)
+        batch = Batch(order, opening, graphs, on_prefill, on_memory, self.system, forgets=forgets)
         self._running = batch
         if order.alone:
             batch.open_first()
@@ -399,7 +411,8 @@ class Engine:
 
     @property
     def _models(self) -> Models:
-        return Models(self.target, self.draft, self.settings, self._names, self._kept, self.contexts)
+        loaded = self.target, self.draft, self.settings, self._names
+        return Models(*loaded, self._kept, self.contexts, self.system)
 
     def plan(self, context: int) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free

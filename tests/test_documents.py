@@ -24,7 +24,8 @@ import pytest
 from command import Fork, triforce, undocumented
 from triforce.cli.doctor import examine
 from triforce.cli.models import describe
-from triforce.tp.weights.registry import EMBEDDED, PRESETS
+from triforce.tp import PRESETS
+from triforce.tp.weights.registry import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
 

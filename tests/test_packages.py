@@ -120,6 +120,78 @@ def test_no_imports_go_in_a_circle(folder):
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def imported_by(tree: ast.AST, ours: set[str]) -> dict[str, str]:
+    """The modules of ours, and what is imported from them, by the names that they have in a file of tests."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.asname or one.name: one.name for one in node.names if one.name in ours}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"triforce", *ours}:
+            found |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    return found
+
+
+def is_ours(target: ast.expr, names: dict[str, str], ours: set[str], loops: dict[str, ast.expr]) -> bool:
+    """Whether an expression is a module of ours, one of another package as such a module has it (`module.os`), or text
+    that names one."""
+    if isinstance(target, ast.Constant):
+        return isinstance(target.value, str) and target.value.startswith("triforce.")
+    if isinstance(target, ast.JoinedStr):
+        return bool(target.values) and is_ours(target.values[0], names, ours, loops)
+    if isinstance(target, ast.Name):
+        if target.id in loops:
+            return any(
+                is_ours(part, names, ours, {}) for part in ast.walk(loops[target.id]) if isinstance(part, ast.Name)
+            )
+        return names.get(target.id) in ours
+    if isinstance(target, ast.Attribute):  # a class of a module is not the module
+        return is_ours(target.value, names, ours, loops) and not target.attr[:1].isupper()
+    return False
+
+
+def patched_modules(path: Path, ours: set[str]) -> list[str]:
+    """The lines of a file that set a name of a module of ours, or of what such a module has imported: by `setattr` or
+    `delattr`, of pytest too, by `patch` or `patch.object`, or plainly."""
+    tree = parsed(path)
+    names, loops = imported_by(tree, ours), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For | ast.comprehension):
+            loops |= {one.id: node.iter for one in ast.walk(node.target) if isinstance(one, ast.Name)}
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func)
+            if called.rpartition(".")[2] in ("setattr", "delattr", "patch") or called.endswith("patch.object"):
+                targets = [node.args[0]]
+        elif isinstance(node, ast.Assign):
+            targets = [one.value for one in node.targets if isinstance(one, ast.Attribute)]
+        if any(is_ours(target, names, ours, loops) for target in targets):
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")  # pyright: ignore
+    return found
+
+
+STILL_PATCH = {
+    # It times functions where they are called from: no argument could carry its clock into a kernel.
+    "examples/cpu_results.py",
+}
+"""Files that set names of modules of ours, until they are handed what they change."""
+
+
+def test_tests_and_examples_are_handed_what_they_change_and_patch_no_module():
+    """What moves in a redesign is then found where it is used, and not by its name."""
+    places = [path for folder in ("tests", "examples") for path in files(ROOT / folder) if path.suffix == ".py"]
+    helpers = {path.stem for path in places if not path.stem.startswith(("test_", "conftest"))}
+    found = {
+        str(path.relative_to(ROOT)): lines for path in places if (lines := patched_modules(path, {*MODULES, *helpers}))
+    }
+    wrong = [line for path, lines in found.items() if path not in STILL_PATCH for line in lines]
+    assert not wrong, "\n".join(wrong)
+    assert found.keys() >= STILL_PATCH, (
+        f"these patch nothing any more, take them out of the list: {STILL_PATCH - found.keys()}"
+    )
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_every_module_the_data_and_the_library(tmp_path):
     """Built in a copy of the tree, so that nothing of an earlier build gets in; the library is compiled without

@@ -5,7 +5,6 @@ A run alone is a batch of one. Sequences join and leave between rounds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,9 +24,10 @@ from ..speculation.sampling import Sampling
 from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
+from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
 from .opening import Opening
-from .reading import Reading
+from .reading import Reading, slices_of
 from .request import BatchOrder, Order, Request
 from .sequence import BatchSequence, Round, held_bytes
 from .upkeep import begin_round, end_round
@@ -49,6 +49,7 @@ class Batch(Iterator[tuple[int, Round]]):
         graphs: Graphs,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
+        system: System = THIS_MACHINE,
         *,
         forgets: bool = False,
     ) -> None:
@@ -59,14 +60,14 @@ class Batch(Iterator[tuple[int, Round]]):
         forgets: whether sequences are forgotten as soon as they have ended.
         """
         self._opening, self._graphs, self._alone = opening, graphs, order.alone
-        self._target, self._in_slices = opening.target, order.in_slices
+        self._target, self._in_slices, self._system = opening.target, order.in_slices, system
         self._most, self._reuse, self._contexts = min(order.most, MOST_SEQUENCES), order.reuse, order.contexts
         self._on_prefill, self._on_memory = on_prefill, on_memory
         self._agreement = RankAgreement(self._target.ranks)
         self._joining: list[Order] = []
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
-        now = time.perf_counter()
+        now = self._system.clock()
         self.sequences = [BatchSequence(one, now) for one in order.orders]
         self._live = dict(enumerate(self.sequences))  # those that have not ended, and perhaps some that just have
         self._forgets, self._forgotten = forgets and not order.alone, set[int]()  # the second have not ended yet
@@ -247,7 +248,7 @@ class Batch(Iterator[tuple[int, Round]]):
                     return
                 continue
             yield index, event
-            sequence.since = time.perf_counter()
+            sequence.since = self._system.clock()
             if not sequence.goes_on:
                 self._leave(sequence)
 
@@ -271,7 +272,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 continue
             sequence.state, sequence.waits_for = "reading", None
             report = self._on_prefill and partial(self._on_prefill, i)
-            self._reading = Reading(self._target, i, sequence, report)
+            self._reading = Reading(i, sequence, slices_of(self._target, sequence, report), self._system)
             return True
         return False
 
@@ -328,7 +329,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 raise
             self._fail(reading.sequence, error)
             return self._drop(reading)
-        self._read_until = time.perf_counter()
+        self._read_until = self._system.clock()
         return event
 
     def _drop(self, reading: Reading) -> None:
@@ -336,7 +337,7 @@ class Batch(Iterator[tuple[int, Round]]):
         reading.close()
         self._leave(reading.sequence)
         self._opening.forget(reading.sequence)
-        self._reading, self._read_until = None, time.perf_counter()
+        self._reading, self._read_until = None, self._system.clock()
 
     def _any_runs(self) -> bool:
         return any(one.state == "running" for one in self._live.values())
@@ -351,7 +352,7 @@ class Batch(Iterator[tuple[int, Round]]):
                     raise
                 self._fail(sequence, error)
         if not self._alone:
-            sequence.give_back(self.lengths)
+            sequence.give_back(self.lengths, self._system.synchronize)
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()
@@ -363,13 +364,13 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
-        began, sequence, self._reading = time.perf_counter(), reading.sequence, None
+        began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = reading.first_token(self._opening.looks_up)
         running = sum(one.state in ("running", "reading") for one in self._live.values())
         self.tiers[0].choose_lengths(running)
         self._agree([sequence], [Drawn([token])])
         sequence.context.append(token)
-        now, caches = time.perf_counter(), sequence.opened
+        now, caches = self._system.clock(), sequence.opened
         caches.read_before = caches.full.read_so_far()
         caches.traffic_before = caches.full.traffic()
         seconds = reading.seconds + now - began
@@ -397,8 +398,8 @@ class Batch(Iterator[tuple[int, Round]]):
             drawn.append(Drawn(tokens, due and sequence.opened.retrieval is not None, sequence.asked_to_end))
         top.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        refresh_s = end_round(top, upkeep, running, drawn, began)
-        now = time.perf_counter()
+        refresh_s = end_round(top, upkeep, running, drawn, began, self._system)
+        now = self._system.clock()
         self._rounds_done += 1
         self._decode_s += now - began
         rounds = []
@@ -429,7 +430,7 @@ class Batch(Iterator[tuple[int, Round]]):
     def _join(self, count: int) -> None:
         """Takes in the sequences that were added."""
         orders, self._joining = self._joining[:count], self._joining[count:]
-        now = time.perf_counter()
+        now = self._system.clock()
         joined = [BatchSequence(order, now) for order in self._target.ranks.share(orders)]
         self._live |= dict(enumerate(joined, len(self.sequences)))
         self.sequences += joined

@@ -10,7 +10,7 @@ import torch
 
 from ...tp.devices import device_name
 from ...tp.errors import UsageError
-from ...tp.model.decoder import PREFILL_ROWS, Decoder, shareable
+from ...tp.model.decoder import Decoder
 from ..caches.full import FullCache
 from ..caches.kept import KeptCache, common_length, reusable
 from ..caches.refreshing import RefreshingCache
@@ -33,6 +33,7 @@ from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.sequence import TokenSequence
 from ..speculation.tiers import Tier
+from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .request import Order
@@ -49,6 +50,7 @@ class Models:
     names: tuple[str, str | None]
     kept: KeptCache
     contexts: ModelContexts | None
+    system: System = THIS_MACHINE
 
     @property
     def padded(self) -> bool:
@@ -70,7 +72,8 @@ class Models:
         """A run over `context` tokens, without the memory it may take."""
         draft = self.draft.config if self.draft else None
         settings = settings or self.settings  # of all tiers, as a later run may want them on the same cache
-        return RunRequest(self.target.config, draft, self.target.dtype, context, settings, self.target.ranks.size)
+        models = self.target.config, draft, self.target.dtype
+        return RunRequest(*models, context, settings, self.target.ranks.size, limits=self.system.limits)
 
 
 class Opening:
@@ -216,7 +219,7 @@ class Opening:
         more is saved, or it is to be saved."""
         prefix, shared = self._prefix(prompt, others)
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
-        if contexts.save or more > (PREFILL_ROWS if shared else 0):
+        if contexts.save or more > (self.target.tiling.prefill_rows if shared else 0):
             prefix, shared = None, 0
         planned = planned_budget(request.settings, request.context)
         settings = replace(request.settings, budget=self._budget) if 0 < self._budget < planned else request.settings
@@ -233,9 +236,9 @@ class Opening:
             # What was generated was computed with other tiles than a prompt.
             known = min(len(other.order.prompt), full.length if full else 0)
             common = common_length(other.context[:known], wanted)
-            tokens = shareable(common, len(prompt), len(other.order.prompt))
+            tokens = self.target.tiling.shareable(common, len(prompt), len(other.order.prompt))
             while tokens % chunk:
-                tokens = shareable(tokens - 1, len(prompt), len(other.order.prompt))
+                tokens = self.target.tiling.shareable(tokens - 1, len(prompt), len(other.order.prompt))
             if full is not None and tokens > shared:
                 best, shared = full, tokens
         while best and best.prefix and shared <= best.start:
@@ -272,7 +275,7 @@ class Opening:
             ),
             mass_rows=rows,
             refresh=RefreshPolicy(models.settings.refresh),
-            saved=models.contexts.use(contexts) if models.contexts and contexts else None,
+            saved=models.contexts.use(contexts, models.system.synchronize) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
             traffic_before=full.traffic(),
         )
@@ -292,7 +295,7 @@ class Opening:
             decoders.append(("draft", models.draft))
         vocabulary = models.target.config.vocab_size
         tiers = [
-            Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts)
+            Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts, clock=models.system.clock)
             for name, decoder in decoders[: self._num_tiers]
         ]
         for tier in tiers[2:]:

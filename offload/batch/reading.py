@@ -3,19 +3,19 @@ rounds of other sequences may go on."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...tp.devices import synchronize, to_device
-from ...tp.model.decoder import Decoder, forward_work, prefill_stops
+from ...tp.devices import to_device
+from ...tp.model.decoder import Decoder, forward_work
 from ..caches.full import FullCache
 from ..caches.streaming import prefill_streaming
 from ..speculation.sampler import distributions, draw
 from ..speculation.sampling import read
+from ..system import THIS_MACHINE, System
 from .sequence import BatchSequence
 
 _CHECKS_S = 0.5
@@ -26,14 +26,18 @@ class Reading:
     """A prompt that is being read."""
 
     def __init__(
-        self, target: Decoder, index: int, sequence: BatchSequence, report: Callable[[float], None] | None
+        self,
+        index: int,
+        sequence: BatchSequence,
+        slices: Generator[bool, None, Tensor],
+        system: System = THIS_MACHINE,
     ) -> None:
-        """Args: `report` is called with the share of it that is done, 0 to 1."""
-        self.index, self.sequence = index, sequence
-        self.began = time.perf_counter()
+        """Args: `slices` are those of the prompt; see `slices_of`."""
+        self.index, self.sequence, self._system = index, sequence, system
+        self.began = system.clock()
         self.seconds = 0.0
         """What it has taken so far; rounds between its slices are not counted."""
-        self._slices = _slices(target, sequence, report)
+        self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
         self._slice_s: float | None = None  # mean of the last slices that were timed
         self._granted_s = 0.0
@@ -58,7 +62,7 @@ class Reading:
 
     def go_on(self, count: int | None) -> bool:
         """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""
-        began, done, whole, changes = time.perf_counter(), 0, False, False
+        began, done, whole, changes = self._system.clock(), 0, False, False
         try:
             while done != count and not (changes and count is not None):
                 changes = next(self._slices)
@@ -68,8 +72,8 @@ class Reading:
         if count is not None and not whole:
             blocks = self.sequence.opened.full.blocks
             blocks.drain()  # or the next round would wait for what these slices have started, and be timed with it
-            synchronize(blocks.device)
-        spent = time.perf_counter() - began
+            self._system.synchronize(blocks.device)
+        spent = self._system.clock() - began
         self.seconds += spent
         self._granted_s -= spent
         if done:
@@ -101,19 +105,22 @@ class Reading:
 def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num_logits: int) -> Tensor:
     """`Decoder.forward` of all tokens behind those in `full`, in as many passes as a prompt is read in, but for the
     last `num_logits`, which are in one."""
-    for end in prefill_stops(full.length, len(token_ids)):
+    for end in target.tiling.prefill_stops(full.length, len(token_ids)):
         if end <= len(token_ids) - num_logits:
             part = to_device(token_ids[full.length : end], target.device)
             target.forward(part, full, stop=len(token_ids))
     return target.forward(to_device(token_ids[full.length :], target.device), full, num_logits=num_logits)
 
 
-def _slices(
+def slices_of(
     target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None
 ) -> Generator[bool, None, Tensor]:
     """Restores what is saved of the prompt and computes the rest, in parts, so that each can be saved; the logits
     `[1, vocab_size]` after its last token. Between slices, whether those to come are of another kind, of which it is
-    not known yet how long they take."""
+    not known yet how long they take.
+
+    Args: `report` is called with the share of it that is done, 0 to 1.
+    """
     caches = sequence.opened
     full, saved = caches.full, caches.saved
     if saved:
@@ -123,7 +130,7 @@ def _slices(
     start, stop = full.length, len(sequence.context)
     sequence.statistics = replace(sequence.statistics, reused_tokens=start)
     logits = torch.empty(0)
-    ends = set(prefill_stops(start, stop)) | set(saved.stops(start, stop) if saved else ())
+    ends = set(target.tiling.prefill_stops(start, stop)) | set(saved.stops(start, stop) if saved else ())
     for end in sorted(ends):
         pending = to_device(sequence.context[full.length : end], target.device)
         progress = None

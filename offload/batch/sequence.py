@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ...tp.devices import synchronize
+import torch
+
 from ..caches.full import FullCache, ReadCounter
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
@@ -62,7 +63,7 @@ class BatchSequence:
     """One of the sequences that are decoded together."""
 
     def __init__(self, order: Order, joined: float) -> None:
-        """Args: `joined` is when it was asked for, by `time.perf_counter`."""
+        """Args: `joined` is when it was asked for, by the batch's clock."""
         self.order = order
         self.context = list(order.prompt)
         """The prompt and the tokens so far."""
@@ -164,8 +165,8 @@ class BatchSequence:
         found = run_document(identity, statistics, lengths, warnings)
         return found if self.error is None else {**found, "error": self.error}
 
-    def give_back(self, lengths: dict[str, int]) -> None:
-        """Parts with the caches; statistics stay."""
+    def give_back(self, lengths: dict[str, int], synchronize: Callable[[torch.device], None]) -> None:
+        """Parts with the caches; statistics stay. `synchronize` waits for a device."""
         if self.caches is not None:
             self._document, self._warnings = self.document(lengths, self.warnings), self.warnings
             with suppress(LinkError):  # of what is not wanted any more

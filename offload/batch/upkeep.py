@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from ...tp.devices import synchronize
 from ..rank_agreement import Drawn
 from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
+from ..system import System
 from .sequence import BatchSequence
 
 
@@ -20,13 +19,18 @@ def begin_round(top: Tier, sequences: Sequence[BatchSequence]) -> None:
 
 
 def end_round(
-    top: Tier, done: Upkeep, sequences: Sequence[BatchSequence], drawn: Sequence[Drawn], began: float
+    top: Tier,
+    done: Upkeep,
+    sequences: Sequence[BatchSequence],
+    drawn: Sequence[Drawn],
+    began: float,
+    system: System,
 ) -> float:
     """Brings the retrieval caches up to what was verified, with their chunks chosen anew or not.
 
     Args:
         done: the upkeep that was decided on before the round.
-        began: when the round began, by `time.perf_counter`.
+        began: when the round began, by the clock of `system`.
 
     Returns:
         The seconds it took.
@@ -34,7 +38,7 @@ def end_round(
     if done is Upkeep.NONE or sequences[0].opened.retrieval is None:
         top.after_round = 0.0
         return 0.0
-    now, refreshed = time.perf_counter(), []
+    now, refreshed = system.clock(), []
     for sequence, one in zip(sequences, drawn, strict=True):
         retrieval = sequence.opened.retrieval
         assert retrieval is not None
@@ -46,8 +50,8 @@ def end_round(
         else:
             retrieval.update_tail()
     if refreshed and top.adapts_to_time and refreshed[0].mode == "auto":
-        synchronize(sequences[0].opened.full.blocks.device)  # its cost decides when the next one comes
-    seconds = time.perf_counter() - now
+        system.synchronize(sequences[0].opened.full.blocks.device)  # its cost decides when the next one comes
+    seconds = system.clock() - now
     for policy in refreshed:
         policy.done(seconds if top.adapts_to_time else 0.0, now - began)
     top.after_round = seconds

@@ -57,6 +57,7 @@ class FullCache:
         mass_rows: int = MASS_ROWS,
         prefix: FullCache | None = None,
         start: int = 0,
+        few_rows: int = FEW_ROWS,
     ) -> None:
         """Args:
         config: of the rank's part of the model.
@@ -65,13 +66,14 @@ class FullCache:
         mass_rows: see `begin`.
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
+        few_rows: see `Limits`.
         """
         self.config = config
         self.blocks = blocks
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
-        self._mass_rows = mass_rows
+        self._mass_rows, self._few_rows = mass_rows, few_rows
         self.rope = rope
         self._attention = BlockAttention(config.head_dim, chunk_size)
         max_chunks = -(-self.capacity // chunk_size)
@@ -156,7 +158,7 @@ class FullCache:
 
     def pausable(self, n: int) -> bool:
         """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
-        return n > FEW_ROWS or self.all_on_device
+        return n > self._few_rows or self.all_on_device
 
     def pause(self) -> list[PausedPass | None]:
         """Sets a pass aside: other sequences' passes, which may share tokens with this one, can come before `resume`

@@ -9,16 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
 
-from ...tp.devices import synchronize
 from ...tp.errors import CapacityError
 from ...tp.model.decoder import Decoder
 from ..contexts.home import contexts_root
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
+from ..system import THIS_MACHINE, System
 from ..transfer.device_blocks import Blocks
 from ..transfer.link import Link, LinkError, Traffic
-from ..transfer.make import make_blocks, make_link
 from ..transfer.staged.block_file import DiskSpace
 from .full import FullCache
 from .recent_mass import RECENT_ROWS
@@ -31,8 +30,8 @@ one sequence alone does."""
 class KeptCache:
     """At most one full cache and the tokens whose keys and values are in it."""
 
-    def __init__(self, decoder: Decoder, link_gbps: float | None = None) -> None:
-        self._decoder, self._link_gbps = decoder, link_gbps
+    def __init__(self, decoder: Decoder, link_gbps: float | None = None, system: System = THIS_MACHINE) -> None:
+        self._decoder, self._link_gbps, self._system = decoder, link_gbps, system
         self.folder: Path | None = None
         """Where what exceeds host memory is kept; `None`: beside the user's saved contexts."""
         self.room = 0
@@ -48,7 +47,7 @@ class KeptCache:
     @cached_property
     def disk(self) -> DiskSpace:
         """Where blocks of the cache are that exceed host memory."""
-        return DiskSpace(self.folder or contexts_root())
+        return DiskSpace(self.folder or contexts_root(), self._system.host)
 
     def traffic(self) -> Traffic:
         """What crossed the link, or was read from the disk, so far."""
@@ -132,12 +131,12 @@ class KeptCache:
         plan.check()
         decoder, placement = self._decoder, plan.placement
         if placement.streams and self._link is None:
-            self._link = make_link(decoder.device, self._link_gbps)
+            self._link = self._system.make_link(decoder.device, self._link_gbps)
         blocks = failure = None
         try:
             with shortage_explained(decoder.device):
-                kind = {"dtype": decoder.dtype, "device": decoder.device}
-                blocks = make_blocks(decoder.part, placement, self._link, **kind, on_memory=on_memory, disk=self.disk)
+                where = {"dtype": decoder.dtype, "device": decoder.device, "host": self._system.host, "disk": self.disk}
+                blocks = self._system.make_blocks(decoder.part, placement, self._link, **where, on_memory=on_memory)
         except CapacityError as error:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
             failure = error
@@ -147,8 +146,8 @@ class KeptCache:
             blocks = None  # or the error would hold it
             raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
         self._blocks.add(blocks)
-        start = plan.request.shared
-        return FullCache(decoder.part, decoder.rope, blocks, chunk_size=plan.chunk_size, prefix=prefix, start=start)
+        sizes = {"chunk_size": plan.chunk_size, "few_rows": self._system.limits.few_rows}
+        return FullCache(decoder.part, decoder.rope, blocks, **sizes, prefix=prefix, start=plan.request.shared)
 
     def _with_room(self, request: RunRequest, plan: RunPlan, old: FullCache | None) -> RunRequest:
         """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
@@ -200,7 +199,7 @@ class KeptCache:
         if self.cache:
             with suppress(LinkError):  # of what is not wanted any more
                 self.cache.blocks.drain()
-            synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
+            self._system.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
         self.cache, self.context = None, []
 
     def shared_tokens(self, prompt: list[int]) -> int:

@@ -52,6 +52,8 @@ class RetrievalCache:
         """
         self.source = source
         self._join = join
+        self.select: Callable[[Tensor, int], Tensor] = select_chunks
+        """Chooses chunks by their scores."""
         self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
@@ -180,7 +182,7 @@ class RetrievalCache:
         scores = [chunk_scores(mass) for mass in masses]
         starts = [self._first_chunk(layer, length) for layer in layers]
         return [
-            select_chunks(of_layer[:, start:], self.max_chunks) + start
+            self.select(of_layer[:, start:], self.max_chunks) + start
             for of_layer, start in zip(scores, starts, strict=True)
         ]
 

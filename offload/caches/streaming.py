@@ -19,7 +19,7 @@ from ...tp.model.decoder import Decoder
 from ..speculation.vocabulary import readable
 from .token_slots import TokenSlots
 
-_SLACK = 256
+SLACK = 256
 """Tokens kept besides the window: how far a rollback may reach, and how many tokens come before the window has to be
 moved to the front of its buffer."""
 
@@ -27,14 +27,14 @@ moved to the front of its buffer."""
 class StreamingCache:
     """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
 
-    def __init__(self, decoder: Decoder, *, sinks: int = 16, window: int = 240) -> None:
+    def __init__(self, decoder: Decoder, *, sinks: int = 16, window: int = 240, slack: int = SLACK) -> None:
         config = decoder.config
-        self.sinks, self.window = sinks, window
+        self.sinks, self.window, self.slack = sinks, window, slack
         self._rope = decoder.rope
         self._num_layers = config.num_layers
         self._scale = config.head_dim**-0.5
         self._scratch = Scratch()
-        self._room = window + 2 * _SLACK
+        self._room = window + 2 * slack
         self._rope.reserve(sinks + self._room)
 
         def zeros(n: int) -> list[Tensor]:
@@ -69,7 +69,7 @@ class StreamingCache:
     def _steady(self, n: int) -> bool:
         """Whether a pass over the next `n` tokens runs the same operations as all later ones: it begins beyond the
         position up to which the distance to the sinks grows, and attends in one part."""
-        return self.length >= self.sinks + self.window and n <= _SLACK
+        return self.length >= self.sinks + self.window and n <= self.slack
 
     def advance(self, length: int) -> None:
         self._filled = [length] * self._num_layers
@@ -86,7 +86,7 @@ class StreamingCache:
             start = self._filled[layer]
             # A part ends at the last sink, and at the position up to which the distance to the sinks grows.
             borders = [b for b in (self.sinks, self.sinks + self.window) if b > start]
-            rows = min([n - taken, _SLACK, *(b - start for b in borders)])
+            rows = min([n - taken, self.slack, *(b - start for b in borders)])
             part = slice(taken, taken + rows)
             parts.append(self._attend_part(layer, q[:, part], k[:, part], v[:, part]))
             taken += rows
@@ -137,7 +137,7 @@ class StreamingCache:
         slot = start - self._origins[layer]
         if slot + n <= self._room:
             return slot
-        kept = min(slot, self.window + _SLACK)
+        kept = min(slot, self.window + self.slack)
         for buffer in (self._keys[layer], self._values[layer]):
             buffer[:, :kept] = buffer[:, slot - kept : slot].clone()
         self._rope.rotate(self._keys[layer][:, :kept], 0, out=self._rotated[layer][:, :kept])
@@ -166,9 +166,9 @@ def prefill_streaming(decoder: Decoder, cache: StreamingCache, token_ids: Sequen
     """Brings an empty `cache` to the end of `token_ids`, running only the tokens that its window depends on.
 
     Those are the sinks and, as each layer looks one window further back, the last `num_layers * window` tokens, and
-    `_SLACK` more, so that the window is complete after a rollback too.
+    `cache.slack` more, so that the window is complete after a rollback too.
     """
-    start = len(token_ids) - decoder.config.num_layers * cache.window - _SLACK
+    start = len(token_ids) - decoder.config.num_layers * cache.window - cache.slack
     parts = [token_ids]
     if start > cache.sinks:
         parts = [token_ids[: cache.sinks], token_ids[start:]]

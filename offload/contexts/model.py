@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ...kernels.packing import packs_fast
+from ...tp.devices import synchronize
 from ...tp.model.decoder import Decoder
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
@@ -139,13 +140,17 @@ class ModelContexts:
             prefix = SavedPrefix(prefix.directory, prefix.manifest, reusable) if reusable else None
         return ContextPlan(prefix, save)
 
-    def use(self, plan: ContextPlan) -> ContextUse | None:
-        """The contexts of a run, on any rank."""
+    def use(self, plan: ContextPlan, synchronize: Callable[[torch.device], None] = synchronize) -> ContextUse | None:
+        """The contexts of a run, on any rank.
+
+        Args: `synchronize` waits for a device.
+        """
         if not plan.prefix and not plan.save:
             return None
         held = self._heads_of(self._ranks.rank)
         writes = self._ranks.rank == 0 or self._heads_of(self._ranks.rank - 1) != held
-        return ContextUse(self.store, self._ranks, HeldHeads(held.start, held.stop, writes), plan.prefix, plan.save)
+        heads = HeldHeads(held.start, held.stop, writes)
+        return ContextUse(self.store, self._ranks, heads, plan.prefix, plan.save, synchronize)
 
     def _order(self, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
         assert request.save

@@ -6,7 +6,7 @@ Every rank restores its own KV heads; what it saves is written by `saver`.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -39,7 +39,10 @@ class ContextUse:
         heads: HeldHeads,
         prefix: SavedPrefix | None,
         order: SaveOrder | None,
+        synchronize: Callable[[torch.device], None] = synchronize,
     ) -> None:
+        """Args: `synchronize` waits for a device."""
+        self._synchronize = synchronize
         self._store, self._ranks, self._heads = store, ranks, heads
         self.prefix = prefix
         """What of the prompt is saved."""
@@ -111,7 +114,7 @@ class ContextUse:
     def _restore(self, prefix: SavedPrefix, full: FullCache) -> Generator[None, None, int]:
         assert not full.prefix, "what others hold cannot be restored"
         full.blocks.drain()
-        synchronize(full.blocks.device)  # a pass that was broken off may still read what is written here
+        self._synchronize(full.blocks.device)  # a pass that was broken off may still read what is written here
         full.restored(0)
         wanted, good = prefix.tokens, -1
         while good != wanted:  # down to nothing at all, which leaves no damaged numbers behind

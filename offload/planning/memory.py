@@ -17,7 +17,7 @@ from ...tp.errors import CapacityError
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
-from .run_plan import CUDA_CONTEXT, RUNTIME_BYTES, RunPlan, make_plan
+from .run_plan import CUDA_CONTEXT, RunPlan, make_plan
 
 
 def plan_here(
@@ -46,7 +46,8 @@ def plan_here(
     kernels = packs_fast(device)
     request = replace(request, kernels=kernels)
     bare = make_plan(request)
-    host = psutil.virtual_memory().available // ranks.local_size + (RUNTIME_BYTES if loaded else 0) + given_back_on_host
+    host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
+    host += request.limits.runtime_bytes if loaded else 0
     own = given_back + (bare.weights if loaded else 0)
     most = sys.maxsize
     if request.settings.host_memory is not None:

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.slots import GROUP, Layout
 from ...tp.model.config import ModelConfig
+from ..limits import LIMITS, Limits
 
 SPLITS = (256, 512)
 """A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256
@@ -20,28 +21,9 @@ the chunk size does not divide them."""
 
 LONG = 16384
 
-LARGEST_BLOCK = 4096
-"""Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
-
 SMALLEST_COPY = 16 * 2**20
 """Bytes of a streamed block, rounded down to whole splits, where the context has so many: much smaller copies do not
 fill a PCIe link."""
-
-RING_BUFFERS = 3
-"""Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block whose
-attention takes longer than its copy."""
-
-STAGING_BUFFERS = 6
-"""Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
-copied."""
-
-DISK_BUFFERS = 12
-"""Blocks in host memory on their way from a disk: four being read, which a disk needs for its full speed, and as many
-as it reads meanwhile when a layer's blocks in memory are attended to (over 131,072 tokens of which a quarter was there,
-a verification took 340 ms with 12, 390 with 6)."""
-
-OPEN_SLACK = 512
-"""Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +40,24 @@ class Placement:
     """Whether blocks in host memory or on a disk are packed (`transfer.host_blocks`)."""
     num_disk: int = 0
     """Of the blocks that are not resident, those on a disk: the first ones, so that the newest are in memory."""
+    limits: Limits = LIMITS
+    """What buffers, and passes over few tokens, keep to."""
 
     @classmethod
     def streaming(
-        cls, capacity: int, block_size: int, num_resident: int, chunk_size: int, *, packed: bool = False
+        cls,
+        capacity: int,
+        block_size: int,
+        num_resident: int,
+        chunk_size: int,
+        *,
+        packed: bool = False,
+        limits: Limits = LIMITS,
     ) -> Placement:
         """Blocks for `capacity` tokens of which `num_resident` stay on the device, and the last one never."""
         num_blocks = -(-capacity // block_size)
-        open_tokens = _whole_chunks(block_size + OPEN_SLACK, chunk_size)
-        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens, packed)
+        open_tokens = _whole_chunks(block_size + limits.open_slack, chunk_size)
+        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens, packed, limits=limits)
 
     @property
     def streams(self) -> bool:
@@ -85,7 +76,7 @@ class Placement:
     @property
     def ring_buffers(self) -> int:
         """Blocks that can be on their way through the ring; 0 where nothing streams."""
-        return min(RING_BUFFERS, self.num_blocks) if self.streams else 0
+        return min(self.limits.ring_buffers, self.num_blocks) if self.streams else 0
 
     @property
     def ring_blocks(self) -> int:
@@ -101,7 +92,7 @@ class Placement:
     @property
     def staging_buffers(self) -> int:
         """Blocks that staging has memory for, where there is any."""
-        return DISK_BUFFERS if self.num_disk else STAGING_BUFFERS
+        return self.limits.disk_buffers if self.num_disk else self.limits.staging_buffers
 
     def staging_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of the buffers that blocks on a disk are read into; those that do not pack fit there too."""
@@ -123,19 +114,27 @@ def block_slot(num_kv_heads: int, block_size: int, head_dim: int) -> Layout:
     return Layout(2 * num_kv_heads, block_size, head_dim)
 
 
-def block_size_for(capacity: int, chunk_size: int, split: int | None = None) -> int:
-    """Tokens of a block for a context of up to `capacity`: at most `LARGEST_BLOCK`, with little more room in all than
-    asked for. Whole splits (of `split` tokens, if that is given), then whole chunks."""
+def block_size_for(
+    capacity: int, chunk_size: int, split: int | None = None, largest: int = LIMITS.largest_block
+) -> int:
+    """Tokens of a block for a context of up to `capacity`: at most `largest`, with little more room in all than asked
+    for. Whole splits (of `split` tokens, if that is given), then whole chunks."""
     split = split or _split(capacity)
     splits = -(-capacity // split)
-    most = min(LARGEST_BLOCK // split, -(-splits // 4))
+    most = min(largest // split, -(-splits // 4))
     # Of the larger sizes the one that leaves the least room unused.
     size = min(range(most, most // 4, -1), key=lambda size: -splits % size)
     return _whole_chunks(size * split, chunk_size)
 
 
 def place_resident(
-    part: ModelConfig, dtype: torch.dtype, capacity: int, chunk_size: int, *, one_block: bool
+    part: ModelConfig,
+    dtype: torch.dtype,
+    capacity: int,
+    chunk_size: int,
+    *,
+    one_block: bool,
+    limits: Limits = LIMITS,
 ) -> Placement:
     """Everything on the compute device.
 
@@ -144,12 +143,12 @@ def place_resident(
         one_block: a layer is one block where that is possible, so that attention over it starts once. Not in float32,
             whose scores take memory in proportion to the block, nor with sliding windows, which skip whole blocks.
     """
-    size = block_size_for(capacity, chunk_size)
+    size = block_size_for(capacity, chunk_size, largest=limits.largest_block)
     num_blocks = -(-capacity // size)
     windows = any(part.sliding_window(layer) for layer in range(part.num_layers))
     if one_block and dtype.itemsize == 2 and not windows:
-        return Placement(num_blocks * size, 1, 1)
-    return Placement(size, num_blocks, num_blocks)
+        return Placement(num_blocks * size, 1, 1, limits=limits)
+    return Placement(size, num_blocks, num_blocks, limits=limits)
 
 
 def place_streamed(
@@ -161,16 +160,17 @@ def place_streamed(
     *,
     on_gpu: bool,
     packed: bool = False,
+    limits: Limits = LIMITS,
 ) -> Placement:
     """As many blocks on the device as `resident_bytes` hold, but not all; the others stream, packed if asked for. On a
     GPU they are whole splits of its kernels, however short the context."""
     token_bytes = part.kv_bytes_per_token(dtype)
     split = SPLITS[1] if on_gpu else _split(capacity)
     smallest = max(1, SMALLEST_COPY * part.num_layers // token_bytes // split) * split
-    size = min(block_size_for(capacity, chunk_size, split), _whole_chunks(smallest, chunk_size))
-    return Placement.streaming(
-        capacity, size, int(resident_bytes // (size * token_bytes)), chunk_size, packed=packed and size % GROUP == 0
-    )
+    largest = block_size_for(capacity, chunk_size, split, limits.largest_block)
+    size = min(largest, _whole_chunks(smallest, chunk_size))
+    num_resident, packed = int(resident_bytes // (size * token_bytes)), packed and size % GROUP == 0
+    return Placement.streaming(capacity, size, num_resident, chunk_size, packed=packed, limits=limits)
 
 
 def _split(capacity: int) -> int:

@@ -10,6 +10,7 @@ from ...tp.errors import UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
+from ..limits import LIMITS, Limits
 from ..settings import Settings
 
 
@@ -49,6 +50,7 @@ class RunRequest:
     """Tokens of the context that the cache of another sequence holds."""
     sequences: int = 1
     """That are decoded together, each with an answer of its own to the same text."""
+    limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         if self.settings.pack == "on" and self.dtype != torch.bfloat16:

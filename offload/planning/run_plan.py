@@ -12,16 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...tp.errors import CapacityError
-from ...tp.model.decoder import PREFILL_ROWS, PREFILL_TOKENS
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
-from .placement import LARGEST_BLOCK, Placement, place_resident, place_streamed
+from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
-
-RUNTIME_BYTES = 350 * 2**20
-"""Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
 
 CUDA_CONTEXT = 2**29
 """Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090 0.49 GiB: what an out-of-memory message
@@ -40,10 +36,6 @@ LOOKUP_DRAFT_TOKENS = 31
 
 LOOKUP_BYTES = 130
 """Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
-
-STREAMED_DRAFT_TOKENS = (128, 96, 64, 48, 32, VERIFY_DRAFT_TOKENS)
-"""The same for the full cache where blocks stream, and a pass takes as long as they take to cross the link: the first
-of these whose attention mass is small."""
 
 LEAST_BUDGET = 256
 """Tokens of a retrieval cache at least, where their number is left open."""
@@ -150,7 +142,7 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        everywhere = self.streamed_kv + self.staging + self.index + RUNTIME_BYTES
+        everywhere = self.streamed_kv + self.staging + self.index + self.request.limits.runtime_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
@@ -192,7 +184,7 @@ class RunPlan:
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":
-            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(RUNTIME_BYTES)}"
+            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(request.limits.runtime_bytes)}"
         else:
             kv = self.resident_kv if request.on_gpu else self.resident_kv + self.streamed_kv
             rest = shortage.needed - self.weights - kv
@@ -232,7 +224,7 @@ def make_plan(request: RunRequest) -> RunPlan:
     Raises:
         UsageError: so many ranks cannot share the model's heads.
     """
-    settings, part = request.settings, request.part
+    settings, part, limits = request.settings, request.part, request.limits
     chunk_size, token_bytes = settings.planned_chunk_size, request.token_bytes
     budget = planned_budget(settings, request.context)
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
@@ -276,7 +268,7 @@ def make_plan(request: RunRequest) -> RunPlan:
 
     def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
-        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed)
+        place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed, limits=limits)
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
     def within_host_memory(found: RunPlan) -> RunPlan:
@@ -300,8 +292,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
     one_block = request.on_gpu and request.kernels
-    whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block))
-    if request.shared and request.own <= LARGEST_BLOCK:
+    whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block, limits=limits))
+    if request.shared and request.own <= limits.largest_block:
         return whole  # a tail of less than a block is not worth streaming
     if settings.resident is not None:
         wanted = settings.resident * 2**30
@@ -348,7 +340,9 @@ def _reserve(request: RunRequest) -> int:
 def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:
     most, small = VERIFY_DRAFT_TOKENS, max(SMALL_MASS[0], SMALL_MASS[1] * placement.capacity * request.token_bytes)
     if placement.streams:
-        most = next((n for n in STREAMED_DRAFT_TOKENS if _mass_bytes(request, placement, n) <= small), most)
+        most = next(
+            (n for n in request.limits.streamed_draft_tokens if _mass_bytes(request, placement, n) <= small), most
+        )
     return DraftTokens(request.settings.block_length, most)
 
 
@@ -367,5 +361,7 @@ def _activation_bytes(request: RunRequest) -> int:
     part, context = request.part, request.own
     heads = 2 * part.num_heads + part.num_kv_heads
     width = part.hidden_size + 3 * part.intermediate_size + heads * part.head_dim * 3 // 2
-    rows, together = min(PREFILL_ROWS, context), min(PREFILL_TOKENS + PREFILL_ROWS, context)
+    tiling = request.limits.tiling
+    rows = min(tiling.prefill_rows, context)
+    together = min(tiling.prefill_tokens + tiling.prefill_rows, context)
     return together * part.hidden_size * request.dtype.itemsize + rows * width * 4

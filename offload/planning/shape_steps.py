@@ -5,6 +5,7 @@ A step's time does not depend on them. How many drafted tokens stand does, so th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -18,7 +19,7 @@ from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..caches.synthetic import fill_with_zeros
 from ..contexts.home import contexts_root
-from ..graphs.capture import capture_for
+from ..graphs.capture import Capture, capture_for
 from ..graphs.passes import Graphs, Passes
 from ..settings import MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
@@ -95,8 +96,11 @@ class ShapeSteps:
         dtype: torch.dtype,
         device: torch.device,
         context: int,
+        make_capture: Callable[[torch.device], Capture | None] = capture_for,
     ) -> None:
-        """Args: `context` is the longest that will be measured.
+        """Args:
+        context: the longest that will be measured.
+        make_capture: makes what captures the steps that draft; `None` where they are to run as they come.
 
         Raises:
             CapacityError: weights or the longest cache do not fit.
@@ -106,7 +110,7 @@ class ShapeSteps:
         weights = RandomWeights(dtype, device)
         self.target = Decoder(target, weights, device)  # pyright: ignore[reportArgumentType]
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
-        capture = capture_for(device)
+        capture = make_capture(device)
         self.graphs = Graphs(capture)
         """Of the steps that draft, as an engine would replay them."""
         self._untimed = 1 + (capture.passes_before if capture else 1)

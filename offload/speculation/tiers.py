@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,9 @@ On a CPU, which computes as it is told, that is seen after each."""
 
 _FINE = 2**30
 """Chances are multiples of one part in so many: ranks share whole numbers."""
+
+AcceptanceRule = Callable[..., tuple[list[tuple[int, int]], list[list[float]]]]
+"""`acceptance.accept`, or what a test has in its place."""
 
 Emitted = tuple[list[int], Tensor]
 """Tokens that follow a sequence's context, and the distributions `[tokens, vocab]` they were drawn from."""
@@ -85,6 +88,10 @@ class Tier:
     """Whether each of several ranks runs the whole tier."""
     confidence: Confidence = field(default_factory=Confidence)
     """How likely the tokens that this tier drafts are accepted."""
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds; what passes are timed with."""
+    accept: AcceptanceRule = accept
+    """Which of the drafter's tokens are kept, and what follows them."""
     switch: Switch = field(default_factory=Switch, init=False)
     _steady: bool = field(default=True, init=False)  # whether nothing was compiled or captured in a step so far
     _last_drafted: int = field(default=0, init=False)
@@ -101,7 +108,7 @@ class Tier:
         """
         if self.drafter is None:
             return self._draw_alone(sequences, 1, rated=rated)
-        began = time.perf_counter()
+        began = self.clock()
         self._round = self.upkeep
         asked = self.draft_tokens if self.most_asked is None else self.most_asked
         if self.asked_next is not None:
@@ -116,7 +123,7 @@ class Tier:
         for i, draft in zip(drafting, self.drafter.extend(*some, self.least_chance), strict=True):
             drafts[i] = draft
         proposed = [draft[0] if draft else [] for draft in drafts]
-        drafted = time.perf_counter()
+        drafted = self.clock()
         rows = [len(tokens) + 1 for tokens in proposed]
         self._catch_up(sequences, sum(rows))
         pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
@@ -125,7 +132,7 @@ class Tier:
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
-        outcomes, ratings = accept(*given, logits if rated else None)
+        outcomes, ratings = self.accept(*given, logits if rated else None)
         emitted: list[Emitted] = []
         parts = target.split(rows) if len(rows) > 1 else (target,)
         for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):
@@ -135,7 +142,7 @@ class Tier:
             emitted.append((kept, part[: len(kept)]))
             sequence.rated[self.name] = ratings[i][: len(kept)]
             sequence.keep_logprobs(kept)
-        steady = self._measure(sequences, 1, sum(map(len, pending)), time.perf_counter() - drafted)
+        steady = self._measure(sequences, 1, sum(map(len, pending)), self.clock() - drafted)
         for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
             self._count_draft(sequence, len(tokens), accepted)
         self._learn(steady and self.drafter._steady, began, max(wanted), max(map(len, proposed)), emitted)
@@ -147,7 +154,7 @@ class Tier:
         if not steady:
             self.switch.postpone()
         elif self._step and self.adapts_to_time:
-            seconds = time.perf_counter() - began + (self.after_round if drafted else 0.0)
+            seconds = self.clock() - began + (self.after_round if drafted else 0.0)
             brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
             self.switch.note(self._step, asked, drafted, brought, seconds)
 
@@ -201,7 +208,7 @@ class Tier:
     ) -> list[Emitted]:
         """`extend` without a draft. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
         are dropped."""
-        began = time.perf_counter()
+        began = self.clock()
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
         drawn, targets, sure = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
@@ -215,7 +222,7 @@ class Tier:
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
             sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
             sequence.keep_logprobs(kept)
-        steady = self._measure(sequences, steps, rows, time.perf_counter() - began)
+        steady = self._measure(sequences, steps, rows, self.clock() - began)
         self._learn(steady, began, 0, 0, emitted)
         return emitted
 

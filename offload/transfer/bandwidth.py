@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...tp.devices import synchronize
-from ..planning.placement import DISK_BUFFERS
+from ..limits import LIMITS
 from .link import Link
 from .pages import aligned_memory
 from .staged.block_file import BlockFile, DiskSpace
@@ -39,12 +39,12 @@ def timed(step: Callable[[], object], device: torch.device, repeats: int = REPEA
 
 
 @torch.inference_mode()
-def memory_bandwidth(device: torch.device, repeats: int = REPEATS) -> float:
+def memory_bandwidth(device: torch.device, repeats: int = REPEATS, num_bytes: int | None = None) -> float:
     """Bytes a second that PyTorch reads from the device's own memory, with the threads it has: the best of several
-    passes over `READ_BYTES`, or a quarter of what is free, if that is less. A sum of whole numbers is what it does with
-    what it reads: of PyTorch's reductions the one that waits for nothing but memory."""
+    passes over `num_bytes` (default `READ_BYTES`), or a quarter of what is free, if that is less. A sum of whole
+    numbers is what it does with what it reads: of PyTorch's reductions the one that waits for nothing but memory."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    words = max(1, min(READ_BYTES, free // 4) // 8)
+    words = max(1, min(num_bytes or READ_BYTES, free // 4) // 8)
     buffer: Tensor = torch.ones(words, dtype=torch.int64, device=device)
     return 8 * words / min(timed(buffer.sum, device, repeats))
 
@@ -79,7 +79,7 @@ def disk_bandwidth(space: DiskSpace, num_bytes: int = DISK_READ, total: int | No
     """
     slots = max(1, (total or READ_BYTES) // num_bytes)
     file = BlockFile(space, slots, num_bytes)
-    memory = aligned_memory((min(slots, DISK_BUFFERS), file.slot_bytes), torch.uint8).random_()
+    memory = aligned_memory((min(slots, LIMITS.disk_buffers), file.slot_bytes), torch.uint8).random_()
     # What is in them is of no interest.
     buffers = [memory[slot % len(memory)] for slot in range(slots)]
     list(space.pool.map(file.write, range(slots), buffers))

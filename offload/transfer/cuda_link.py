@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cuda_runtime import CudaRuntime
 from .link import Traffic
-from .page_locking import locked_memory
+from .page_locking import LARGEST_PIECE, locked_memory
 
 
 class CudaLink:
@@ -25,10 +25,14 @@ class CudaLink:
 
     direct = False
 
-    def __init__(self, device: torch.device, *, runtime: CudaRuntime | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, runtime: CudaRuntime | None = None, largest_piece: int = LARGEST_PIECE
+    ) -> None:
         """Args:
         runtime: CUDA, or what stands for it in tests.
+        largest_piece: see `page_locking.pieces`.
         """
+        self._largest_piece = largest_piece
         self._runtime: Any = runtime or CudaRuntime(device)
         self._inwards, self._outwards = self._runtime.new_stream(), self._runtime.new_stream()
         self._copies: deque[tuple[Any, Any, int]] = deque()  # events before and after, bytes
@@ -39,7 +43,7 @@ class CudaLink:
         """Raises:
         CapacityError: the system does not page-lock so much.
         """
-        return locked_memory(shape, dtype, self._runtime)
+        return locked_memory(shape, dtype, self._runtime, largest_piece=self._largest_piece)
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
         self._inwards.wait_stream(self._runtime.current_stream())  # which may still read the buffer

@@ -85,8 +85,8 @@ class Blocks(Protocol):
         ...
 
     def pause(self) -> PausedPass | None:
-        """Sets the pass under way aside, one of more than `FEW_ROWS` rows where blocks stream: other sequences' passes
-        may come before `resume` goes on with it."""
+        """Sets the pass under way aside, one of more than `Limits.few_rows` where blocks stream: other sequences'
+        passes may come before `resume` goes on with it."""
         ...
 
     def resume(self, paused: PausedPass | None) -> None:

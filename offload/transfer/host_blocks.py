@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
-from ...kernels.packing import gather_packed, pack, unpack
+from ...kernels.packing import gather_packed, unpack
 from ...tp.errors import CapacityError
 from ..planning.placement import block_slot
 from .staged.host_memory import HostMemory
@@ -164,7 +164,7 @@ class Overflow:
             CapacityError: see `take`.
         """
         slot = slot_in(buffer, block_slot(*self._shape[1:]).slot_bytes)
-        _, fits = pack(block.flatten(0, 1), slot)
+        _, fits = self.memory.host.pack(block.flatten(0, 1), slot)
         self.note(raw, index, bool(fits))
         return buffer.copy_(block) if index in raw else slot
 
@@ -209,7 +209,7 @@ class PackedBlocks(HostBlocks):
     def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         for first in range(0, len(blocks), _PACKED_TOGETHER):
             several = torch.stack(tuple(blocks[first : first + _PACKED_TOGETHER]))
-            _, fits = pack(several.flatten(1, 2), self._slots[first : first + len(several)])
+            _, fits = self._overflow.memory.host.pack(several.flatten(1, 2), self._slots[first : first + len(several)])
             for index, (block, fit) in enumerate(zip(several, fits.tolist(), strict=True), first):
                 self._overflow.note(self._raw, index, fit)
                 if not fit:

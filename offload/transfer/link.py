@@ -201,6 +201,19 @@ class ThreadLink:
             self._traffic = replace(self._traffic, waited_s=self._traffic.waited_s + seconds)
 
 
+def make_link(device: torch.device, gbps: float | None = None) -> Link:
+    """The link between host memory and `device`.
+
+    Args:
+        gbps: on a CPU, what it may carry in gigabytes a second; `None` is as much as memory does.
+    """
+    if device.type == "cuda":
+        from .cuda_link import CudaLink  # only where it is used: a CPU has no streams
+
+        return CudaLink(device)
+    return ThreadLink(gbps * 1e9 if gbps else None)
+
+
 class _Copy:
     """One copy of a `ThreadLink`, asked for or done."""
 

@@ -33,7 +33,8 @@ LEAST_TRIED = 2**26
 MOST_THREADS = 16
 """Threads that write to new pages; more would wait for the system's locks."""
 
-_PAGES_A_THREAD = 4096
+PAGES_A_THREAD = 4096
+"""New pages that another thread is worth."""
 
 
 class PageLocking(Protocol):
@@ -46,8 +47,19 @@ class PageLocking(Protocol):
     def clear_error(self) -> None: ...
 
 
-def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking) -> Tensor:
+def locked_memory(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    runtime: PageLocking,
+    *,
+    largest_piece: int = LARGEST_PIECE,
+    pages_a_thread: int = PAGES_A_THREAD,
+) -> Tensor:
     """Page-locked memory for blocks `shape[1:]`, `shape[0]` of them, all zeros; unlocked when it is freed.
+
+    Args:
+        largest_piece: see `pieces`.
+        pages_a_thread: new pages that another thread is worth.
 
     Raises:
         CapacityError: the system refuses to give or to lock so much.
@@ -60,8 +72,8 @@ def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking
     start = memory.data_ptr()
     locked: list[int] = []
     weakref.finalize(memory.untyped_storage(), _unlock, runtime, locked)
-    for first, stop in pieces(size, block):
-        _touch(memory[first:stop])
+    for first, stop in pieces(size, block, largest_piece):
+        _touch(memory[first:stop], pages_a_thread)
         status = runtime.lock_pages(start + first, stop - first)
         if status != 0:
             runtime.clear_error()
@@ -73,11 +85,11 @@ def locked_memory(shape: Sequence[int], dtype: torch.dtype, runtime: PageLocking
     return memory.view(dtype).view(*shape)
 
 
-def lockable(runtime: PageLocking, most: int) -> tuple[int, float]:
+def lockable(runtime: PageLocking, most: int, least: int = LEAST_TRIED) -> tuple[int, float]:
     """Tries how much host memory the system page-locks: `most` bytes or, if that is refused, half of it, and so on down
-    to `LEAST_TRIED`. What was locked, 0 if nothing, and the seconds that it took; it is unlocked again."""
+    to `least`. What was locked, 0 if nothing, and the seconds that it took; it is unlocked again."""
     size = most
-    while size >= LEAST_TRIED:
+    while size >= least:
         began = time.perf_counter()
         try:
             memory = locked_memory((size,), torch.uint8, runtime)
@@ -90,18 +102,21 @@ def lockable(runtime: PageLocking, most: int) -> tuple[int, float]:
     return 0, 0.0
 
 
-def pieces(size: int, block: int) -> list[tuple[int, int]]:
+def pieces(size: int, block: int, largest: int = LARGEST_PIECE) -> list[tuple[int, int]]:
     """Where pieces of `size` bytes of memory begin and end: at the borders of blocks that are borders of pages too, so
-    that neither a block nor a page is in two of them."""
+    that neither a block nor a page is in two of them.
+
+    Args: `largest`: bytes of a piece at most, if a block is not larger.
+    """
     step = math.lcm(block, mmap.PAGESIZE)
-    step *= max(1, LARGEST_PIECE // step)
+    step *= max(1, largest // step)
     return [(first, min(first + step, size)) for first in range(0, size, step)]
 
 
-def _touch(memory: Tensor) -> None:
+def _touch(memory: Tensor, pages_a_thread: int) -> None:
     """Writes to every page, from several threads: the system makes it then."""
     pages = memory[:: mmap.PAGESIZE]
-    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // _PAGES_A_THREAD))
+    threads = min(MOST_THREADS, os.cpu_count() or 1, -(-len(pages) // pages_a_thread))
     if threads == 1:
         pages.zero_()
         return

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.chunks import copy_chunks
-from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
+from .host import HOST, Host
 from .host_blocks import HostBlocks, RawBlocks
 from .link import Link, LinkError, Traffic
 from .ring import Ring
@@ -44,12 +44,14 @@ class StreamedBlocks:
         device: torch.device,
         on_memory: Callable[[float], None] | None = None,
         disk: DiskSpace | None = None,
+        host: Host = HOST,
     ) -> None:
         """Takes the memory for the blocks of `placement`.
 
         Args:
             on_memory: called with the share of the host memory that is taken, 0 to 1; locking it takes seconds.
             disk: where blocks are that exceed host memory, if there are any.
+            host: makes ordinary memory and threads, and packs.
 
         Raises:
             CapacityError: the system does not page-lock so much host memory, or the disk has no room.
@@ -58,7 +60,7 @@ class StreamedBlocks:
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.num_resident, self.packed = num_resident, placement.packed
         self._link = link
-        self._num_blocks = placement.num_blocks
+        self._num_blocks, self._few_rows = placement.num_blocks, placement.limits.few_rows
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
 
         def on_device(*shape: int) -> Tensor:
@@ -66,7 +68,7 @@ class StreamedBlocks:
 
         layers = range(config.num_layers)
         self._disk = disk
-        self._away = NotResident(config, link, placement, dtype, on_memory, disk)
+        self._away = NotResident(config, link, placement, dtype, on_memory, disk, host)
         self._host, self._overflow, self._staging = self._away.host, self._away.overflow, self._away.staging
         self._resident = [on_device(num_resident, *self._block) for _ in layers]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
@@ -179,7 +181,7 @@ class StreamedBlocks:
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
         self._workspace = None
-        if (n if rows is None else rows) > FEW_ROWS:
+        if (n if rows is None else rows) > self._few_rows:
             _, num_kv_heads, size, head_dim = self._block
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1

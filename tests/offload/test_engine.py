@@ -6,12 +6,15 @@ from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from transformers import AutoModelForCausalLM
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import kept
-from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
-from triforce.tp.errors import CapacityError, ModelError, UsageError
+from triforce.offload.system import System
+from triforce.offload.transfer.make import make_blocks
+from triforce.tp import CapacityError, ModelError, UsageError
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 
 @pytest.fixture(scope="module")
@@ -98,21 +101,20 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     assert engine._kept.cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
 
 
-def test_a_cache_that_finds_no_memory_beside_the_one_before_takes_its_place(pair, monkeypatch):
-    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64)
-    greedy, made, make = Sampling(temperature=0.0), [], kept.make_blocks
-    engine.generate(random_tokens(90), greedy, 10)
+def test_a_cache_that_finds_no_memory_beside_the_one_before_takes_its_place(pair):
+    greedy, made = Sampling(temperature=0.0), []
 
-    def make_blocks(*given, **named):
+    def make_one(*given, **named):
         made.append(engine._kept.cache is None)
         if engine._kept.cache is not None:
             raise CapacityError("no memory is left beside it")
-        return make(*given, **named)
+        return make_blocks(*given, **named)
 
-    monkeypatch.setattr(kept, "make_blocks", make_blocks)
+    system = System(make_blocks=make_one)
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64, system=system)
+    engine.generate(random_tokens(90), greedy, 10)
     grown = engine.generate(random_tokens(1500), greedy, 10)
-    monkeypatch.undo()
-    assert made == [False, True] and grown.stats["reused_tokens"] == 0
+    assert made == [True, False, True] and grown.stats["reused_tokens"] == 0
     fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(random_tokens(1500), greedy, 10)
     assert grown.token_ids == fresh.token_ids
 

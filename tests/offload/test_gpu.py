@@ -10,7 +10,6 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.planning.placement import Placement
-from triforce.offload.transfer import page_locking
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
@@ -22,10 +21,10 @@ LENGTHS: dict[str, Any] = {"budget": 64, "draft_length": 3, "block_length": 7}
 
 
 @pytest.fixture
-def link():
+def link(request):
     from triforce.offload.transfer.cuda_link import CudaLink
 
-    link = CudaLink(torch.device("cuda"))
+    link = CudaLink(torch.device("cuda"), **getattr(request, "param", {}))
     yield link
     link.close()
 
@@ -67,8 +66,8 @@ def test_host_memory_is_page_locked(link):
     assert link.host_memory((3, 5, 7), torch.bfloat16).is_pinned()
 
 
-def test_blocks_of_memory_locked_in_several_pieces_are_copied_whole(link, monkeypatch):
-    monkeypatch.setattr(page_locking, "LARGEST_PIECE", 3 * 2**20)
+@pytest.mark.parametrize("link", [{"largest_piece": 3 * 2**20}], indirect=True)
+def test_blocks_of_memory_locked_in_several_pieces_are_copied_whole(link):
     host = link.host_memory((9, 2, 4, 100, 64), torch.float32)  # blocks of 200 KiB
     host.copy_(torch.arange(9.0).view(-1, 1, 1, 1, 1).expand(host.shape))
     buffer = torch.empty(host.shape[1:], device="cuda")

@@ -1,5 +1,6 @@
 """The one command for a GPU: its parts survive one another, and whatever it found by then is on disk."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -46,14 +47,14 @@ def test_a_part_that_fails_hangs_or_dies_costs_no_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_that_ignores_the_end_of_its_time_is_killed_with_all_it_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_results, "GRACE_S", 0.5)
+def test_a_part_that_ignores_the_end_of_its_time_is_killed_with_all_it_started(tmp_path):
     stubborn = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
         "open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(60)"
     )
-    done = run_parts([python("stubborn", stubborn, limit_s=2.0)], tmp_path, environment=ENVIRONMENT)["parts"]
+    parts = [python("stubborn", stubborn, limit_s=2.0)]
+    done = run_parts(parts, tmp_path, environment=ENVIRONMENT, grace_s=0.5)["parts"]
     assert done["stubborn"]["status"] == "late"
     child = Path(f"/proc/{done['stubborn']['result']}/stat")
 
@@ -69,15 +70,14 @@ def test_a_part_that_ignores_the_end_of_its_time_is_killed_with_all_it_started(t
     assert ended()
 
 
-def test_the_time_for_all_parts_ends_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_results, "GRACE_S", 0.5)
+def test_the_time_for_all_parts_ends_them(tmp_path):
     wanted = [python(str(i), "import time; time.sleep(30)") for i in range(3)]
-    done = run_parts(wanted, tmp_path, environment=ENVIRONMENT, total_s=1.5)["parts"]
+    done = run_parts(wanted, tmp_path, environment=ENVIRONMENT, total_s=1.5, grace_s=0.5)["parts"]
     assert [part["status"] for part in done.values()] == ["late", "skipped", "skipped"]
 
 
 def test_triforce_is_found_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_results.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     environment = ENVIRONMENT | {"PYTHONPATH": import_path(tmp_path)}
     code = "import triforce.cli.app, triforce.offload as o; from importlib.metadata import version as v; "
     code += "print(o.__file__, v('triforce-cli'))"

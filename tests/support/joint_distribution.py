@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +15,8 @@ import torch
 from tiny import random_tokens
 from torch import Tensor
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.speculation.noise import race, row_keys
+from triforce.offload.speculation.acceptance import accept
+from triforce.offload.speculation.noise import FreshNoise, race, row_keys
 from triforce.offload.speculation.sampling import distribution
 
 VOCAB = 8
@@ -45,10 +46,17 @@ def enumerate_joint(model, sampling: Sampling, prompt: list[int] = PROMPT) -> di
     return joint
 
 
-def first_tokens(engine: Engine, sampling: Sampling) -> tuple[tuple[int, ...], dict[str, int]]:
-    """The first three tokens of a run, and how many draft tokens were rejected on the way."""
+def first_tokens(
+    engine: Engine, sampling: Sampling, prompt: list[int] = PROMPT, accept: Callable[..., Any] = accept
+) -> tuple[tuple[int, ...], dict[str, int]]:
+    """The first three tokens of a run, and how many draft tokens were rejected on the way.
+
+    Args: `accept` is the acceptance rule.
+    """
     tokens: list[int] = []
-    run = engine.stream(PROMPT, sampling, NUM_TOKENS + 4)  # room to draft for the third
+    run = engine.stream(prompt, sampling, NUM_TOKENS + 4)  # room to draft for the third
+    for tier in run.batch.tiers:
+        tier.accept = accept
     while len(tokens) < NUM_TOKENS:
         tokens += next(run).tokens
     done = run.statistics
@@ -59,14 +67,18 @@ def first_tokens(engine: Engine, sampling: Sampling) -> tuple[tuple[int, ...], d
 
 
 def exact_probabilities(
-    engine: Engine, sampling: Sampling, least: float
+    engine: Engine,
+    sampling: Sampling,
+    least: float,
+    prompt: list[int] = PROMPT,
+    accept: Callable[..., Any] = accept,
 ) -> tuple[dict[tuple[int, ...], float], dict[str, float], float]:
     """Of three tokens: the probability of each continuation and the expected rejections, by running every outcome of a
-    probability above `least`; and the probability that was left out."""
+    probability above `least`; and the probability that was left out. `accept` is the acceptance rule."""
     joint: dict[tuple[int, ...], float] = defaultdict(float)
     rejections: dict[str, float] = defaultdict(float)
     outcomes = Outcomes(least)
-    for (tokens, rejected), probability in outcomes.of(lambda: first_tokens(engine, sampling)):
+    for (tokens, rejected), probability in outcomes.of(lambda: first_tokens(engine, sampling, prompt, accept)):
         joint[tokens] += probability
         for name, count in rejected.items():
             rejections[name] += probability * count
@@ -162,7 +174,7 @@ class Outcomes:
         while True:
             self._at, self._probability = 0, 1.0
             with (
-                patch("triforce.offload.speculation.noise.FreshNoise.draw", lambda _, weights, __: self._draw(weights)),
+                patch.object(FreshNoise, "draw", lambda _, weights, __: self._draw(weights)),
                 patch("torch.rand", lambda count, **_: _Uniform(count, self)),
             ):
                 result = run()

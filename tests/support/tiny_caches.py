@@ -33,6 +33,11 @@ def streaming_cache(decoder: Decoder) -> StreamingCache:
     return StreamingCache(decoder, sinks=4, window=20)
 
 
+def moving_cache(decoder: Decoder) -> StreamingCache:
+    """The same with so little slack that the window moves every dozen tokens, and rollbacks reach beyond it."""
+    return StreamingCache(decoder, sinks=4, window=20, slack=12)
+
+
 def retrieval_cache(decoder: Decoder) -> RetrievalCache:
     """A budget of 24 tokens in chunks of 4, of 90 random tokens."""
     full = full_cache(decoder)

@@ -13,17 +13,17 @@ from triforce.tp.model.decoder import (
     PREFILL_ROWS,
     PREFILL_TOKENS,
     TAIL_ROWS,
+    TILING,
     Decoder,
-    prefill_stops,
-    shareable,
-    tiles,
+    Tiling,
 )
 
 CPU = torch.device("cpu")
+tiles, prefill_stops, shareable = TILING.tiles, TILING.prefill_stops, TILING.shareable
 
 
-def load(directory):
-    decoder = Decoder.load(directory, dtype=torch.float32, device=CPU)
+def load(directory, tiling=TILING):
+    decoder = Decoder.load(directory, dtype=torch.float32, device=CPU, tiling=tiling)
     cache = FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=600)
     return decoder, cache
 
@@ -54,21 +54,18 @@ def test_the_parts_a_text_comes_in_do_not_matter(tmp_path, parts):
     assert cache.length == 500
 
 
-def test_layer_major_prefill_splits_rows_without_a_trace(tmp_path, monkeypatch):
+def test_layer_major_prefill_splits_rows_without_a_trace(tmp_path):
     save_llama(tmp_path)
     tokens = torch.tensor(random_tokens(500))
     decoder, whole = load(tmp_path)
     want = decoder.forward(tokens, whole, num_logits=5)
-    monkeypatch.setattr("triforce.tp.model.decoder.PREFILL_ROWS", 33)
-    _, split = load(tmp_path)
+    decoder, split = load(tmp_path, Tiling(prefill_rows=33, tail_rows=33))
     assert torch.allclose(decoder.forward(tokens, split, num_logits=5), want, atol=1e-4)
 
 
-def test_progress_of_a_prefill_rises_to_one(tmp_path, monkeypatch):
+def test_progress_of_a_prefill_rises_to_one(tmp_path):
     save_llama(tmp_path)
-    for name in ("PREFILL_ROWS", "TAIL_ROWS"):
-        monkeypatch.setattr(f"triforce.tp.model.decoder.{name}", 100)
-    decoder, cache = load(tmp_path)
+    decoder, cache = load(tmp_path, Tiling(prefill_rows=100, tail_rows=100))
     shares = []
     decoder.forward(torch.tensor(random_tokens(500)), cache, on_progress=shares.append)
     assert len(shares) == 3 * 5
@@ -110,18 +107,16 @@ def test_a_long_prompt_is_read_in_passes_with_the_tiles_of_one(start, n):
     assert whole == [size for first, end in passes for size in tiles(first, end - first, stop)]
 
 
-def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path, monkeypatch):
+def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path):
     save_llama(tmp_path)
-    for name, value in (("PREFILL_ROWS", 300), ("TAIL_ROWS", 100), ("PREFILL_TOKENS", 300)):
-        monkeypatch.setattr(f"triforce.tp.model.decoder.{name}", value)
     tokens = torch.tensor(random_tokens(1250))
-    decoder, _ = load(tmp_path)
+    decoder, _ = load(tmp_path, Tiling(prefill_rows=300, tail_rows=100, prefill_tokens=300))
     whole, parts = (
         FullCache.on_device(decoder.config, decoder.rope, dtype=torch.float32, device=CPU, capacity=1250) for _ in "wp"
     )
     want = decoder.forward(tokens, whole, num_logits=5)
     logits = torch.empty(0)
-    ends = prefill_stops(0, 1250)
+    ends = decoder.tiling.prefill_stops(0, 1250)
     assert ends == [300, 600, 900, 1250]
     for end in ends:
         logits = decoder.forward(tokens[parts.length : end], parts, num_logits=5, stop=1250)

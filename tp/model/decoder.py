@@ -36,6 +36,56 @@ million tokens these would take 8 GiB at a width of 4,096. Keys and values that 
 part, which of so many tokens takes a hundredth of the time of their attention."""
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How the rows of a prompt are computed together, in tokens."""
+
+    prefill_rows: int = PREFILL_ROWS
+    tail_rows: int = TAIL_ROWS
+    prefill_tokens: int = PREFILL_TOKENS
+
+    def tiles(self, start: int, n: int, stop: int | None = None) -> list[int]:
+        """The tokens of each part of a pass over `n` tokens from position `start` on.
+
+        A part ends at a multiple of `prefill_rows`, and behind the last of those at multiples of `tail_rows`: another
+        number of rows rounds otherwise, so parts must not depend on where a reading began, if that was where one
+        begins.
+
+        Args: `stop` is where the prompt ends, if not behind these tokens.
+        """
+        if n <= FEW_ROWS:
+            return [n]
+        found, position, end = [], start, start + n
+        whole = self._whole(end if stop is None else stop)
+        while position < end:
+            size = self.prefill_rows if position < whole else self.tail_rows
+            found.append(min(end, (position // size + 1) * size) - position)
+            position += found[-1]
+        return found
+
+    def prefill_stops(self, start: int, stop: int) -> list[int]:
+        """Where passes over the tokens from `start` to `stop` end, each of them over at most `prefill_tokens` and a
+        few. They have the same `tiles` as one pass over all, and the last one is not so short that it would be taken
+        for a step."""
+        first = (start // self.prefill_tokens + 1) * self.prefill_tokens
+        return [*range(first, stop - self.prefill_rows, self.prefill_tokens), stop]
+
+    def shareable(self, common: int, length: int, other: int) -> int:
+        """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
+        whole, other_whole = self._whole(length), self._whole(other)
+        if whole == other_whole and common >= whole:
+            return common // self.tail_rows * self.tail_rows
+        return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
+
+    def _whole(self, length: int) -> int:
+        """Of a prompt's tokens those in parts of `prefill_rows`. The last `tail_rows` are not: where prompts that begin
+        alike end with questions of their own, these do not take so large a part from what the prompts share."""
+        return max(0, length - self.tail_rows) // self.prefill_rows * self.prefill_rows
+
+
+TILING = Tiling()
+
+
 class Cache(Protocol):
     """Keeps the keys and values of the tokens so far, and computes attention of new queries to them."""
 
@@ -85,11 +135,19 @@ class _Layer:
 class Decoder:
     """A Llama-shaped decoder, or one rank's part of it, with its weights on one device."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        tiling: Tiling = TILING,
+    ) -> None:
         """Reads the weights, or this rank's part of them.
 
         Args:
             ranks: those that share the model.
+            tiling: how the rows of a long pass are computed together.
 
         Raises:
             ModelError: see `Checkpoint`.
@@ -101,6 +159,7 @@ class Decoder:
         """The heads and the MLP width that this rank holds."""
         self._kv_heads = split.kv_heads
         self.ranks = ranks
+        self.tiling = tiling
         self.device = device
         self.rope = Rope(config.head_dim, config.rope, device)
         shape = config.vocab_size, config.hidden_size
@@ -117,7 +176,15 @@ class Decoder:
         checkpoint.check_all_read()
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> Decoder:
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        tiling: Tiling = TILING,
+    ) -> Decoder:
         """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
 
         Raises:
@@ -125,7 +192,7 @@ class Decoder:
             UsageError: the model's heads cannot be split over so many ranks.
         """
         config = ModelConfig.load(directory)
-        return cls(config, Checkpoint(directory, dtype, device), device, ranks)
+        return cls(config, Checkpoint(directory, dtype, device), device, ranks, tiling)
 
     @torch.inference_mode()
     def forward(
@@ -145,7 +212,7 @@ class Decoder:
             token_ids: `[n]` int64.
             num_logits: number of last tokens whose logits are computed.
             on_progress: called after each part of a layer with the share of the work that is done, 0 to 1.
-            stop: see `tiles`.
+            stop: see `Tiling.tiles`.
 
         Returns:
             Logits `[num_logits, vocab_size]`, float32, the same on every rank.
@@ -174,7 +241,7 @@ class Decoder:
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding.index_select(0, token_ids)  # [n, hidden]
-        parts = tiles(start, hidden.shape[0], stop)
+        parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         for index, layer in enumerate(self._layers):
             for part, rows in enumerate(hidden.split(parts)):
@@ -229,47 +296,6 @@ class Decoder:
 
     def _rms_norm(self, rows: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(rows, weight.shape, weight, self.config.rms_norm_eps)
-
-
-def tiles(start: int, n: int, stop: int | None = None) -> list[int]:
-    """The tokens of each part of a pass over `n` tokens from position `start` on.
-
-    A part ends at a multiple of `PREFILL_ROWS`, and behind the last of those at multiples of `TAIL_ROWS`: another
-    number of rows rounds otherwise, so parts must not depend on where a reading began, if that was where one begins.
-
-    Args: `stop` is where the prompt ends, if not behind these tokens.
-    """
-    if n <= FEW_ROWS:
-        return [n]
-    found, position, end = [], start, start + n
-    whole = _whole(end if stop is None else stop)
-    while position < end:
-        size = PREFILL_ROWS if position < whole else TAIL_ROWS
-        found.append(min(end, (position // size + 1) * size) - position)
-        position += found[-1]
-    return found
-
-
-def prefill_stops(start: int, stop: int) -> list[int]:
-    """Where passes over the tokens from `start` to `stop` end, each of them over at most `PREFILL_TOKENS` and a few.
-    They have the same `tiles` as one pass over all, and the last one is not so short that it would be taken for a step.
-    """
-    first = (start // PREFILL_TOKENS + 1) * PREFILL_TOKENS
-    return [*range(first, stop - PREFILL_ROWS, PREFILL_TOKENS), stop]
-
-
-def shareable(common: int, length: int, other: int) -> int:
-    """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
-    whole, other_whole = _whole(length), _whole(other)
-    if whole == other_whole and common >= whole:
-        return common // TAIL_ROWS * TAIL_ROWS
-    return min(common // PREFILL_ROWS * PREFILL_ROWS, whole, other_whole)
-
-
-def _whole(length: int) -> int:
-    """Of a prompt's tokens those in parts of `PREFILL_ROWS`. The last `TAIL_ROWS` are not: where prompts that begin
-    alike end with questions of their own, these do not take so large a part from what the prompts share."""
-    return max(0, length - TAIL_ROWS) // PREFILL_ROWS * PREFILL_ROWS
 
 
 def forward_work(config: ModelConfig, start: int, n: int) -> float:

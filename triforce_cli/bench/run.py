@@ -17,7 +17,7 @@ from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
 from ...offload.speculation.vocabulary import check_pair
 from ...offload.transfer.bandwidth import disk_bandwidth, link_bandwidth, memory_bandwidth
-from ...offload.transfer.make import make_link
+from ...offload.transfer.link import make_link
 from ...offload.transfer.staged.block_file import DiskError, DiskSpace
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError, UsageError

@@ -13,7 +13,7 @@ from ...offload.planning.cards import Card
 from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, PassTimes, estimate
 from ...offload.planning.remedies import Remedy, remedies, shortfalls
 from ...offload.planning.request import RunRequest
-from ...offload.planning.run_plan import RUNTIME_BYTES, RunPlan
+from ...offload.planning.run_plan import RunPlan
 from ...offload.planning.run_plan import make_plan as make_run_plan
 from ...offload.settings import Settings
 from ...offload.speculation.vocabulary import check_draft
@@ -93,7 +93,7 @@ class Plan:
             },
             "host_bytes": {
                 "streamed_kv": run.streamed_kv * request.gpus,
-                "runtime": RUNTIME_BYTES * request.gpus,
+                "runtime": request.limits.runtime_bytes * request.gpus,
                 "index": run.index * request.gpus,
                 "staging": run.staging * request.gpus,
                 "total": run.host_total * request.gpus,

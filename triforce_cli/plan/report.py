@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ...offload.planning.cost_model import PassTimes
-from ...offload.planning.run_plan import RUNTIME_BYTES
 from ...tp.units import gib
 from ..terminal.tables import make_table
 
@@ -77,7 +76,7 @@ def _memory_table(plan: Plan) -> Table:
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
-        ("process", _size(run.cuda_context), _size(RUNTIME_BYTES * request.gpus)),
+        ("process", _size(run.cuda_context), _size(request.limits.runtime_bytes * request.gpus)),
         ("left free", _size(run.reserve), "-"),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
         ("available", gib(request.gpu_bytes or 0), host),

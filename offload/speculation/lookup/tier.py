@@ -39,7 +39,7 @@ class LookupTier(Tier):
         upper: the tier it drafts for.
         most_by_model: tokens that the model drafts at a time at most.
         """
-        super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size)
+        super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size, clock=upper.clock)
         self._model, self._upper, self._most_by_model = model, upper, most_by_model
         self.draft_tokens = most_by_model if model else 0
         self._by_model, self._tried = Acceptance(), False  # of what it drafted, for all sequences; whether it has

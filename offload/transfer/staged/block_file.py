@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ....tp.errors import CapacityError
 from ....tp.units import gib
+from ..host import HOST, Host
 from ..link import LinkError, Traffic
-from .staging import make_pool
 
 ALIGNMENT = 4096
 """Bytes that slots, and the memory they are read into, are multiples of: what direct reads ask for."""
@@ -31,7 +31,7 @@ ALIGNMENT = 4096
 SLOW = 1e9
 """Bytes a second. A disk that is read more slowly is mentioned: solid-state disks on PCIe are several times faster."""
 
-_ENOUGH = 2**28
+KNOWN_AFTER = 2**28
 """Bytes after which a disk's speed is known."""
 
 
@@ -42,13 +42,22 @@ class DiskError(LinkError):
 class DiskSpace:
     """The folder in which caches keep blocks that exceed host memory, and what was read and written there so far."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pool = make_pool()
+    def __init__(self, folder: Path, host: Host = HOST, *, slow: float = SLOW, known_after: int = KNOWN_AFTER) -> None:
+        """Args:
+        slow: bytes a second below which it is mentioned how fast the disk is read.
+        known_after: bytes after which that is known.
+        """
+        self.folder, self.host = folder, host
+        self._slow, self._known_after = slow, known_after
+        self.pool = host.make_pool()
         """Runs reads and writes."""
         self._lock = threading.Lock()
         self._bytes_in = self._bytes_out = 0
         self._reading, self._reading_since, self._busy_s, self._waited_s = 0, 0.0, 0.0, 0.0
+
+    def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
+        """A file of so many slots; see `BlockFile`."""
+        return BlockFile(self, num_slots, slot_bytes)
 
     def free_bytes(self) -> int:
         """What the disk has room for."""
@@ -71,7 +80,7 @@ class DiskSpace:
     def warnings(self) -> list[str]:
         """That the disk is slow, once it is known."""
         read = self.traffic()
-        if read.disk_bytes_in < _ENOUGH or read.disk_bytes_in >= SLOW * read.disk_busy_s:
+        if read.disk_bytes_in < self._known_after or read.disk_bytes_in >= self._slow * read.disk_busy_s:
             return []
         speed = read.disk_bytes_in / read.disk_busy_s
         return [

@@ -11,10 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ....kernels.packing import gather_packed, pack, unpack
+from ....kernels.packing import gather_packed, unpack
 from ...planning.placement import block_slot
 from ..host_blocks import HostBlocks, Overflow
-from ..pages import aligned_memory
 from .block_file import BlockFile
 from .staging import THREADS, Source
 
@@ -88,7 +87,7 @@ class DiskBlocks(HostBlocks):
 
     def _read_slot(self, index: int) -> Tensor:
         """A block, or its slot, as it is in the file, in memory of its own."""
-        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+        memory = self._file.space.host.memory((self._file.slot_bytes,), torch.uint8)
         self._file.read(self._first + index, memory)
         return self.place(memory)
 
@@ -106,7 +105,7 @@ class DiskBlocks(HostBlocks):
 
     def room(self, count: int) -> Sequence[Tensor]:
         here = min(count, self._count)
-        away = list(aligned_memory((here, *self._shape), self._dtype))
+        away = list(self._file.space.host.memory((here, *self._shape), self._dtype))
         return [*away, *self._rest.room(count - here)]
 
     def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
@@ -116,12 +115,12 @@ class DiskBlocks(HostBlocks):
             self._rest.write(blocks[here:])
 
     def _write_one(self, index: int, block: Tensor) -> None:
-        memory = aligned_memory((self._file.slot_bytes,), torch.uint8)
+        memory = self._file.space.host.memory((self._file.slot_bytes,), torch.uint8)
         place = self.place(memory)
         if self._overflow is None:
             place.copy_(block)
         else:
-            _, fits = pack(block.flatten(0, 1), place)
+            _, fits = self._overflow.memory.host.pack(block.flatten(0, 1), place)
             self._overflow.note(self._raw, index, bool(fits))
             if index in self._raw:
                 self._raw[index].copy_(block)

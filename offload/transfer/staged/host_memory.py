@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ....tp.errors import CapacityError
+from ..host import HOST, Host
 from ..link import Link
-from ..pages import aligned_memory
 from .staging import Source
 
 
 class HostMemory:
     """Takes host memory for the blocks of one cache, and knows which of it the link copies from."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, host: Host = HOST) -> None:
+        self._link, self.host = link, host
         self._ordinary: list[tuple[int, int]] = []  # addresses
         self.refused = False
         """Whether the system has refused to lock some."""
@@ -43,7 +43,7 @@ class HostMemory:
                 if must_be_locked:
                     raise
                 self.refused = True
-        memory = aligned_memory(shape, dtype)
+        memory = self.host.memory(shape, dtype)
         self._ordinary.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
         return memory
 

@@ -11,13 +11,14 @@ import torch
 from ....tp.errors import CapacityError
 from ....tp.model.config import ModelConfig
 from ....tp.units import gib
-from ...planning.placement import STAGING_BUFFERS, Placement, block_slot
+from ...planning.placement import Placement, block_slot
+from ..host import Host
 from ..host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
 from ..link import Link
 from .block_file import BlockFile, DiskSpace, aligned_size
 from .disk_blocks import DiskBlocks
 from .host_memory import HostMemory
-from .staging import Staging, make_pool
+from .staging import Staging
 
 _OTHERS = 2
 """Caches for whose staging the system goes on to lock memory, where it does not lock all that this one has: those of
@@ -35,11 +36,12 @@ class NotResident:
         dtype: torch.dtype,
         on_memory: Callable[[float], None] | None,
         disk: DiskSpace | None,
+        host: Host,
     ) -> None:
         """See `StreamedBlocks`."""
         self._link, self._placement, self._dtype, self._disk = link, placement, dtype, disk
         self._block = (2, config.num_kv_heads, placement.block_size, config.head_dim)
-        self._memory = HostMemory(link)
+        self._memory = HostMemory(link, host)
         self.overflow = Overflow(self._memory, self._block, dtype)
         self.host: list[HostBlocks] = []
         """Of each layer."""
@@ -50,7 +52,7 @@ class NotResident:
         if placement.num_disk:
             assert disk
             slot_bytes = placement.host_block_bytes(config, dtype)
-            self.file = BlockFile(disk, config.num_layers * placement.num_disk, slot_bytes)
+            self.file = disk.new_file(config.num_layers * placement.num_disk, slot_bytes)
             self.staging = self._make_staging()
         for layer in range(config.num_layers):
             self.host.append(self._blocks(layer))
@@ -91,14 +93,17 @@ class NotResident:
         Raises:
             CapacityError: the system does not even lock so much.
         """
-        pool, note_wait = (self._disk.pool, self._disk.note_wait) if self._disk and self.file else (make_pool(), None)
-        buffers = self._placement.staging_buffers
+        if self._disk and self.file:
+            pool, note_wait = self._disk.pool, self._disk.note_wait
+        else:
+            pool, note_wait = self._memory.host.make_pool(), None
+        buffers, least = self._placement.staging_buffers, self._placement.limits.staging_buffers
         while True:
             try:
                 return Staging(self._link, self._staged_size, buffers, pool, note_wait)
             except CapacityError as error:
-                if not self._locked and buffers > STAGING_BUFFERS:
-                    buffers = STAGING_BUFFERS
+                if not self._locked and buffers > least:
+                    buffers = least
                     continue
                 if not self._locked:
                     raise CapacityError(
@@ -112,7 +117,8 @@ class NotResident:
         """Makes ordinary memory of layers that are locked, until the system would lock the staging of `_OTHERS`."""
         while self._locked:
             with suppress(CapacityError):  # what it takes is given back at once
-                self._link.host_memory((_OTHERS * STAGING_BUFFERS, self._staged_size), torch.uint8)
+                buffers = _OTHERS * self._placement.limits.staging_buffers
+                self._link.host_memory((buffers, self._staged_size), torch.uint8)
                 return
             self._unlock_layer()
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 from command import TEXT, VOCABULARY, Outcome, Running, run_command, run_here, save_pair, save_tokenizer
 from tiny import save_llama
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
 

@@ -3,17 +3,19 @@
 import itertools
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
-from triforce.kernels.cpu.library import Level, cpu_level
-from triforce.kernels.selection import use_kernels
+from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.offload import Batch, Engine, Request, Sampling
-from triforce.tp.model import decoder as decoders
-from triforce.tp.model.decoder import TAIL_ROWS
+from triforce.tp.model.decoder import Decoder
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)
@@ -185,13 +187,13 @@ def test_a_short_prompt_does_not_make_the_retrieval_caches_of_others_small(model
 def test_a_pass_serves_all_sequences(models, monkeypatch):
     """Weights are read once a step, whatever the number of sequences."""
     calls: list[tuple[bool, int]] = []
-    forward = decoders.Decoder.forward
+    forward = Decoder.forward
 
     def counted(self, token_ids, cache, **options):
         calls.append((self.config.num_layers == 1, token_ids.shape[0]))
         return forward(self, token_ids, cache, **options)
 
-    monkeypatch.setattr(decoders.Decoder, "forward", counted)
+    monkeypatch.setattr(Decoder, "forward", counted)
     settings = {"draft_length": 2, "block_length": 3}
     engine = models.engine("llama", **settings)
     requests = [Request([*BOOK[:300], i], GREEDY, 12, ignore_eos=True) for i in range(5)]
@@ -343,9 +345,7 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
     engine = models.engine("llama", tiers=1)
     sizes = [engine.plan(1100), engine.plan(1100)]
     room = (sizes[0].kv + sizes[0].working) * 5 // 4
-    monkeypatch.setattr(
-        "triforce.offload.planning.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=room - held())
-    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room - held()))
 
     def held():
         cache = engine._kept.cache

@@ -1,14 +1,18 @@
 """A batch over two ranks: the same tokens on both, those of transformers, and one broadcast a round for all."""
 
 import json
+from typing import Any
 
 import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.caches import kept
-from triforce.tp.errors import CapacityError
-from triforce.tp.model.decoder import TAIL_ROWS
+from triforce.offload.system import System
+from triforce.offload.transfer.make import make_blocks
+from triforce.tp import CapacityError
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(TAIL_ROWS + 100, seed=3)
@@ -84,16 +88,17 @@ def test_sequences_that_are_added_or_ended_late_are_so_on_all_ranks(pair_of_mode
 
 def run_short(root):
     """Two batches, the first of which finds no memory on one rank for its first sequence."""
-    engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64, room=100)
-    ranks, make = engine.target.ranks, kept.make_blocks
-    refused = [ranks.rank == 1]
+    refused = []
 
-    def make_blocks(*given, **named):
+    def make_once_refused(*given, **named):
         if refused and refused.pop():
             raise CapacityError("none is left")
-        return make(*given, **named)
+        return make_blocks(*given, **named)
 
-    kept.make_blocks = make_blocks
+    settings: Any = {"dtype": "float32", "gpus": 2, "budget": 64, "room": 100}
+    system = System(make_blocks=make_once_refused)
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
+    refused.append(engine.target.ranks.rank == 1)
     requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     batch = engine.batch(requests[:2])
     for _ in batch:

@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
+from hooked_disk import HookedDisk
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Request, Sampling
-from triforce.offload.contexts import saver
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
-from triforce.offload.contexts.store import ContextStore
-from triforce.tp.model.decoder import TAIL_ROWS
+from triforce.offload import ContextError, ContextRequest, ContextStore, Engine, Request, Sampling
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 ONE, TWO = random_tokens(TAIL_ROWS + 200, seed=1), random_tokens(TAIL_ROWS + 300, seed=2)
@@ -86,14 +85,15 @@ def test_what_joins_is_saved_while_others_go_on(engine, model):
     assert result.stats["reused_tokens"] == len(TWO)
 
 
-def test_what_cannot_be_saved_or_restored_fails_alone(engine, model, monkeypatch):
+def test_what_cannot_be_saved_or_restored_fails_alone(engine, model):
     batch = running(engine)
     missing = batch.add(Request(TWO, GREEDY, 4, contexts=ContextRequest(name="nothing")))
 
-    def full_disk(*_):
-        raise OSError(28, "No space left on device")
+    def full(what, *_):
+        if what == "write":
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver, "write_segment", full_disk)
+    engine.contexts.store.disk = HookedDisk(full)
     unsaved = batch.add(Request(TWO, GREEDY, 1, contexts=ContextRequest(save="two", required=True)))
     for index in (missing, unsaved):
         assert isinstance(step_until_ended(batch, index).failure, ContextError)

@@ -11,9 +11,10 @@ from joint_distribution import NUM_TOKENS, PROMPT, SAMPLING, SHAPE, VOCAB, enume
 from profiles import profile_name, share
 from tiny import save_llama
 from triforce.offload import Engine, Request
-from triforce.offload.batch import opening
 from triforce.offload.caches.together import JoinedCache, JoinedFullCache
-from triforce.tp.model import decoder
+from triforce.offload.limits import Limits
+from triforce.offload.system import System
+from triforce.tp.model.decoder import Tiling
 
 TEXTS = 20_000
 """Texts of four sequences that `pytest --campaign` draws."""
@@ -26,21 +27,20 @@ def engine_and_target(tmp_path_factory):
     root = tmp_path_factory.mktemp("pair")
     target = save_llama(root / "target", seed=2, **(SHAPE | {"num_hidden_layers": 1}))
     save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
-    lengths = {"budget": 8, "draft_length": 2, "block_length": 3, "refresh": "round"}
-    return Engine.load(root / "target", root / "draft", device="cpu", **lengths), target
+    lengths: Any = {"budget": 8, "draft_length": 2, "block_length": 3, "refresh": "round"}
+    shares_short_prompts = System(limits=Limits(tiling=Tiling(tail_rows=32)))
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **lengths, system=shares_short_prompts)
+    return engine, target
 
 
-@pytest.fixture(autouse=True)
-def share_short_prompts(monkeypatch):
-    monkeypatch.setattr(decoder, "TAIL_ROWS", 32)
-
-
-def drawn(engine, batches, seeded=False):
-    """The beginnings of three tokens of all four sequences in so many batches, and the batches that shared a prefix."""
+def drawn(engine, batches, seeded=False, numbers=(0, 1, 2, 3)):
+    """The beginnings of three tokens of all four sequences in so many batches, and the batches that shared a prefix.
+    Those of one number share their noise."""
     texts, sharing = [], 0
     for seed in range(batches):
         sampling = replace(SAMPLING, seed=seed) if seeded else SAMPLING
-        requests = [Request(prompt, sampling, NUM_TOKENS + 4, number=i) for i, prompt in enumerate(PROMPTS)]
+        numbered = zip(PROMPTS, numbers, strict=True)
+        requests = [Request(prompt, sampling, NUM_TOKENS + 4, number=number) for prompt, number in numbered]
         with patch("secrets.randbelow", lambda _, seed=seed: seed):
             batch = engine.batch(requests, reuse=0)
         for _ in batch:
@@ -98,10 +98,9 @@ def test_texts_of_four_sequences_follow_the_target_distribution_and_are_independ
 
 
 @pytest.mark.slow
-def test_that_test_notices_noise_that_two_sequences_share(engine_and_target, monkeypatch):
+def test_that_test_notices_noise_that_two_sequences_share(engine_and_target):
     engine, _ = engine_and_target
-    monkeypatch.setattr(opening, "key_of", lambda seed, number: seed)
-    texts, _ = drawn(engine, share(100, least=100), seeded=True)
+    texts, _ = drawn(engine, share(100, least=100), seeded=True, numbers=(0, 0, 0, 0))
     assert min(p_of_pairs(texts)) < 1e-6
 
 

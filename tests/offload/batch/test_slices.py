@@ -8,10 +8,13 @@ import pytest
 import torch
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.batch import reading as readings
 from triforce.offload.batch.reading import Reading
-from triforce.tp.errors import CapacityError
-from triforce.tp.model.decoder import TAIL_ROWS, Decoder
+from triforce.offload.system import System
+from triforce.tp import CapacityError
+from triforce.tp.model.decoder import Decoder
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(TAIL_ROWS + 300, seed=3)
@@ -117,22 +120,19 @@ def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models
     ],
     ids=["shortest", "short", "long", "longest", "short and long", "long and short"],
 )
-def test_reading_takes_no_more_time_than_the_rounds_between(monkeypatch, slices_s):
+def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
     now = 0.0
-    clock = SimpleNamespace(perf_counter=lambda: now)
-    monkeypatch.setattr(readings, "time", clock)
 
-    def slices(*_):
+    def slices():
         nonlocal now
         for seconds in slices_s:
             now += seconds
             yield False
         return torch.empty(0)
 
-    monkeypatch.setattr(readings, "_slices", slices)
     blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
     sequence = SimpleNamespace(opened=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    reading = Reading(cast(Decoder, SimpleNamespace()), 0, cast(Any, sequence), None)
+    reading = Reading(0, cast(Any, sequence), slices(), System(clock=lambda: now))
     rounds_s, longest = 0.0, 0.0
     while True:
         before = now

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,11 @@ from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.planning import placement, run_plan
+from triforce.offload.limits import Limits
 from triforce.offload.planning.memory import plan_here
-from triforce.offload.speculation import tiers as tiers_module
-from triforce.offload.speculation.switch import Upkeep
-from triforce.offload.transfer.staged import block_file
-from triforce.offload.transfer.staged.block_file import DiskError
-from triforce.tp.errors import CapacityError, UsageError
+from triforce.offload.system import System
+from triforce.offload.transfer.staged.block_file import DiskError, DiskSpace
+from triforce.tp import CapacityError, UsageError
 
 PROMPT = random_tokens(2900, seed=3)
 NEW_TOKENS = 40
@@ -26,15 +25,8 @@ ROOM = 2.6e6 / GIB
 """In which two blocks of each layer are resident."""
 
 
-def shrink(patch):
-    patch.setattr(run_plan, "RUNTIME_BYTES", 0)
-    patch.setattr(placement, "LARGEST_BLOCK", 256)
-
-
-@pytest.fixture(autouse=True)
-def small_process(monkeypatch):
-    """The tiny models' cache is what counts."""
-    shrink(monkeypatch)
+SMALL = System(limits=Limits(runtime_bytes=0, largest_block=256))
+"""Where the tiny models' cache is what counts."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +48,7 @@ def wide_models(tmp_path_factory):
 
 
 def load(models, **settings) -> Any:
-    settings = {"dtype": "float32", "budget": 64} | settings
+    settings = {"dtype": "float32", "budget": 64, "system": SMALL} | settings
     return Engine.load(models[0], models[1], device="cpu", **settings)
 
 
@@ -64,7 +56,7 @@ def least(models, **settings):
     """The GiB that a run needs at least, with all of its cache on a disk but for the newest tokens."""
     engine = load(models, **settings)
     request = engine._models.request(len(PROMPT) + NEW_TOKENS)
-    request = run_plan.replace(request, settings=run_plan.replace(request.settings, host_memory=0.0))
+    request = replace(request, settings=replace(request.settings, host_memory=0.0))
     plan = plan_here(request, engine.target.device, free_disk=lambda: GIB)
     assert not plan.fits and not plan.resident_kv
     return plan.host_total / GIB
@@ -73,18 +65,22 @@ def least(models, **settings):
 @pytest.fixture(scope="module")
 def little(models):
     """GiB of memory in which a fifth of the cache has room."""
-    with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        return least(models) + ROOM
+    return least(models) + ROOM
+
+
+def unrested(engine, new_tokens=NEW_TOKENS):
+    """A run whose retrieval caches are kept up in every round, and not read anew after a rest."""
+    run = engine.stream(PROMPT, GREEDY, new_tokens)
+    run.batch.tiers[0].may_rest = None
+    list(run)
+    return run
 
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])
 @pytest.mark.slow(keep=2)
-def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers, monkeypatch):
-    # No rest, after which chunks are read anew.
-    monkeypatch.setattr(tiers_module, "next_upkeep", lambda *_: Upkeep.FULL)
+def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers):
     engine = load(models, host_memory=little, tiers=tiers, refresh="round")
-    stats = engine.generate(PROMPT, GREEDY, NEW_TOKENS).stats
+    stats = unrested(engine).stats()
     assert stats["token_ids"] == models[2]
     on_disk, resident = stats["settings"]["disk_bytes"], stats["settings"]["resident_bytes"]
     assert on_disk > 3 * resident > 0
@@ -95,21 +91,19 @@ def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers, m
 
 @pytest.mark.parametrize("options", [{"resident": 0}, {"resident": 0, "link_gbps": 50.0}, {"dtype": "bfloat16"}])
 @pytest.mark.slow(keep=1)
-def test_host_memory_disk_and_a_link_together_give_the_same_tokens(models, wide_models, options, monkeypatch):
+def test_host_memory_disk_and_a_link_together_give_the_same_tokens(models, wide_models, options):
     """With blocks in memory that stream over a link, and blocks on a disk that do so after they were read."""
     models = wide_models if "dtype" in options else models
-    # No rest, after which chunks are read anew.
-    monkeypatch.setattr(tiers_module, "next_upkeep", lambda *_: Upkeep.FULL)
-    want = load(models, **{**options, "link_gbps": None, "resident": None}).generate(PROMPT, GREEDY, NEW_TOKENS)
+    want = unrested(load(models, **{**options, "link_gbps": None, "resident": None})).statistics.token_ids
     for pack in ("off", "on", "auto") if "dtype" in options else ("off",):
         given = options | {"pack": pack}
         found = load(models, **given, host_memory=least(models, **given) + ROOM)
-        got = found.generate(PROMPT, GREEDY, NEW_TOKENS)
-        assert got.token_ids == want.token_ids
+        got = unrested(found).stats()
+        assert got["token_ids"] == want
         packed = {"off": False, "on": True, "auto": packs_fast(torch.device("cpu"))}[pack]
-        assert got.stats["settings"]["disk_bytes"] and got.stats["settings"]["packed"] == packed
+        assert got["settings"]["disk_bytes"] and got["settings"]["packed"] == packed
         if pack == "off":  # blocks that do not pack are in memory
-            assert bool(got.stats["link"]["bytes_streamed"]) == ("resident" in options)
+            assert bool(got["link"]["bytes_streamed"]) == ("resident" in options)
 
 
 def test_follow_ups_longer_ones_too_find_their_book_on_the_disk(models, little):
@@ -158,7 +152,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_is_enough(models):
 
 def test_a_disk_without_room_is_an_error_that_says_so(models, little, monkeypatch):
     engine = load(models, host_memory=little)
-    monkeypatch.setattr(type(engine._kept.disk), "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(engine._kept.disk, "free_bytes", lambda: 1000)
     with pytest.raises(CapacityError, match=r"of disk space .*exceeds host memory"):
         engine.generate(PROMPT, GREEDY, 4)
 
@@ -172,18 +166,18 @@ def test_what_was_written_before_a_disk_failed_is_kept_and_the_engine_can_go_on(
         raise OSError(5, os.strerror(5))
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_file.os, "preadv", fail)
+        patch.setattr(os, "preadv", fail)
         with pytest.raises(DiskError, match="Input/output error"):
             list(run)
     assert run.statistics.token_ids[: len(tokens)] == tokens == models[2][: len(tokens)]
     assert engine.generate(PROMPT, GREEDY, NEW_TOKENS).token_ids == models[2]
 
 
-def test_a_slow_disk_is_mentioned(models, little, monkeypatch):
+def test_a_slow_disk_is_mentioned(models, little):
     engine = load(models, host_memory=little)
     assert not engine.generate(PROMPT, GREEDY, 9).stats["warnings"]
-    monkeypatch.setattr(block_file, "SLOW", 1e15)
-    monkeypatch.setattr(block_file, "_ENOUGH", 1)
+    engine = load(models, host_memory=little)
+    engine._kept.disk = DiskSpace(engine._kept.disk.folder, slow=1e15, known_after=1)
     stats = engine.generate(PROMPT, GREEDY, 9).stats
     (warning,) = stats["warnings"]
     assert "MB/s" in warning and "each GiB" in warning and json.dumps(stats)
@@ -191,7 +185,7 @@ def test_a_slow_disk_is_mentioned(models, little, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks_share_memory_and_disk(models):
-    settings = {"budget": 64, "resident": 0.0, "host_memory": 0.7}
+    settings = {"budget": 64, "resident": 0.0, "host_memory": 0.7, "system": SMALL}
     job = {"model": str(models[0]), "draft": str(models[1]), "prompt": PROMPT, "new_tokens": NEW_TOKENS}
     (reports,) = run_jobs([job | {"settings": settings}], 2)
     assert [report["token_ids"] for report in reports] == [models[2]] * 2

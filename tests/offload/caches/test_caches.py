@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples, share
 from tiny import random_tokens, save_llama
-from tiny_caches import append, full_cache, streaming_cache
+from tiny_caches import append, full_cache, moving_cache, streaming_cache
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -51,16 +51,10 @@ def probe(decoder, cache):
     return decoder.forward(PROBE, cache, num_logits=3)
 
 
-@pytest.fixture
-def little_slack(monkeypatch):
-    """Makes the streaming window move every dozen tokens, and rollbacks reach beyond what it kept."""
-    monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)
-
-
 @given(history=steps)
-@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("make", [full_cache, streaming_cache])
-def test_rollback_equals_replay(decoder, make, little_slack, history):
+@examples(80)
+@pytest.mark.parametrize("make", [full_cache, moving_cache])
+def test_rollback_equals_replay(decoder, make, history):
     cache, replayed = make(decoder), make(decoder)
     tokens = play(decoder, cache, history)
     append(decoder, replayed, tokens)
@@ -101,8 +95,8 @@ def test_retrieval_rollback_equals_replay(decoder, history, prompt_length, added
     assert (probe(decoder, cache) - probe(decoder, replayed)).abs().max() < 1e-4
 
 
-def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder, little_slack):
-    cache = streaming_cache(decoder)
+def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder):
+    cache = moving_cache(decoder)
     append(decoder, cache, random_tokens(200))
     assert cache._origins[0] > 4
     cache.rollback(195)

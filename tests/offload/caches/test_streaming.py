@@ -11,13 +11,10 @@ import torch
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches import kept as kept_cache
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.synthetic import fill_with_zeros
 from triforce.offload.planning.placement import Placement
-from triforce.offload.speculation import tiers as tiers_module
-from triforce.offload.speculation.switch import Upkeep
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.link import _Copy as CopyOfThread
@@ -86,12 +83,10 @@ def test_streamed_samples_equal_those_of_a_cache_on_the_device(models):
 
 @pytest.mark.parametrize("refresh", ["round", "never", 2])
 @pytest.mark.slow(keep=("round",))
-def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh, monkeypatch):
-    monkeypatch.setattr(
-        tiers_module, "next_upkeep", lambda *_: Upkeep.FULL
-    )  # no rest, after which chunks are read anew
+def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh):
     engine = load(models, resident=0, budget=64, refresh=refresh)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
+    run.batch.tiers[0].may_rest = None  # no rest, after which chunks are read anew
     next(run)
     blocks = blocks_of(engine)
     whole_blocks = len(PROMPT) // blocks.block_size
@@ -174,13 +169,13 @@ def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(mod
     dropped = [weakref.ref(engine._kept.cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
     del memory, blocks
     assert all(part() is not None for part in dropped)
-    make, found = kept_cache.make_blocks, []
+    make, found = engine._kept._make, []
 
     def noted(*given, **more):
         found.append([old() for old in dropped])
         return make(*given, **more)
 
-    monkeypatch.setattr(kept_cache, "make_blocks", noted)
+    monkeypatch.setattr(engine._kept, "_make", noted)
     gc.disable()
     try:
         engine.generate(random_tokens(2400, seed=8), Sampling(temperature=0.0), 20, reuse=reuse)

@@ -1,5 +1,6 @@
 """Packed contexts: what is saved packed is what would be saved raw, old contexts stay, and ranks share both."""
 
+import ctypes
 import json
 import random
 
@@ -12,12 +13,14 @@ from profiles import profile_name
 from spmd import kv_digests, run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
-from triforce.kernels import packing
-from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.kernels import use_kernels
+from triforce.kernels.cpu.library import loaded
+from triforce.offload import ContextRequest, Engine, Sampling
 from triforce.offload.contexts import manifest as manifests
-from triforce.offload.contexts.model import ContextRequest
-from triforce.tp.errors import UsageError
+from triforce.tp import UsageError
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 LONGER = [*TEXT, *TEXT[:90]]
 
@@ -108,10 +111,23 @@ def test_float32_is_saved_as_before_and_cannot_be_packed(tiny, tmp_path):
         engine_on(tiny, tmp_path, "maybe")
 
 
-def test_without_compiled_kernels_nothing_is_packed_unless_asked_for_and_all_is_read(
-    tiny, places, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(packing, "loaded", lambda: None)
+@pytest.fixture
+def no_library(monkeypatch):
+    """The compiled kernels cannot be loaded, in any thread."""
+
+    def refused(_):
+        raise OSError("no such library")
+
+    loaded.cache_clear()
+    with monkeypatch.context() as patch, use_kernels(attention="plain", layers="plain"):
+        patch.setattr(ctypes, "CDLL", refused)
+        assert loaded() is None
+        yield
+    loaded.cache_clear()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_compiled_kernels_nothing_is_packed_unless_asked_for_and_all_is_read(tiny, places, tmp_path):
     engine_on(tiny, tmp_path / "auto", "auto").read(TEXT, NAME)
     assert store_at(tmp_path / "auto").load(NAME).packed_segments == 0
     asked = engine_on(tiny, tmp_path / "on", "on")

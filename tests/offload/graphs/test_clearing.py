@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from recorder import PROMPT, Recorder, recorded_engine
 from tiny import random_tokens
 from tiny_caches import retrieval_cache
@@ -80,8 +81,8 @@ def test_captured_passes_are_gone_before_the_group_ends(decoder, monkeypatch, en
     for token in torch.tensor(random_tokens(3)).split(1):
         passes.forward(token)
     assert recorder.alive == 1
-    monkeypatch.setattr(ranks_module.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(ranks_module.dist, "destroy_process_group", lambda: alive.append(recorder.alive))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(recorder.alive))
     end()
     assert alive == [0]
 

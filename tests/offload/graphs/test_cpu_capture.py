@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from recorder import PROMPT
@@ -18,7 +18,7 @@ from triforce.kernels.selection import use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
-from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.cpu import CpuCapture
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
 from triforce.tp.model.decoder import Decoder
@@ -52,10 +52,15 @@ def retrieval_cache(decoder: Decoder) -> RetrievalCache:
     return cache
 
 
-def streaming_cache(decoder: Decoder) -> StreamingCache:
-    cache = StreamingCache(decoder, sinks=4, window=20)
+def streaming_cache(decoder: Decoder, slack: int = SLACK) -> StreamingCache:
+    cache = StreamingCache(decoder, sinks=4, window=20, slack=slack)
     append(decoder, cache, random_tokens(40))
     return cache
+
+
+def moving_cache(decoder: Decoder) -> StreamingCache:
+    """Whose window moves every dozen tokens."""
+    return streaming_cache(decoder, slack=12)
 
 
 def replays_of(passes: Passes) -> int:
@@ -67,10 +72,9 @@ steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=10, m
 
 
 @given(history=steps)
-@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("make", [retrieval_cache, streaming_cache])
-def test_replays_have_the_bits_of_passes_as_they_come(decoder, make, monkeypatch, history):
-    monkeypatch.setattr("triforce.offload.caches.streaming._SLACK", 12)  # the window moves every dozen tokens
+@examples(20)
+@pytest.mark.parametrize("make", [retrieval_cache, moving_cache])
+def test_replays_have_the_bits_of_passes_as_they_come(decoder, make, history):
     caches = make(decoder), make(decoder)
     captured, plain = Passes(decoder, caches[0], Graphs(CpuCapture())), Passes(decoder, caches[1])
     floor = caches[0].length
@@ -84,7 +88,7 @@ def test_replays_have_the_bits_of_passes_as_they_come(decoder, make, monkeypatch
             if cache.length < length:
                 append(decoder, cache, random_tokens(length))
     counts = [sum(n == wanted for n, _ in history) for wanted in (1, 2, 3)]
-    if make is streaming_cache:  # whose memory never moves
+    if make is moving_cache:  # whose memory never moves
         assert replays_of(captured) == sum(count > CpuCapture.passes_before for count in counts)
 
 

@@ -12,10 +12,11 @@ import torch
 from tiny import save_llama
 from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine
+from triforce.offload.limits import LIMITS
 from triforce.offload.planning.memory import gib, plan_here, shortage_explained
-from triforce.offload.planning.placement import LARGEST_BLOCK, Placement, block_size_for
+from triforce.offload.planning.placement import Placement, block_size_for
 from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import RUNTIME_BYTES, largest_context, make_plan
+from triforce.offload.planning.run_plan import largest_context, make_plan
 from triforce.offload.settings import Settings
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
@@ -80,13 +81,13 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     assert f"about {fitting:,} tokens" in str(error.value)
     assert make_plan(replace(short, context=fitting)).fits and not make_plan(replace(short, context=fitting + 1)).fits
     with pytest.raises(CapacityError, match="smaller model"):
-        make_plan(replace(request, host_bytes=RUNTIME_BYTES)).check()
+        make_plan(replace(request, host_bytes=LIMITS.runtime_bytes)).check()
     with pytest.raises(CapacityError, match="of memory on each rank"):
-        make_plan(replace(request, gpus=2, host_bytes=RUNTIME_BYTES)).check()
+        make_plan(replace(request, gpus=2, host_bytes=LIMITS.runtime_bytes)).check()
 
 
 def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
-    roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=RUNTIME_BYTES + 2**20)
+    roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=LIMITS.runtime_bytes + 2**20)
     plan = make_plan(roomy)
     plan.check()
     assert plan.streamed_kv == 0
@@ -154,7 +155,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
 
     request = request_of(tmp_path)
     plan = plan_here(request, CPU, TwoRanks(0, 2, 2), loaded=True, given_back=2**30)
-    held = 2**30 + RUNTIME_BYTES + make_plan(request).weights
+    held = 2**30 + LIMITS.runtime_bytes + make_plan(request).weights
     assert asked == [[6 * 2**30 + held, packs_fast(CPU)]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
 
@@ -186,7 +187,7 @@ def test_a_budget_beyond_the_context_takes_no_more_than_the_context(tmp_path):
 @pytest.mark.parametrize("context", [100, 4000, 4200, 13_256, 131_328])
 def test_blocks_hold_hardly_more_than_was_asked_for(context):
     size = block_size_for(context, 8)
-    assert size <= LARGEST_BLOCK
+    assert size <= LIMITS.largest_block
     room = -(-context // size) * size
     assert context <= room <= context + 256 + context // 16
 

@@ -16,6 +16,7 @@ from triforce.offload.settings import Settings
 from triforce.offload.speculation.confidence import Confidence
 from triforce.offload.speculation.lengths import PassCost, StepCost
 from triforce.offload.speculation.sampling import certainties
+from triforce.offload.speculation.switch import Switch
 from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import UsageError
 
@@ -140,7 +141,7 @@ def test_greedy_equals_transformers_where_lengths_and_ends_adapt(pair, lookup, m
     run = engine.stream(PROMPT, GREEDY, 300)
     verify, *_ = run.batch.tiers
     verify.cost = PassCost(100 * verify.cost.base, 0.0)
-    monkeypatch.setattr("triforce.offload.speculation.switch.Switch.note", lambda *given: None)
+    monkeypatch.setattr(Switch, "note", lambda *given: None)
     proposed = [event.proposed for event in itertools.islice(run, 1, None)]
     assert run.statistics.token_ids == want
     assert verify.longest == 128 and max(proposed) > 24

@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
-import joint_distribution
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from joint_distribution import SHAPE, TWO_TOKENS, enumerate_joint, exact_probabilities
+from joint_distribution import SHAPE, TWO_TOKENS, VOCAB, enumerate_joint, exact_probabilities
 from profiles import examples
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
@@ -140,7 +139,9 @@ def sequence_of(context) -> Any:
 
 def test_a_model_that_does_not_pay_is_left_out_and_tried_now_and_then():
     second = PassCost(1.0, 0.0)
-    upper: Any = SimpleNamespace(decoder=SimpleNamespace(device="cpu"), cost=second, vocab_size=97, fixed=None)
+    upper: Any = SimpleNamespace(
+        decoder=SimpleNamespace(device="cpu"), cost=second, vocab_size=97, fixed=None, clock=None
+    )
     upper.draft_tokens, upper.switch = 8, Switch()
     model: Any = Model(seconds=5.0)
     tier = LookupTier(model, upper, 8)
@@ -174,14 +175,13 @@ def every_run_of_three(vocab):
 
 
 @pytest.mark.slow
-def test_every_outcome_adds_up_to_the_target_distribution(tmp_path, monkeypatch):
-    prompt = every_run_of_three(joint_distribution.VOCAB)
-    monkeypatch.setattr(joint_distribution, "PROMPT", prompt)
+def test_every_outcome_adds_up_to_the_target_distribution(tmp_path):
+    prompt = every_run_of_three(VOCAB)
     target = save_llama(tmp_path / "target", seed=2, **SHAPE)
     engine = Engine.load(
         tmp_path / "target", "lookup", device="cpu", budget=8, draft_length=2, block_length=2, refresh="round"
     )
-    got, rejections, left_out = exact_probabilities(engine, TWO_TOKENS, 0.0)
+    got, rejections, left_out = exact_probabilities(engine, TWO_TOKENS, 0.0, prompt)
     want = enumerate_joint(target, TWO_TOKENS, prompt)
     assert rejections["draft"] > 0.01, "nothing was looked up"
     assert max(abs(got[tokens] - p) for tokens, p in want.items()) < left_out + 1e-6

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_simulator import Race, Simulator
 from profiles import profile_name
-from simulated_runs import as_on_a_gpu, make_decoders, play
+from simulated_runs import as_on_a_gpu, make_decoders, play, simulated_system
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import Placement
@@ -289,11 +289,11 @@ def models(tmp_path_factory):
 @pytest.mark.slow(keep=("None",))
 def test_whole_runs_give_the_tokens_of_transformers(models, seed):
     root, prompt, want = models
-    engine = Engine.load(
-        root / "target", root / "draft", device="cpu", dtype="float32", resident=0, budget=64, refresh="round"
-    )
+    settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "refresh": "round"}
     simulator = Simulator(seed)
-    with as_on_a_gpu(simulator), simulator:
+    system = simulated_system(simulator)
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
+    with as_on_a_gpu(), simulator:
         assert engine.generate(prompt, GREEDY, 14).token_ids == want
         run = engine.stream([*prompt, *want[:9]], GREEDY, 60)  # a follow-up, broken off
         assert next(run).tokens == want[9:10]
@@ -317,9 +317,10 @@ def test_sequences_that_join_and_leave_give_locked_memory_back(models):
     """500 in a campaign."""
     root, prompt, want = models
     settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "block_length": 2, "draft_length": 1}
-    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings)
     simulator = Simulator()
-    with as_on_a_gpu(simulator), simulator:
+    system = simulated_system(simulator)
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
+    with as_on_a_gpu(), simulator:
         for _ in range(50 if profile_name() == "campaign" else 1):
             batch = engine.batch([Request(prompt, GREEDY, 300, ignore_eos=True)])
             next(batch)

@@ -12,9 +12,8 @@ import torch
 from oracles import kv_block
 from tiny import save_llama
 from tiny_caches import CAPACITY, SIZE, Twin, Twins, bits
-from triforce.offload.planning.placement import DISK_BUFFERS
+from triforce.offload.limits import LIMITS
 from triforce.offload.transfer.link import ThreadLink
-from triforce.offload.transfer.staged import block_file
 from triforce.offload.transfer.staged.block_file import ALIGNMENT, BlockFile, DiskError, DiskSpace
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.decoder import Decoder
@@ -78,7 +77,7 @@ def test_a_pass_reads_each_block_on_the_disk_once(part, link, space, disk):
 
 
 def test_going_back_into_a_block_of_more_layers_than_there_are_buffers(tmp_path, link, space):
-    save_llama(tmp_path, num_key_value_heads=2, num_hidden_layers=DISK_BUFFERS + 2)
+    save_llama(tmp_path, num_key_value_heads=2, num_hidden_layers=LIMITS.disk_buffers + 2)
     deep = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU).part
     twins = Twins(deep, link, 0, "normal", 1, (Twin(disk=99), Twin()), space)
     twins.add(5 * SIZE + 9)
@@ -128,7 +127,7 @@ def test_a_disk_that_fails_is_an_error_that_names_it_and_nothing_hangs(part, lin
     if broken == "shrunk":
         os.ftruncate(blocks._away.file._descriptor, blocks.disk_bytes // 2)
     else:
-        monkeypatch.setattr(block_file.os, "preadv" if broken == "reading" else "pwritev", failing)
+        monkeypatch.setattr(os, "preadv" if broken == "reading" else "pwritev", failing)
     why = "ends too early" if broken == "shrunk" else "Input/output error"
     what = "writing" if broken == "writing" else "reading"
     with pytest.raises(DiskError, match=rf"{what} a block.*{space.folder} failed: .*{why}.*--host-memory"):

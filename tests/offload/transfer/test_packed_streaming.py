@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from oracles import kv_block
@@ -11,7 +12,6 @@ from tiny_caches import SIZE, Twins, bits
 from triforce.kernels.packing import pack
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import block_slot
-from triforce.offload.transfer import host_blocks
 from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.staged.host_memory import HostMemory
@@ -92,7 +92,7 @@ def test_no_memory_for_a_block_that_does_not_pack_is_said(link, monkeypatch):
     class Nothing:
         available = 0
 
-    monkeypatch.setattr(host_blocks.psutil, "virtual_memory", Nothing)
+    monkeypatch.setattr(psutil, "virtual_memory", Nothing)
     with pytest.raises(CapacityError, match=r"1 blocks of the KV cache do not pack.*--pack off"):
         Overflow(HostMemory(link), (2, 2, 64, 16), torch.bfloat16).take()
 

@@ -3,13 +3,13 @@
 import gc
 import math
 import mmap
+import os
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from triforce.offload.transfer import page_locking
 from triforce.offload.transfer.page_locking import lockable, locked_memory, pieces
 from triforce.tp.errors import CapacityError
 
@@ -34,29 +34,28 @@ class Runtime:
         self.errors = 0
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(page_locking, "LARGEST_PIECE", 10 * mmap.PAGESIZE)
+SMALL = 10 * mmap.PAGESIZE
+"""Bytes of a piece."""
 
 
 @given(block=st.integers(1, 5 * 4096).map(lambda n: 2 * n), blocks=st.integers(1, 60))
 def test_neither_a_block_nor_a_page_is_in_two_pieces(block, blocks):
     size = blocks * block
-    found = pieces(size, block)
+    found = pieces(size, block, SMALL)
     assert [first for first, _ in found[1:]] == [stop for _, stop in found[:-1]]
     assert (found[0][0], found[-1][1]) == (0, size)
     for first, _ in found:
         assert first % block == 0
         assert first % mmap.PAGESIZE == 0
     largest = max(stop - first for first, stop in found)
-    assert largest <= max(page_locking.LARGEST_PIECE, math.lcm(block, mmap.PAGESIZE))
+    assert largest <= max(SMALL, math.lcm(block, mmap.PAGESIZE))
 
 
 @pytest.mark.parametrize("shape", [(40, 2, 3, 64, 16), (7, 100), (1, 5), (300_000,)])
 @pytest.mark.slow(keep=2)
 def test_every_byte_is_locked_once_and_freed_with_the_tensor(shape):
     runtime = Runtime()
-    memory = locked_memory(shape, torch.float16, runtime)
+    memory = locked_memory(shape, torch.float16, runtime, largest_piece=SMALL)
     assert memory.shape == shape and memory.dtype == torch.float16
     assert not memory.any()
     assert memory.data_ptr() % mmap.PAGESIZE == 0
@@ -73,27 +72,25 @@ def test_every_byte_is_locked_once_and_freed_with_the_tensor(shape):
     assert not runtime.locked
 
 
-def test_blocks_larger_than_a_piece_are_a_piece_each(monkeypatch):
-    monkeypatch.setattr(page_locking, "LARGEST_PIECE", 4096)
+def test_blocks_larger_than_a_piece_are_a_piece_each():
     runtime = Runtime()
-    memory = locked_memory((5, 3 * mmap.PAGESIZE), torch.uint8, runtime)
+    memory = locked_memory((5, 3 * mmap.PAGESIZE), torch.uint8, runtime, largest_piece=4096)
     assert set(runtime.locked) == {block.data_ptr() for block in memory}
 
 
 def test_a_refusal_says_how_much_there_is_and_leaves_neither_locks_nor_an_error():
     runtime = Runtime(most=25 * mmap.PAGESIZE)
     with pytest.raises(CapacityError, match="ulimit -l"):
-        locked_memory((40, mmap.PAGESIZE), torch.uint8, runtime)
+        locked_memory((40, mmap.PAGESIZE), torch.uint8, runtime, largest_piece=SMALL)
     gc.collect()
     assert not runtime.locked
     assert runtime.errors == 0
 
 
 @pytest.mark.parametrize(("most", "found"), [(math.inf, 64), (40, 32), (16, 16), (3, 0)])
-def test_what_can_be_locked_is_found_and_unlocked_again(monkeypatch, most, found):
-    monkeypatch.setattr(page_locking, "LEAST_TRIED", 4 * mmap.PAGESIZE)
+def test_what_can_be_locked_is_found_and_unlocked_again(most, found):
     runtime = Runtime(most * mmap.PAGESIZE)
-    size, seconds = lockable(runtime, 64 * mmap.PAGESIZE)
+    size, seconds = lockable(runtime, 64 * mmap.PAGESIZE, least=4 * mmap.PAGESIZE)
     assert size == found * mmap.PAGESIZE and (seconds > 0) == (found > 0)
     gc.collect()
     assert not runtime.locked
@@ -107,8 +104,7 @@ def test_no_blocks_are_no_memory():
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_memory_is_made_by_several_threads_in_any_mode(monkeypatch, mode):
-    monkeypatch.setattr(page_locking, "_PAGES_A_THREAD", 2)
-    monkeypatch.setattr(page_locking.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with torch.inference_mode(mode):
-        memory = locked_memory((30, mmap.PAGESIZE), torch.uint8, Runtime())
+        memory = locked_memory((30, mmap.PAGESIZE), torch.uint8, Runtime(), pages_a_thread=2)
         assert not memory.any()

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from triforce.offload.transfer import pages
 from triforce.offload.transfer.pages import aligned_memory
 from triforce.tp.errors import CapacityError
 
@@ -30,6 +29,6 @@ def test_memory_that_the_system_does_not_give_is_an_error_that_says_how_much(mon
     def refused(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(pages.mmap, "mmap", refused)
+    monkeypatch.setattr(mmap, "mmap", refused)
     with pytest.raises(CapacityError, match=r"gives no 3\.00 GiB of host memory \(Cannot allocate memory\)"):
         aligned_memory((3, 2**30), torch.uint8)

@@ -13,33 +13,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
 from simulated_troubles import Breaking, Broken, fill, sometimes_packed
-from staged_runs import staged
-from triforce.kernels import packing
+from staged_runs import SeenDisk, staged
 from triforce.kernels.selection import use_kernels
-from triforce.offload.batch import reading, sequence, upkeep
-from triforce.offload.caches import full as full_caches
-from triforce.offload.caches import kept
+from triforce.offload.batch import reading
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
-from triforce.offload.contexts import use
-from triforce.offload.planning import placement
+from triforce.offload.limits import Limits
 from triforce.offload.planning.placement import Placement
-from triforce.offload.speculation import noise, sampling
-from triforce.offload.transfer import host_blocks, streamed_blocks
+from triforce.offload.system import System
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
-from triforce.offload.transfer.staged.block_file import DiskSpace, aligned_size
+from triforce.offload.transfer.host import Host
+from triforce.offload.transfer.staged.block_file import aligned_size
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.decoder import Decoder
@@ -68,21 +63,14 @@ RAW = Kind(16, 260, torch.float32, False, 1e-4)
 PACKED = Kind(64, 420, torch.bfloat16, True, 3e-2)
 
 
-@contextmanager
-def as_on_a_gpu(simulator: Simulator | None = None) -> Iterator[None]:
-    """Within, what a GPU would run: no compiled kernels for CPUs, and, in a simulator, its link and its waits."""
-    with ExitStack() as patches:
-        patches.enter_context(use_kernels(attention="plain", layers="plain"))
-        likeliest = lambda probabilities, _: probabilities.sort(dim=-1, descending=True)  # noqa: E731
-        patches.enter_context(patch.object(sampling, "_likeliest", likeliest))
-        patches.enter_context(patch.object(packing, "loaded", lambda: None))  # what is compiled is not seen here
-        patches.enter_context(patch.object(noise, "_mostly_zero", lambda _: False))
-        if simulator:
-            link = lambda *_: CudaLink(CPU, runtime=simulator.runtime())  # noqa: E731
-            patches.enter_context(patch.object(kept, "make_link", link))
-            for module in (kept, reading, sequence, upkeep, use):
-                patches.enter_context(patch.object(module, "synchronize", simulator.synchronize))
-        yield
+def as_on_a_gpu() -> AbstractContextManager[None]:
+    """Within, what a GPU would run, in PyTorch's operations: what is compiled is not seen here."""
+    return use_kernels(attention="plain", as_gpu=())
+
+
+def simulated_system(simulator: Simulator) -> System:
+    """A simulator's link and its waits."""
+    return System(synchronize=simulator.synchronize, make_link=lambda *_: CudaLink(CPU, runtime=simulator.runtime()))
 
 
 def make_decoders(directory: Path, dtype: torch.dtype = torch.float32) -> list[Decoder]:
@@ -121,16 +109,14 @@ def play(
     simulator = Simulator(seed if deferred else None)
     with ExitStack() as stack:
         stack.enter_context(as_on_a_gpu())
-        stack.enter_context(patch.object(placement, "RING_BUFFERS", chance.randint(1, 3)))
-        stack.enter_context(patch.object(placement, "OPEN_SLACK", SLACK))
-        for module in (streamed_blocks, full_caches):  # a pass over more rows is a prefill
-            stack.enter_context(patch.object(module, "FEW_ROWS", SLACK))
-        stack.enter_context(patch.object(host_blocks, "pack", sometimes_packed(random.Random(seed))))
+        # On a disk few, too, or blocks of a pass as short as these would hardly use one twice.
+        limits = Limits(ring_buffers=chance.randint(1, 3), disk_buffers=6, open_slack=SLACK, few_rows=SLACK)
+        host = Host(pack=sometimes_packed(random.Random(seed)))
         stack.enter_context(torch.inference_mode())
         decoder = decoders[seed % len(decoders)]
-        history = _History(decoder, simulator, chance, PACKED if decoder.dtype == PACKED.dtype else RAW)
+        kind = PACKED if decoder.dtype == PACKED.dtype else RAW
+        history = _History(decoder, simulator, chance, kind, limits, host)
         if away:
-            stack.enter_context(staged(simulator, chance))
             history.send_away(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         simulator.__enter__()
         try:
@@ -145,13 +131,16 @@ def play(
 
 
 class _History:
-    def __init__(self, decoder: Decoder, simulator: Simulator, chance: random.Random, kind: Kind) -> None:
+    def __init__(
+        self, decoder: Decoder, simulator: Simulator, chance: random.Random, kind: Kind, limits: Limits, host: Host
+    ) -> None:
         self.decoder, self.simulator, self.chance, self.kind = decoder, simulator, chance, kind
+        self.limits, self.host = limits, host
         self.link = CudaLink(CPU, runtime=simulator.runtime())
         self.tokens = torch.tensor(random_tokens(kind.capacity, seed=chance.randint(0, 9)))
         self.capacity, self.resident = kind.capacity // 2, chance.choice([0, 0, 1, 3])
         self.cache: Any = None
-        self.disk: DiskSpace | None = None
+        self.disk: SeenDisk | None = None
         self.num_disk = 0
         sizes = {"capacity": kind.capacity, "block_size": kind.size}
         blocks = DeviceBlocks(decoder.part, dtype=kind.dtype, device=CPU, **sizes)
@@ -165,23 +154,29 @@ class _History:
         caches, and perhaps for some layers."""
         config, kind = self.decoder.config, self.kind
         block = 2 * config.num_kv_heads * kind.size * config.head_dim * kind.dtype.itemsize
-        staging = 3 * placement.STAGING_BUFFERS * aligned_size(block)
+        staging = 3 * self.limits.staging_buffers * aligned_size(block)
+        self.host = staged(self.simulator, self.chance, self.host)
         where = self.chance.choice(["disk", "ordinary", "both"])
         if where != "disk":
             self.simulator.most_locked = staging + self.chance.choice([0, 4, 20, 60]) * block
         if where != "ordinary":
-            self.disk, self.num_disk = DiskSpace(folder), self.chance.choice([1, 2, 5, 99])
+            self.disk = SeenDisk(folder, self.host, self.simulator)
+            self.num_disk = self.chance.choice([1, 2, 5, 99])
 
     def blocks_of(self, capacity: int, resident: int) -> StreamedBlocks:
         kind = self.kind
-        place = Placement.streaming(capacity, kind.size, resident, CHUNK, packed=kind.packed)
+        place = Placement.streaming(capacity, kind.size, resident, CHUNK, packed=kind.packed, limits=self.limits)
         place = replace(place, num_disk=min(self.num_disk, place.num_host))
-        given = {"dtype": kind.dtype, "device": CPU, "disk": self.disk}
+        given = {"dtype": kind.dtype, "device": CPU, "disk": self.disk, "host": self.host}
         return StreamedBlocks(self.decoder.part, self.link, place, **given)
 
     def new_cache(self) -> FullCache:
-        blocks = self.blocks_of(self.capacity, self.resident)
-        return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK)
+        return self.full_cache(self.blocks_of(self.capacity, self.resident))
+
+    def full_cache(self, blocks: StreamedBlocks, prefix: FullCache | None = None, start: int = 0) -> FullCache:
+        shares = {"prefix": prefix, "start": start}
+        few_rows = self.limits.few_rows
+        return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, few_rows=few_rows, **shares)
 
     def step(self, kind: str | None = None) -> None:
         if self.cache is None:
@@ -329,8 +324,7 @@ class _History:
         blocks = self.another(lambda: self.blocks_of(4 * kind.size, resident))
         if blocks is None:
             return
-        prefix = self.cache if start else None
-        other = FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, prefix=prefix, start=start)
+        other = self.full_cache(blocks, self.cache if start else None, start)
         slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
         while True:
             try:

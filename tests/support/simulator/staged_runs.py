@@ -6,17 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from cuda_simulator import Simulator
 from simulated_operations import simulator_off
-from triforce.offload.planning import placement
+from triforce.offload.transfer.host import Host
 from triforce.offload.transfer.pages import aligned_memory
-from triforce.offload.transfer.staged import block_file, disk_blocks, host_memory, not_resident
-from triforce.offload.transfer.staged.block_file import BlockFile
+from triforce.offload.transfer.staged.block_file import BlockFile, DiskSpace
 
 
 class Job:
@@ -83,35 +82,43 @@ class Pool:
             self.chance.choice(self.waiting).run()
 
 
-@contextmanager
-def staged(simulator: Simulator, chance: random.Random) -> Iterator[None]:
-    """Within, threads are a `Pool`, and the simulator sees what they do to memory."""
-    whole = BlockFile._whole
+def staged(simulator: Simulator, chance: random.Random, host: Host) -> Host:
+    """`host` with threads that are a `Pool`, and memory that the simulator knows to be the host's."""
 
-    def seen(file: BlockFile, move: Any, memory: torch.Tensor, start: int, what: str) -> None:
+    def on_host(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        with simulator_off(simulator), torch.inference_mode():
+            memory = host.memory(shape, dtype)
+        if memory.numel():
+            simulator.put(simulator.memory(memory), True)
+        return memory
+
+    return replace(host, memory=on_host, make_pool=lambda: Pool(chance))
+
+
+class SeenDisk(DiskSpace):
+    """A disk of which the simulator sees what is done to memory."""
+
+    def __init__(self, folder: Path, host: Host, simulator: Simulator) -> None:
+        super().__init__(folder, host)
+        self.simulator = simulator
+
+    def new_file(self, num_slots: int, slot_bytes: int) -> BlockFile:
+        return _SeenFile(self, num_slots, slot_bytes)
+
+
+class _SeenFile(BlockFile):
+    def __init__(self, space: SeenDisk, num_slots: int, slot_bytes: int) -> None:
+        super().__init__(space, num_slots, slot_bytes)
+        self._simulator = space.simulator
+
+    def _whole(self, move: Callable[..., int], memory: torch.Tensor, start: int, what: str) -> None:
+        simulator = self._simulator
         with simulator_off(simulator), torch.inference_mode():
             through = aligned_memory(memory.shape, torch.uint8)
         simulator.put(simulator.memory(through), True)
         if what == "writing":
             through.copy_(memory)
         with simulator_off(simulator), torch.inference_mode():
-            whole(file, move, through, start, what)
+            super()._whole(move, through, start, what)
         if what == "reading":
             memory.copy_(through)
-
-    def on_host(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        with simulator_off(simulator), torch.inference_mode():
-            memory = aligned_memory(shape, dtype)
-        if memory.numel():
-            simulator.put(simulator.memory(memory), True)
-        return memory
-
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(BlockFile, "_whole", seen))
-        # Few, or blocks of a pass as short as these would hardly use one twice.
-        patches.enter_context(patch.object(placement, "DISK_BUFFERS", placement.STAGING_BUFFERS))
-        for module in (host_memory, disk_blocks):
-            patches.enter_context(patch.object(module, "aligned_memory", on_host))
-        for module in (block_file, not_resident):
-            patches.enter_context(patch.object(module, "make_pool", lambda: Pool(chance)))
-        yield

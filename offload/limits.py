@@ -1,0 +1,40 @@
+"""Sizes that plans, caches and streaming blocks keep to, handed in with `System`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..kernels.selection import FEW_ROWS
+from ..tp.model.decoder import TILING, Tiling
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Numbers that a test may want smaller."""
+
+    ring_buffers: int = 3
+    """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block
+    whose attention takes longer than its copy."""
+    staging_buffers: int = 6
+    """Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
+    copied."""
+    disk_buffers: int = 12
+    """Blocks in host memory on their way from a disk: four being read, which a disk needs for its full speed, and as
+    many as it reads meanwhile when a layer's blocks in memory are attended to (over 131,072 tokens of which a quarter
+    was there, a verification took 340 ms with 12, 390 with 6)."""
+    open_slack: int = 512
+    """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
+    largest_block: int = 4096
+    """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
+    few_rows: int = FEW_ROWS
+    """Rows up to which blocks stream past in a pass. One of more is a prefill: it collects a layer at a time."""
+    streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
+    """Draft tokens for a pass over the full cache at most, where blocks stream, and it takes as long as they take to
+    cross the link: the first of these whose attention mass is small."""
+    runtime_bytes: int = 350 * 2**20
+    """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
+    tiling: Tiling = TILING
+    """How a prompt's rows are computed together."""
+
+
+LIMITS = Limits()
