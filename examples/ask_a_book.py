@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from triforce.offload import Engine, Sampling
-from triforce.tp.weights.registry import find_pair
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer, find_pair
 
 book, model = sys.argv[1], (sys.argv[2:] or ["embedded"])[0]
 tokenizer = Tokenizer.load(find_pair(model)[0])

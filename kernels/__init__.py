@@ -1,5 +1,74 @@
-"""Pure functions on tensors: attention with log-sum-exp, merging of partial results, chunk scoring.
+"""Pure functions on tensors: attention with log-sum-exp, merging of partial results, chunks of keys, packing, and a
+decoder's other products.
 
 Nothing here imports another part of triforce. Faster implementations of a function are called behind the same name and
-tested against the plain one; which one is used follows from the device and the call, or from `selection.use_kernels`.
+tested against the plain one; which one is used follows from the device and the call, or from `use_kernels`.
+
+The names below are imported when they are first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import attend, attend_blocks, takes_blocks
+    from .chunks import chunk_mass, chunk_scores, copy_chunks, gather_chunks, select_chunks
+    from .cpu.library import Level, cpu_level, instructions
+    from .layers import gated_mlp, linear, put, rotate, rows_are_independent
+    from .packing import gather_packed, is_packed, pack, unpack
+    from .partials import merge_partials, new_running
+    from .plain_attention import Scratch
+    from .selection import FEW_ROWS, Backend, padded_rows, use_kernels
+    from .slots import Layout
+
+__all__ = [
+    "FEW_ROWS",
+    "Backend",
+    "Layout",
+    "Level",
+    "Scratch",
+    "attend",
+    "attend_blocks",
+    "chunk_mass",
+    "chunk_scores",
+    "copy_chunks",
+    "cpu_level",
+    "gated_mlp",
+    "gather_chunks",
+    "gather_packed",
+    "instructions",
+    "is_packed",
+    "linear",
+    "merge_partials",
+    "new_running",
+    "pack",
+    "padded_rows",
+    "put",
+    "rotate",
+    "rows_are_independent",
+    "select_chunks",
+    "takes_blocks",
+    "unpack",
+    "use_kernels",
+]
+
+_NAMES = {
+    ".attention": ("attend", "attend_blocks", "takes_blocks"),
+    ".chunks": ("chunk_mass", "chunk_scores", "copy_chunks", "gather_chunks", "select_chunks"),
+    ".cpu.library": ("Level", "cpu_level", "instructions"),
+    ".layers": ("gated_mlp", "linear", "put", "rotate", "rows_are_independent"),
+    ".packing": ("gather_packed", "is_packed", "pack", "unpack"),
+    ".partials": ("merge_partials", "new_running"),
+    ".plain_attention": ("Scratch",),
+    ".selection": ("FEW_ROWS", "Backend", "padded_rows", "use_kernels"),
+    ".slots": ("Layout",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name], __name__), name)

@@ -12,14 +12,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch.batch import Batch
     from .batch.request import Request
+    from .contexts.manifest import ContextError
+    from .contexts.model import ContextRequest
+    from .contexts.store import ContextStore
     from .engine import Engine
     from .generation import Generation, Result, Round
     from .speculation.sampling import Sampling
 
-__all__ = ["Batch", "Engine", "Generation", "Request", "Result", "Round", "Sampling"]
+__all__ = [
+    "Batch",
+    "ContextError",
+    "ContextRequest",
+    "ContextStore",
+    "Engine",
+    "Generation",
+    "Request",
+    "Result",
+    "Round",
+    "Sampling",
+]
 
 _MODULES = {
     "Batch": ".batch.batch",
+    "ContextError": ".contexts.manifest",
+    "ContextRequest": ".contexts.model",
+    "ContextStore": ".contexts.store",
     "Engine": ".engine",
     "Generation": ".generation",
     "Request": ".batch.request",

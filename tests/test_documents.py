@@ -24,12 +24,16 @@ import pytest
 from command import Fork, triforce, undocumented
 from triforce.cli.doctor import examine
 from triforce.cli.models import describe
-from triforce.tp.weights.registry import EMBEDDED, PRESETS
+from triforce.tp import PRESETS
+from triforce.tp.weights.registry import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tp/embedded/README.md", "tests/README.md")
+    ),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

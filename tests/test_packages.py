@@ -172,33 +172,6 @@ def patched_modules(path: Path, ours: set[str]) -> list[str]:
 
 
 STILL_PATCH = {
-    # Commands are not handed what they run on: constants of theirs, and amounts that bandwidths are measured over.
-    "tests/cli/batch/test_batch_command.py",
-    "tests/cli/bench/conftest.py",
-    "tests/cli/bench/test_bench.py",
-    "tests/cli/bench/test_bench_shape.py",
-    "tests/cli/bench/test_benchmark_report.py",
-    "tests/cli/chat/test_chat.py",
-    "tests/cli/compare/test_compare.py",
-    "tests/cli/generate/test_generate.py",
-    "tests/cli/generate/test_stopping.py",
-    "tests/cli/plan/test_measured.py",
-    "tests/cli/serve/test_serve_answers.py",
-    "tests/cli/serve/test_serve_command.py",
-    "tests/cli/serve/test_serve_contexts.py",
-    "tests/cli/serve/test_serve_load.py",
-    "tests/cli/serve/test_serve_ranks.py",
-    "tests/cli/serve/test_serve_safety.py",
-    "tests/cli/test_cli.py",
-    "tests/support/command.py",
-    # Inner kernels and sizes of segments.
-    "tests/kernels/test_backends.py",
-    "tests/kernels/test_compiled.py",
-    "tests/kernels/test_large_offsets.py",
-    "tests/kernels/test_layers.py",
-    "tests/kernels/test_triton_bits.py",
-    "tests/kernels/test_triton_chunks.py",
-    "tests/tp/test_chat_template.py",
     # It times functions where they are called from: no argument could carry its clock into a kernel.
     "examples/cpu_results.py",
 }

@@ -54,6 +54,7 @@ def attend_triton(
     window: int | None = None,
     split: bool = True,
     running: Tensor | None = None,
+    most_parts: int = _MOST_PARTS,
 ) -> tuple[Tensor, Tensor]:
     """`attention.attend` for tensors on a CUDA device (on the CPU under Triton's interpreter, `TRITON_INTERPRET=1`).
 
@@ -65,6 +66,7 @@ def attend_triton(
         split: whether to split the keys, which is faster for a few rows; many rows fill the GPU without, and their
             partial results would be large. A row's bits are not the same with and without.
         running: as in `attend`: `[num_heads, n, head_dim + 16]`, float32, contiguous. Its peaks are in powers of two.
+        most_parts: bytes of partial results at most; longer calls are several launches.
 
     Returns:
         `out` `[num_heads, n, head_dim]` and `lse` `[num_heads, n]`, both float32.
@@ -83,7 +85,8 @@ def attend_triton(
     if isinstance(diagonal, int):
         m = min(m, max(0, diagonal + n))
     keys_per_split = KEYS_PER_SPLIT if split else max(1, m)
-    first, stop, launch = splits_to_launch(m, diagonal, window, keys_per_split, out.numel() + 2 * lse.numel())
+    floats = out.numel() + 2 * lse.numel()
+    first, stop, launch = splits_to_launch(m, diagonal, window, keys_per_split, floats, most_parts)
     if running is None and stop - first > launch:
         running = new_running(q)
     merges = split or running is not None
@@ -149,13 +152,13 @@ def power_of_two(x: int) -> int:
 
 
 def splits_to_launch(
-    m: int, diagonal: int | Tensor, window: int | None, keys_per_split: int, floats_per_split: int
+    m: int, diagonal: int | Tensor, window: int | None, keys_per_split: int, floats_per_split: int, most_parts: int
 ) -> tuple[int, int, int]:
     """The first split that any row may see, the one behind the last (at least one), and how many to launch at once."""
     lowest = diagonal - window + 1 if isinstance(diagonal, int) and window is not None else 0
     stop = max(1, ceil_div(m, keys_per_split))
     first = min(max(0, lowest) // keys_per_split, stop - 1)
-    return first, stop, min(_MOST_SPLITS, max(1, _MOST_PARTS // (4 * floats_per_split)))
+    return first, stop, min(_MOST_SPLITS, max(1, most_parts // (4 * floats_per_split)))
 
 
 def tile_sizes(group: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:

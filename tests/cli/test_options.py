@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command import TEXT, check_refusal, run_command, run_fork, run_here
-from triforce.tp.weights.registry import PRESETS
+from triforce.tp import PRESETS
 
 SEVEN = "yarn-llama-2-7b-128k"
 

@@ -10,8 +10,7 @@ import torch
 from oracles import oracle, random_qkv
 from triton_runs import DTYPES, both
 
-from triforce.kernels.triton import attention as triton_attention  # isort: skip (Triton may be missing until here)
-from triforce.kernels.triton.attention import KEYS_PER_SPLIT, attend_triton  # isort: skip
+from triforce.kernels.triton.attention import KEYS_PER_SPLIT, attend_triton  # isort: skip (Triton may be missing)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -25,7 +24,7 @@ def no_keys(q):
     return running
 
 
-def in_calls(q, k, v, edges, *, diagonal, window=None):
+def in_calls(q, k, v, edges, *, diagonal, window=None, **options):
     """Attention to keys that come in several calls: the last call's results, and the running result."""
     running, got = no_keys(q), ()
     for first, stop in itertools.pairwise(edges):
@@ -37,6 +36,7 @@ def in_calls(q, k, v, edges, *, diagonal, window=None):
             diagonal=diagonal - first,
             window=window,
             running=running,
+            **options,
         )
     return *got, running
 
@@ -87,14 +87,14 @@ def test_the_number_of_calls_and_of_hidden_keys_changes_no_bit(device, n, window
 
 @both
 @pytest.mark.slow
-def test_little_memory_for_partial_results_changes_no_bit(device, monkeypatch):
+def test_little_memory_for_partial_results_changes_no_bit(device):
     n, m = 3, 3 * KEYS_PER_SPLIT + 100
     q, k, v = inputs(device, (4, 2, 16), n, m)
     once = attend_triton(q, k, v, scale=SCALE, diagonal=m - n)
     running = in_calls(q, k, v, [0, m], diagonal=m - n)[2]
-    monkeypatch.setattr(triton_attention, "_MOST_PARTS", 2 * 4 * 4 * n * (16 + 2))  # two splits
-    assert_same(attend_triton(q, k, v, scale=SCALE, diagonal=m - n), once)
-    assert_same(in_calls(q, k, v, [0, m], diagonal=m - n), (*once, running))
+    two_splits = 2 * 4 * 4 * n * (16 + 2)
+    assert_same(attend_triton(q, k, v, scale=SCALE, diagonal=m - n, most_parts=two_splits), once)
+    assert_same(in_calls(q, k, v, [0, m], diagonal=m - n, most_parts=two_splits), (*once, running))
 
 
 @both

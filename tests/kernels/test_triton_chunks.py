@@ -6,13 +6,15 @@ Without a GPU they run under Triton's interpreter (see `conftest.py`); with one,
 import pytest
 import torch
 from oracles import oracle, random_qkv
-from triforce.kernels import chunks
-from triforce.kernels.attention import attend
-from triforce.kernels.chunks import chunk_mass, copy_chunks, gather_chunks
-from triton_runs import DTYPES, both, interpreted
+from triforce.kernels import attend, chunk_mass, copy_chunks, gather_chunks, use_kernels
+from triton_runs import DTYPES, both, interpreted, launches
 
-from triforce.kernels.triton import chunks as triton_chunks  # isort: skip (Triton may be missing until here)
-from triforce.kernels.triton.chunks import chunk_mass_triton, copy_chunks_triton, gather_chunks_triton, takes_chunks
+from triforce.kernels.triton.chunks import (  # isort: skip (Triton may be missing until here)
+    chunk_mass_triton,
+    copy_chunks_triton,
+    gather_chunks_triton,
+    takes_chunks,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -88,18 +90,14 @@ def chunk_functions(q, k, lse, indices):
 
 
 @interpreted
-def test_chunk_functions_take_triton_where_it_is_usable(monkeypatch):
+def test_chunk_functions_take_triton_where_it_is_usable():
     q, k, v = random_qkv((4, 2, 32), 3, 64)
     lse = attend(q, k, v, scale=0.2, diagonal=60)[1]
     indices = torch.tensor([[0, 5, 7], [1, 2, 3]])
     want = chunk_functions(q, k, lse, indices)
-    called = []
-    for name in ("chunk_mass_triton", "gather_chunks_triton"):
-        kernel = getattr(triton_chunks, name)
-        monkeypatch.setattr(
-            triton_chunks, name, lambda *a, kernel=kernel, **named: called.append(kernel) or kernel(*a, **named)
-        )
-    monkeypatch.setattr(chunks, "usable_packages", lambda device: {"triton"})
-    got = chunk_functions(q, k, lse, indices)
-    assert len(called) == 2
+    with launches() as grids:
+        assert chunk_functions(q, k, lse, indices) and not grids
+        with use_kernels(as_gpu={"triton"}):
+            got = chunk_functions(q, k, lse, indices)
+    assert len(grids) == 2
     torch.testing.assert_close(got, want)

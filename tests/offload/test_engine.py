@@ -6,13 +6,15 @@ from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from transformers import AutoModelForCausalLM
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
-from triforce.tp.errors import CapacityError, ModelError, UsageError
+from triforce.tp import CapacityError, ModelError, UsageError
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 import pytest
 from tiny import SHAPES, agreeing_pair, greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT = random_tokens(300, seed=3)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from spmd import run_jobs
 from tiny import random_tokens, save_families
-from triforce.kernels.cpu.library import Level, cpu_level
-from triforce.kernels.selection import use_kernels
+from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.offload import Engine, Sampling
 
 PROMPT = random_tokens(620, seed=3)
@@ -98,8 +97,7 @@ def test_a_seed_is_one_text(checkpoints, family, dtype, exact, plain, seed):
 
 def test_without_padded_rows_general_products_round_otherwise_for_more_rows():
     """What the padding is for: if this fails, the tests above show nothing about it."""
-    from triforce.kernels.layers import linear
-    from triforce.kernels.selection import padded_rows
+    from triforce.kernels import linear, padded_rows
 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((40, 512), (300, 512)))

@@ -4,7 +4,7 @@ many tokens, up to 31, are proposed and verified at a time."""
 import pytest
 import torch
 from tiny import random_tokens, save_llama
-from triforce.kernels.cpu.library import Level, cpu_level
+from triforce.kernels import Level, cpu_level
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.planning.placement import Placement

@@ -5,7 +5,7 @@ import torch
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.threads import DecodingThreads, Usage
-from triforce.tp.errors import UsageError
+from triforce.tp import UsageError
 
 
 class Machine:

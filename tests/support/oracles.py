@@ -9,8 +9,7 @@ import mmap
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triforce.kernels.packing import pack
-from triforce.kernels.slots import Layout
+from triforce.kernels import Layout, pack
 
 
 def random_qkv(

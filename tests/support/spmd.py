@@ -125,10 +125,8 @@ def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
 def work(jobs: list[dict[str, Any]]) -> None:
     """A rank's part of `jobs`, in order."""
     import torch
-    from triforce.offload import Engine, Sampling
+    from triforce.offload import ContextRequest, ContextStore, Engine, Sampling
     from triforce.offload.caches.recent_mass import RECENT_ROWS
-    from triforce.offload.contexts.model import ContextRequest
-    from triforce.offload.contexts.store import ContextStore
 
     torch.set_num_threads(1)
     for index, job in enumerate(jobs):

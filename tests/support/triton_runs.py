@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -52,3 +55,19 @@ def compiled_table(cache: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@contextmanager
+def launches(*, run: bool = True) -> Iterator[list[tuple[int, ...]]]:
+    """The grids of what Triton's interpreter is asked to run within; without `run` nothing is computed."""
+    from triton.runtime.interpreter import GridExecutor
+
+    compute = GridExecutor.__call__
+    grids: list[tuple[int, ...]] = []
+
+    def launched(executor, *arguments, **named):
+        grids.append(tuple(executor.grid))
+        return compute(executor, *arguments, **named) if run else None
+
+    with patch.object(GridExecutor, "__call__", launched):
+        yield grids

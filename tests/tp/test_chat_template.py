@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 from command import save_tokenizer
 from transformers import AutoTokenizer
-from triforce.tp.errors import ModelError
-from triforce.tp.weights import tokenizer as module
-from triforce.tp.weights.chat_template import compile_template
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import ModelError, Tokenizer
 
 OF_THE_PAIR = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -43,11 +40,11 @@ def saved(directory: Path, template: str) -> Path:
 def test_a_template_gives_what_transformers_gives(tmp_path, monkeypatch, template, simple):
     directory = saved(tmp_path / "model", template)
     oracle = AutoTokenizer.from_pretrained(directory)
-    imports: list[Path] = []
-    slow = module._load_with_transformers
-    monkeypatch.setattr(module, "_load_with_transformers", lambda path: imports.append(path) or slow(path))
+    loaded: list[Path] = []
+    slow = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **how: loaded.append(path) or slow(path, **how))
     tokenizer = Tokenizer.load(directory)
-    assert bool(imports) is not simple
+    assert bool(loaded) is not simple, "transformers, whose import takes seconds, reads what nothing else does"
     assert tokenizer.render is not None and tokenizer.chat is not None
     given = [{"role": role, "content": content} for role, content in MESSAGES]
     expected = oracle.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
@@ -67,11 +64,14 @@ def test_a_template_that_fails_says_whose_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source",
+    "template",
     [
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | tojson }}{% endif %}{% endfor %}",
         "{{ messages | map('tojson') | join }}",
     ],
 )
-def test_what_only_transformers_renders_is_left_to_it_even_where_it_is_reached_seldom(source):
-    assert compile_template(source, {}, "here") is None
+def test_what_only_transformers_renders_is_left_to_it_even_where_it_is_reached_seldom(tmp_path, template):
+    directory = saved(tmp_path / "model", template)
+    render, given = Tokenizer.load(directory).render, [{"role": role, "content": text} for role, text in MESSAGES]
+    want = AutoTokenizer.from_pretrained(directory).apply_chat_template(given, tokenize=False)
+    assert render is not None and render(MESSAGES) == want

@@ -9,8 +9,9 @@ import transformers
 from command import run_here
 from triforce.offload import Engine
 from triforce.offload.settings import Settings
+from triforce.tp import PRESETS, find_pair
 from triforce.tp.weights.hub import is_hub_name
-from triforce.tp.weights.registry import PRESETS, Preset, find_pair, published_settings
+from triforce.tp.weights.registry import Preset, published_settings
 
 
 @pytest.mark.parametrize("name", PRESETS)

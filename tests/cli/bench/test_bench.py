@@ -11,7 +11,7 @@ import time
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, check_refusal, run_here, undocumented, without_weights
 from safetensors.torch import load_file
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 CONTEXTS, NEW_TOKENS = (200, 400), 12
 

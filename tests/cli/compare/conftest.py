@@ -6,7 +6,7 @@ import pytest
 from command import TEXT, VOCABULARY, fork_interpreters, run_here, save_tokenizer
 from comparisons import PROMPT_TOKENS, TOKENS
 from tiny import greedy_oracle, save_llama
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 
 @pytest.fixture(scope="module")

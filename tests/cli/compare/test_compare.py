@@ -14,7 +14,7 @@ from command import TEXT, TRIFORCE, check_refusal, run_here, undocumented
 from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 OPTIONAL = {"deepspeed": ("deepspeed", "accelerate"), "llama.cpp": ("llama_cpp", "gguf")}
 """Systems that are not always there, and the packages that they need."""

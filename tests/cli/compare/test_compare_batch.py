@@ -8,7 +8,7 @@ from command import TEXT, check_refusal, undocumented
 from comparisons import rows_of
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 SEQUENCES, TOKENS = 3, 12
 PROMPT_TOKENS = 200

@@ -18,7 +18,7 @@ from command import (
     save_tokenizer,
 )
 from tiny import save_llama
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
-from triforce.tp.weights.registry import PRESETS
-from triforce.tp.weights.tokenizer import Tokenizer
+from triforce.tp import PRESETS, Tokenizer
 
 FIELDS = {
     "version": None,

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 from command import check_refusal, run_fork
-from triforce.tp.errors import PeerError
+from triforce.tp import PeerError
 
 TEXT = "It was the best of times, it was the worst of times. " * 12
 ASKED = [

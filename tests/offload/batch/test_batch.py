@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
-from triforce.kernels.cpu.library import Level, cpu_level
-from triforce.kernels.selection import use_kernels
+from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.offload import Batch, Engine, Request, Sampling
-from triforce.tp.model.decoder import TAIL_ROWS, Decoder
+from triforce.tp.model.decoder import Decoder
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)

@@ -9,8 +9,10 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
-from triforce.tp.errors import CapacityError
-from triforce.tp.model.decoder import TAIL_ROWS
+from triforce.tp import CapacityError
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(TAIL_ROWS + 100, seed=3)

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from hooked_disk import HookedDisk
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Request, Sampling
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
-from triforce.offload.contexts.store import ContextStore
-from triforce.tp.model.decoder import TAIL_ROWS
+from triforce.offload import ContextError, ContextRequest, ContextStore, Engine, Request, Sampling
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
 ONE, TWO = random_tokens(TAIL_ROWS + 200, seed=1), random_tokens(TAIL_ROWS + 300, seed=2)

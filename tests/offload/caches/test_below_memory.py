@@ -15,7 +15,7 @@ from triforce.offload.limits import Limits
 from triforce.offload.planning.memory import plan_here
 from triforce.offload.system import System
 from triforce.offload.transfer.staged.block_file import DiskError, DiskSpace
-from triforce.tp.errors import CapacityError, UsageError
+from triforce.tp import CapacityError, UsageError
 
 PROMPT = random_tokens(2900, seed=3)
 NEW_TOKENS = 40

@@ -7,8 +7,8 @@ import shutil
 import pytest
 from corruptions import check_damaged, save_generations
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
-from triforce.offload.contexts.manifest import VERSION, ContextError
-from triforce.offload.contexts.model import ContextRequest
+from triforce.offload import ContextError, ContextRequest
+from triforce.offload.contexts.manifest import VERSION
 from triforce.offload.contexts.segments.layout import PackedLayout
 
 

@@ -9,8 +9,7 @@ from hooked_disk import HOWS, HookedDisk, PowerCut, full_after, read_only, recor
 from killed_reader import check_killed
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
 from tiny_disk import NoDiskError, check_full_disk, small_disk
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
+from triforce.offload import ContextError, ContextRequest
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,14 @@ from profiles import profile_name
 from spmd import kv_digests, run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
+from triforce.kernels import use_kernels
 from triforce.kernels.cpu.library import loaded
-from triforce.kernels.selection import use_kernels
-from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload import ContextRequest, Engine, Sampling
 from triforce.offload.contexts import manifest as manifests
-from triforce.offload.contexts.model import ContextRequest
-from triforce.tp.errors import UsageError
+from triforce.tp import UsageError
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 LONGER = [*TEXT, *TEXT[:90]]
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from spmd import kv_digests, run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
-from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload import ContextRequest, ContextStore, Engine, Sampling
 from triforce.offload.contexts.manifest import Manifest
-from triforce.offload.contexts.model import ContextRequest
 from triforce.offload.contexts.saver import HeldHeads, SaveOrder
 from triforce.offload.contexts.segments.contents import Shape
-from triforce.offload.contexts.store import ContextStore
 from triforce.offload.contexts.use import ContextUse
 from triforce.tp.parallel.ranks import Ranks
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 SHAPES = {"mha": {}, "gqa": {"num_key_value_heads": 2}, "mqa": {"num_key_value_heads": 1}}
 """With two ranks: two KV heads to each, one, and one that both hold."""

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import random_tokens, save_families, save_llama
-from triforce.offload import Engine, Sampling
-from triforce.offload.caches.recent_mass import RECENT_ROWS
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
-from triforce.offload.contexts.store import ContextStore
+from triforce.offload import ContextError, ContextRequest, ContextStore, Engine, Sampling
+
+RECENT_ROWS = 8
+"""Tokens of a prompt that are computed again where all of it was there."""
 
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3-bias")
 SEGMENT = 64

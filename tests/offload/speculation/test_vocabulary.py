@@ -7,7 +7,7 @@ from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.speculation.sampling import distribution
 from triforce.offload.speculation.vocabulary import LARGEST_PADDING, cover
-from triforce.tp.errors import ModelError
+from triforce.tp import ModelError
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])

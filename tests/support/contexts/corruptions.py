@@ -243,7 +243,7 @@ def check_damaged(tiny: TinyContexts, generations: Path, place: Path, rng: rando
 
 def _check(tiny: TinyContexts, generations: Path, place: Path, rng: random.Random, mend: bool) -> str:
     from tiny_contexts import assert_whole, store_at
-    from triforce.offload.contexts.manifest import ContextError
+    from triforce.offload import ContextError
 
     same = leaves_as_it_was(generations, place)
     outcome = tiny.ask(place, which=rng.randrange(2), undamaged=generations / "now")

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from triforce.kernels import Layout
 from triforce.kernels.packing import unpack_plain
-from triforce.kernels.slots import Layout
 
 
 class Half(NamedTuple):

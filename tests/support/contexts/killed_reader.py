@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hooked_disk import HookedDisk
 from tiny_contexts import NAME, SEGMENT, TEXT, TinyContexts, assert_whole, store_at
-from triforce.offload.contexts.manifest import ContextError
+from triforce.offload import ContextError
 
 
 def check_killed(tiny: TinyContexts, root: Path, rng: random.Random) -> str:

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from decoded import decoded_context
 from tiny import random_tokens, save_llama
-from triforce.offload import Engine, Sampling
+from triforce.offload import ContextError, ContextRequest, ContextStore, Engine, Sampling
 from triforce.offload.contexts.disk import Disk
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
-from triforce.offload.contexts.store import ContextStore
 
 SEGMENT = 64
 """Tokens of a segment."""

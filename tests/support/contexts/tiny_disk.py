@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, TEXT, TinyContexts, assert_whole, store_at
-from triforce.offload.contexts.manifest import ContextError
-from triforce.offload.contexts.model import ContextRequest
+from triforce.offload import ContextError, ContextRequest
 
 
 class NoDiskError(Exception):
