@@ -211,7 +211,7 @@ def _stream(text: str) -> str:
         if event.startswith(":"):
             continue  # a sign of life, after a time
         data = event.removeprefix("data: ")
-        found = data if data == "[DONE]" else json.loads(data)
+        found: Any = data if data == "[DONE]" else json.loads(data)
         kind, choice = _kind(found)
         if choice is not None:
             _gather(choices[choice], found, kind)
@@ -226,9 +226,9 @@ def _stream(text: str) -> str:
     return shown(document(described))
 
 
-def _kind(event: Any) -> tuple[str, int | None]:
+def _kind(event: dict[str, Any] | str) -> tuple[str, int | None]:
     """What an event says, in a word, and of which choice."""
-    if not isinstance(event, dict):
+    if isinstance(event, str):
         return event, None
     if "error" in event or "prompt_progress" in event:
         return "error" if "error" in event else "progress", None

@@ -138,6 +138,8 @@ def document(value: Any, *, drawn_seed: bool = False, planned: bool = False, nam
         return found | {"disk_bytes": BYTES} if "planned_tokens" in found else found
     if isinstance(value, list):
         return [document(one, drawn_seed=drawn_seed, planned=planned, name=name, of=of) for one in value]
+    if name == "kernels":
+        return KEYS[name]  # null where the processor has no level
     if value is None or (isinstance(value, bool) and name != "fits"):
         return value
     instead = IN.get((of, name)) or (INSIDE.get(of) if isinstance(value, float | int) else None)
