@@ -174,8 +174,8 @@ def record(scenario: Scenario, models: Path, folder: Path) -> str:
 
 def _asked(ask: Ask) -> str:
     headers = "".join(f"> {name}: {value}\n" for name, value in ask.headers.items())
-    body = ask.note or (ask.body.decode() if isinstance(ask.body, bytes) else ask.body and shown(ask.body))
-    return f"> {ask.method} {ask.path}\n{headers}" + (f"{_indented(body)}" if body else "")
+    given = ask.body.decode() if isinstance(ask.body, bytes) else shown(ask.body) if ask.body is not None else ""
+    return f"> {ask.method} {ask.path}\n{headers}{_indented(ask.note or given)}"
 
 
 def _answered(response: http.client.HTTPResponse, body: bytes) -> str:

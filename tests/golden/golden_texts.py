@@ -103,6 +103,7 @@ def ran(run: Any) -> dict[str, Any]:
     """A run to its end, and what is written down of it."""
     rounds = list(run)
     stats = run.stats()
+    drafted = stats["acceptance"]["draft_per_token"]  # of the small model's tokens, by the retrieval cache
     return {
         "token_ids": stats["token_ids"],
         "finish_reason": stats["finish_reason"],
@@ -110,6 +111,7 @@ def ran(run: Any) -> dict[str, Any]:
         "rounds": stats["rounds"],
         "proposed": sum(one.proposed for one in rounds),
         "accepted": sum(one.accepted for one in rounds),
+        **({"drafted": f"{drafted:.4f} accepted"} if drafted is not None else {}),
         **({"warnings": stats["warnings"]} if stats["warnings"] else {}),
     }
 
