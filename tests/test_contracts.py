@@ -41,17 +41,13 @@ EXCEPTIONS = {
             *("offload/contexts/test_packed.py", "offload/contexts/test_ranks_share.py"),
             *("offload/contexts/test_restored.py", "offload/speculation/test_distribution.py"),
             *("offload/speculation/test_lookup.py", "offload/speculation/test_vocabulary.py"),
-            *("offload/test_engine.py", "offload/test_sixteen_bits.py", "offload/test_threads.py"),
+            *("offload/test_engine.py",),
             *("support/contexts/corruptions.py", "support/contexts/decoded.py", "support/contexts/tiny_contexts.py"),
-            *("support/joint_distribution.py", "support/spmd.py"),
+            *("support/contexts/held_kv.py", "support/joint_distribution.py"),
         ),
         f"the engine: {TO_SPLIT}",
     ),
     "support/contexts/hooked_disk.py": "power cuts are simulated by the disk that a store writes through",
-    **dict.fromkeys(
-        ("tp/test_families.py", "tp/test_hub.py", "tp/test_presets.py", "test_documents.py"),
-        f"models: {TO_SPLIT}",
-    ),
 }
 """Files that contract tests are made of although they use what is not public, and why still."""
 
