@@ -250,7 +250,7 @@ def test_questions_about_a_saved_context(batch, answers, pair, capfd, tmp_path, 
 
 
 def test_an_interrupt_keeps_what_came_and_the_next_run_completes_it(batch, answers, pair, files, tmp_path):
-    write(files[0], [completion(str(n), TEXT, max_tokens=600 if n else 3) for n in range(4)])
+    write(files[0], [completion(str(n), TEXT, max_tokens=300 if n else 3) for n in range(4)])
     settings = ("--max-sequences", 3, "--block-length", 2, "--budget", 64)
     fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
     with Running("batch", files[0], "-o", files[1], *fixed, *settings, "--json", tmp_path / "run.json") as run:

@@ -6,7 +6,17 @@ import shutil
 import signal
 
 import pytest
-from command import TEXT, VOCABULARY, Outcome, Running, run_command, run_here, save_pair, save_tokenizer
+from command import (
+    TEXT,
+    VOCABULARY,
+    Outcome,
+    Running,
+    fork_interpreters,
+    run_command,
+    run_here,
+    save_pair,
+    save_tokenizer,
+)
 from tiny import save_llama
 from triforce.tp import Tokenizer
 
@@ -84,7 +94,8 @@ def test_contexts_are_listed_shown_verified_and_removed(triforce, tmp_path):
         file.write(b"\xff\x00\xff")
     broken = triforce("contexts", "verify", "one", expect=1)
     assert "damaged from position 0 on; read its text again under this name to mend it" in broken.err
-    triforce("contexts", "rm", "one")
+    assert json.loads(triforce("contexts", "verify", "one", "--json", "-", expect=1).out)["damaged"]
+    assert json.loads(triforce("contexts", "rm", "one", "--json", "-").out) == {"removed": ["one"]}
     assert "there is no context 'one'" in triforce("contexts", "rm", "one", expect=1).err
     assert not (tmp_path / "home" / "contexts" / "one").exists()
 
@@ -221,7 +232,7 @@ def test_how_a_text_is_read_does_not_change_what_is_saved(triforce, pair, tmp_pa
         assert "nothing to read" in triforce("read", tmp_path / "book.txt", "--as", name).err
 
 
-def test_a_bench_and_a_comparison_start_from_a_saved_text(triforce, pair, tmp_path):
+def test_a_bench_and_a_comparison_start_from_a_saved_text(triforce, tmp_path, monkeypatch):
     triforce("read", tmp_path / "book.txt", "--raw")
     path = tmp_path / "bench.json"
     fixed = ("--context", "book", "--draft", "none", "--max-new-tokens", 4, "--repeat", 1)
@@ -229,3 +240,7 @@ def test_a_bench_and_a_comparison_start_from_a_saved_text(triforce, pair, tmp_pa
     assert json.loads(path.read_text())["contexts"][0]["restored_tokens"] > 100
     without_name = triforce("compare", *fixed, "--baseline", "autoregressive", "--prompt", "A", expect=2)
     assert "--context and --prompt are both given" in without_name.err
+    fork_interpreters(monkeypatch)
+    compared = json.loads(triforce("compare", *fixed, "--baseline", "autoregressive", "--json", "-").out)
+    assert [system["failure"] for system in compared["systems"]] == [None, None]
+    assert compared["prompt_tokens"] > 200, "the text alone"

@@ -50,3 +50,16 @@ def test_a_terminal_shows_the_requests_of_a_file_by_their_names(pair, tmp_path):
         assert "2 interrupted" in after and "Traceback" not in raw
     finally:
         terminal.close()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_lines_take_the_place_of_a_live_display_where_that_is_asked_for(pair, tmp_path, live):
+    (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "a", "body": {"prompt": "It was"}}) + "\n")
+    files = (tmp_path / "requests.jsonl", "-o", tmp_path / "answers.jsonl")
+    fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--max-new-tokens", 20)
+    terminal = Terminal("batch", *files, *fixed, "--live" if live else "--no-live")
+    try:
+        assert terminal.finish() == 0
+        assert ("\x1b[?1049h" in terminal.raw) == live and "1 of 1 requests" in terminal.raw
+    finally:
+        terminal.close()

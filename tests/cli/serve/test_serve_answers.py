@@ -273,9 +273,15 @@ def test_too_little_memory_is_said_with_its_reason(serving, pair, tmp_path):
 
 @pytest.mark.slow
 def test_a_comment_keeps_a_silent_stream_alive(serving, lasting):
-    with serving(lasting) as server:
-        reply = server.complete(TEXT * 180, stream=True)
-    assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and pieces_of(reply)
+    with serving(lasting, max_sequences=1) as server:
+        first = server.connect("POST", COMPLETION, {"prompt": "It was", "max_tokens": 60_000})
+        server.wait_for(lambda: server.metric("running_answers") == 1)
+        waiting = server.connect("POST", COMPLETION, {"prompt": "It", "max_tokens": 3, "stream": True})
+        response = waiting.getresponse()
+        assert response.readline() == b": keep-alive\n"
+        first.close()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        waiting.close()
 
 
 @pytest.mark.slow

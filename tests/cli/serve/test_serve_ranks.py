@@ -37,7 +37,7 @@ def test_two_ranks_answer_as_one_whoever_comes_and_goes(server, process):
         return lambda: texts(json.load(ranks.post(asked)))
 
     assert server.at_once(*(ask(asked) for asked in ASKED), leaves.close) == [*alone, None]
-    assert ranks.upload("by-two-ranks", TEXT).status == 201
+    assert ranks.upload("by-two-ranks", TEXT).status == server.upload("by-two-ranks", TEXT).status == 201
     about = {"prompt": "Who?", "context": "by-two-ranks", "max_tokens": 20, "temperature": 0}
     on_ranks = ranks.complete(**about).json
     assert texts(on_ranks) == texts(server.complete(**about).json)

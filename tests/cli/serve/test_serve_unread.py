@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -82,13 +83,21 @@ def metric(server, name):
 
 def test_a_stream_that_is_read_late_brings_the_same_in_fewer_pieces(long_pair):
     with serving_within(long_pair, limits=SMALL) as server:
-        fields = {"logprobs": 2, "n": 2, "temperature": 1, "seed": 3, "timings_per_token": True, "max_tokens": 400}
+        fields: dict[str, Any] = {
+            "logprobs": 2,
+            "n": 2,
+            "temperature": 1,
+            "seed": 3,
+            "timings_per_token": True,
+            "max_tokens": 400,
+        }
         with post(server, stream=True, **fields) as late:
             server.wait_for(lambda: metric(server, "generated_tokens_total") >= 800, seconds=60)
             raw, whole = everything(late)
         assert whole
         events = events_of(raw)
-        wanted = server.complete(**(fields | {"timings_per_token": False})).json["choices"]
+        fields["timings_per_token"] = False
+        wanted = server.complete(**fields).json["choices"]
         for number in range(2):
             pieces = [one for event in events for one in event["choices"] if one["index"] == number]
             assert "".join(piece["text"] for piece in pieces) == wanted[number]["text"]

@@ -5,6 +5,7 @@ import time
 import pytest
 from served_within import serving_within
 from triforce.cli.serve import run
+from triforce.cli.serve.answering.batching import RunningBatch
 from triforce.cli.serve.limits import Limits
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Batch, Engine
@@ -85,6 +86,23 @@ def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
     assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and reply.events[-1] == "[DONE]"
 
 
+def test_a_comment_keeps_a_stream_alive_while_a_prompt_is_read(pair, monkeypatch):
+    """Whoever does not ask how it is read is sent nothing else meanwhile."""
+    read, told = RunningBatch._read, []
+
+    def late(running, batch, index, share):
+        for part in range(1, 6 if not told else 1):
+            time.sleep(0.15)  # less than the time after which a comment is due
+            read(running, batch, index, share * part / 6)
+        told.append(share)
+        read(running, batch, index, share)
+
+    monkeypatch.setattr(RunningBatch, "_read", late)
+    with serving_within(pair, limits={"keep_alive_s": 0.25, "first_event_s": 0.01}) as server:
+        reply = server.complete("It was " * 200, stream=True, max_tokens=1)
+    assert reply.body.count(b": keep-alive\n\n") >= 2 and reply.events[-1] == "[DONE]"
+
+
 def test_answers_that_a_lost_rank_cuts_are_told_so(pair, slow_rounds):
     ranks = [0, 1]
     with serving_within(pair, ranks_here=lambda: ranks) as server:
@@ -95,4 +113,5 @@ def test_answers_that_a_lost_rank_cuts_are_told_so(pair, slow_rounds):
             assert server.server.cut(run._let_end(server.server, 60.0, Signals()))
 
         reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), stop)
-        assert reply.events[-1]["error"]["code"] == "rank_ended"
+        told = reply.events[-1] if reply.status == 200 else reply.json  # it may end before it has begun
+        assert told["error"]["code"] == "rank_ended"

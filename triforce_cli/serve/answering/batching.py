@@ -219,7 +219,9 @@ class RunningBatch:
                 batch.end(other)
         self._measure(batch)
         work, now = self._working.get(index), time.perf_counter()
-        if work is None or work.number or (share < 1 and now - work.told < TELL_S):
+        if work is None or work.number or not work.job.wants_progress:
+            return
+        if share < 1 and now - work.told < TELL_S:
             return
         work.began, work.told = work.began or now, now
         s = batch.sequences[index].statistics

@@ -118,6 +118,8 @@ class Job(_Work):
     prompt: RequestPrompt
     timed: bool = False
     """Whether timings are wanted with each piece."""
+    wants_progress: bool = False
+    """Whether it is to be told how its prompt is read."""
 
     @property
     def parts(self) -> int:
@@ -137,6 +139,8 @@ class Upload(_Work):
     name: str
     token_ids: list[int]
     frame: Frame
+    wants_progress: bool = field(default=True, init=False)
+    """As `Job` has it."""
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, ContextError):

@@ -64,7 +64,8 @@ class Service:
         request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
         prompt = await self._prepare(lambda: PromptMaker(self._tokenizer, self._config).make(request))
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
-        job = Job(client, events.send, request, prompt, delivery.timings_per_token)
+        told = delivery.timings_per_token, delivery.return_progress
+        job = Job(client, events.send, request, prompt, *told)
         self._put(job)
         return job, events, delivery
 

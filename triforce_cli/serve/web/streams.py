@@ -112,7 +112,7 @@ class AnswerStream:
             elif isinstance(event, Failed):
                 yield sse(error_of(event.error))
                 return
-            elif isinstance(event, Progress) and self._delivery.return_progress:
+            elif isinstance(event, Progress):
                 yield self._chunk(0, {} if self._chat else "", prompt_progress=progress_body(event))
             elif isinstance(event, Piece):
                 more = {"timings": timings([event.timings])} if event.timings else {}
