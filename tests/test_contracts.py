@@ -27,7 +27,6 @@ TESTS = ROOT / "tests"
 PACKAGES = {"triforce.offload": "offload", "triforce.tp": "tp", "triforce.kernels": "kernels"}
 """The packages whose `__all__` is public, and their folders."""
 
-TO_SPLIT = "tests of what is inside are to go into files of their own"
 EXCEPTIONS = {
     **dict.fromkeys(
         ("cli/bench/conftest.py", "cli/chat/test_screen.py"),
@@ -35,23 +34,20 @@ EXCEPTIONS = {
     ),
     **dict.fromkeys(
         (
-            *("offload/batch/test_batch.py", "offload/batch/test_batch_on_ranks.py", "offload/batch/test_joint.py"),
-            *("offload/batch/test_slices.py", "offload/caches/test_below_memory.py"),
-            *("offload/caches/test_streaming.py", "offload/contexts/test_damage.py"),
             *("offload/contexts/test_packed.py", "offload/contexts/test_ranks_share.py"),
-            *("offload/contexts/test_restored.py", "offload/speculation/test_distribution.py"),
-            *("offload/speculation/test_lookup.py", "offload/speculation/test_vocabulary.py"),
-            *("offload/test_engine.py", "offload/test_sixteen_bits.py", "offload/test_threads.py"),
-            *("support/contexts/corruptions.py", "support/contexts/decoded.py", "support/contexts/tiny_contexts.py"),
-            *("support/joint_distribution.py", "support/spmd.py"),
+            *("offload/contexts/test_restored.py", "support/contexts/decoded.py", "support/contexts/held_kv.py"),
         ),
-        f"the engine: {TO_SPLIT}",
+        "keys and values are compared bit by bit where an engine holds them",
+    ),
+    **dict.fromkeys(
+        ("offload/caches/test_below_memory.py", "offload/batch/test_joint.py", "support/joint_distribution.py"),
+        "small limits, and draws that can be enumerated, are handed in by what is inside",
+    ),
+    **dict.fromkeys(
+        ("support/contexts/tiny_contexts.py", "support/contexts/corruptions.py"),
+        "one engine stands for many processes: what it keeps is taken from it",
     ),
     "support/contexts/hooked_disk.py": "power cuts are simulated by the disk that a store writes through",
-    **dict.fromkeys(
-        ("tp/test_families.py", "tp/test_hub.py", "tp/test_presets.py", "test_documents.py"),
-        f"models: {TO_SPLIT}",
-    ),
 }
 """Files that contract tests are made of although they use what is not public, and why still."""
 

@@ -8,6 +8,7 @@ prints, where a line `…` stands for what is left out. A block that is not run 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import socket
@@ -17,15 +18,11 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command import Fork, triforce, undocumented
-from triforce.cli.doctor import examine
-from triforce.cli.models import describe
-from triforce.tp import PRESETS
-from triforce.tp.weights.registry import EMBEDDED
+from command import Fork, run_here, triforce, undocumented
 
 ROOT = Path(__file__).parents[1]
 
@@ -265,10 +262,10 @@ def test_errors_that_are_explained_are_in_the_code():
         assert any(pattern.search(text) for text in written), f"no error says {message!r}"
 
 
-def test_every_key_that_models_and_doctor_write_is_documented():
-    row, findings = describe(PRESETS[EMBEDDED]), examine()
-    assert not undocumented([asdict(row)], "json.md")
-    assert not undocumented(asdict(findings), "json.md", but="versions")
+def test_every_key_that_models_and_doctor_write_is_documented(capfd):
+    models, doctor = (json.loads(run_here(capfd, command, "--json", "-").out) for command in ("models", "doctor"))
+    assert not undocumented(models, "json.md")
+    assert not undocumented(doctor, "json.md", but="versions")
 
 
 def test_a_commit_is_checked_with_the_tested_ruff():

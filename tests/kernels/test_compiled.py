@@ -75,7 +75,7 @@ def test_it_errs_no_more_than_twice_as_much_as_the_plain_path(dtype):
     error = error_of(attend_compiled(q, k, v, scale=0.125, diagonal=8192 - 13, level=level), want)
     with use_kernels(attention="plain"):
         plain = error_of(attend(q, k, v, scale=0.125, diagonal=8192 - 13), want)
-    assert error < 2 * plain, f"{error} where the plain path has {plain}"
+    assert error < max(2 * plain, 2e-6), f"{error} where the plain path, which differs by machine, has {plain}"
 
 
 @compiled

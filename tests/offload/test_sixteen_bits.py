@@ -2,15 +2,9 @@
 many tokens, up to 31, are proposed and verified at a time."""
 
 import pytest
-import torch
 from tiny import random_tokens, save_llama
 from triforce.kernels import Level, cpu_level
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.full import FullCache
-from triforce.offload.planning.placement import Placement
-from triforce.offload.transfer.link import ThreadLink
-from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"
@@ -25,29 +19,6 @@ def pair(tmp_path_factory):
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, head_dim=32)
     save_llama(root / "target", seed=1, num_key_value_heads=2, head_dim=64)
     return root / "target", root / "draft"
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_rows_verified_together_are_those_decoded_alone(pair, streamed):
-    decoder = Decoder.load(pair[0], dtype=torch.bfloat16, device=torch.device("cpu"))
-    given = {"dtype": torch.bfloat16, "device": decoder.device}
-    tokens = torch.tensor(PROMPT + random_tokens(60, seed=5))
-
-    def make() -> FullCache:
-        if not streamed:
-            return FullCache.on_device(decoder.part, decoder.rope, **given, capacity=900, chunk_size=8)
-        blocks = StreamedBlocks(decoder.part, ThreadLink(), Placement.streaming(900, 64, 1, 8), **given)
-        return FullCache(decoder.part, decoder.rope, blocks, chunk_size=8)
-
-    together, alone = make(), make()
-    for cache in (together, alone):
-        decoder.forward(tokens[:700], cache)
-    position = 700
-    for n in (1, 2, 13, 32):
-        got = decoder.forward(tokens[position : position + n], together, num_logits=n)
-        want = torch.cat([decoder.forward(tokens[i : i + 1], alone) for i in range(position, position + n)])
-        assert torch.equal(got, want), f"{n} rows together differ from each alone"
-        position += n
 
 
 @pytest.mark.parametrize("resident", [None, 0.0])

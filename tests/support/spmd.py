@@ -3,7 +3,7 @@ ranks on CPUs are forks of this process, which has PyTorch already.
 
 A job is {"model", "draft", "device", "dtype", "prompt", "new_tokens", "temperature", "seed", "settings"}, the last for
 `Engine.load`. With "store", the directory of saved contexts, and the names "read" or "context": the prompt is read into
-the first before the run, which starts from the second; the report then has "kv", see `kv_digests`.
+the first before the run, which starts from the second.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ def torchrun(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
 
 
-def run_jobs(jobs: list[dict[str, Any]], ranks: int) -> list[list[dict[str, Any]]]:
+Note = Callable[["Engine", dict[str, Any]], dict[str, Any]]
+"""What else of an engine that has done a job is reported."""
+
+
+def run_jobs(jobs: list[dict[str, Any]], ranks: int, note: Note | None = None) -> list[list[dict[str, Any]]]:
     """What each of `ranks` ranks reports of each job, by job, then rank. Ranks with a GPU are started by torchrun, as a
-    fork cannot use CUDA."""
+    fork cannot use CUDA, and take no `note`."""
     if any(job.get("device", "cpu") != "cpu" for job in jobs):
         command = torchrun("--standalone", "--nproc-per-node", ranks, __file__, json.dumps(jobs))
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | ENVIRONMENT)
         assert done.returncode == 0, done.stderr
         printed = done.stdout
     else:
-        printed = run_forks(lambda: work(jobs), ranks)
+        printed = run_forks(lambda: work(jobs, note), ranks)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(reports) == ranks * len(jobs), printed
     return [sorted((r for r in reports if r["job"] == i), key=lambda r: r["rank"]) for i in range(len(jobs))]
@@ -85,50 +89,39 @@ def run_forks(call: Callable[[], object], ranks: int, seconds: float = 300) -> s
 
 def as_rank(call: Callable[[], object]) -> None:
     """`call`, and the leaving of the group that an interpreter does at its exit, which a fork skips."""
-    from triforce.tp.parallel import ranks
+    import torch.distributed as dist
 
     call()
-    ranks._leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def count_calls(owner: object, name: str) -> list[None]:
-    """A list that grows by one with every call of `owner`'s method `name` from now on."""
-    method, calls = getattr(owner, name), []
+def count_collectives() -> Counter[str]:
+    """How often functions of `torch.distributed` are called from now on, by name; `all_reduce` of rows alone."""
+    import torch.distributed as dist
 
-    def counted(*given: object, **named: object) -> object:
-        calls.append(None)
-        return method(*given, **named)
+    calls: Counter[str] = Counter()
 
-    setattr(owner, name, counted)
+    def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: Any, **named: Any) -> object:
+            rows = name != "all_reduce" or given[0].dim() == 2
+            calls[name if rows else "other sums"] += 1
+            return function(*given, **named)
+
+        return call
+
+    for name in ("all_reduce", "all_gather", "broadcast", "broadcast_object_list"):
+        setattr(dist, name, counted(name, getattr(dist, name)))
     return calls
 
 
-def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
-    """The hash of the first tokens' keys and values in the full cache, of all layers, by KV head of the model."""
-    import torch
-    import xxhash
-
-    assert engine.contexts and engine._kept.cache
-    blocks, ranks = engine._kept.cache.blocks, engine.target.ranks
-    held = engine.contexts._heads_of(ranks.rank)
-    blocks.drain()
-    layers = [
-        torch.cat(blocks.export(layer, 0, tokens)(), dim=2).view(torch.uint8)
-        for layer in range(engine.target.config.num_layers)
-    ]
-    return {
-        str(head): xxhash.xxh3_128_hexdigest(torch.stack([kv[:, head - held.start] for kv in layers]).numpy().tobytes())
-        for head in range(held.start, held.stop)
-    }
-
-
-def work(jobs: list[dict[str, Any]]) -> None:
+def work(jobs: list[dict[str, Any]], note: Note | None = None) -> None:
     """A rank's part of `jobs`, in order."""
     import torch
     from triforce.offload import ContextRequest, ContextStore, Engine, Sampling
-    from triforce.offload.caches.recent_mass import RECENT_ROWS
 
     torch.set_num_threads(1)
+    calls = count_collectives()
     for index, job in enumerate(jobs):
         device = job.get("device", "cpu")
         engine = Engine.load(
@@ -139,27 +132,23 @@ def work(jobs: list[dict[str, Any]]) -> None:
             store=ContextStore(Path(job["store"]), segment_tokens=64) if "store" in job else None,
             **job.get("settings", {}),
         )
-        ranks = engine.target.ranks
         sampling = Sampling(job.get("temperature", 0.0), 1.0, 0, job.get("seed"))
-        before = Counter(ranks.collectives)
-        passes = count_calls(engine.target, "slices")
         if "read" in job:
             engine.read(job["prompt"], job["read"])
+        before = Counter(calls)
         contexts = ContextRequest(name=job["context"]) if "context" in job else None
         result = engine.generate(job["prompt"], sampling, job["new_tokens"], contexts=contexts)
         report = {
             "job": index,
-            "rank": ranks.rank,
+            "rank": int(os.environ["RANK"]),
             "token_ids": result.token_ids,
             "rounds": result.stats["rounds"],
             "warnings": result.stats["warnings"],
-            "passes": len(passes),
             "world_size": result.stats["world_size"],
-            "collectives": dict(ranks.collectives - before),
+            "reused_tokens": result.stats["reused_tokens"],
+            "collectives": dict(calls - before),
         }
-        if "store" in job:
-            reused = len(job["prompt"]) - RECENT_ROWS  # the others were computed again, by all ranks together
-            report |= {"kv": kv_digests(engine, reused), "reused_tokens": result.stats["reused_tokens"]}
+        report |= note(engine, job) if note else {}
         os.write(1, (json.dumps(report) + "\n").encode())  # one write, so that ranks do not mix their lines
 
 

@@ -250,7 +250,7 @@ def test_what_cannot_run_is_found_before_gigabytes_are_fetched(hub, run, tmp_pat
 FULL_DISK = """
 import collections, errno, shutil, sys
 import huggingface_hub
-from triforce.tp.weights.hub import fetch
+from triforce.tp import find_pair
 Usage = collections.namedtuple("Usage", "total used free")
 real = huggingface_hub.hf_hub_download
 def no_room(name, file, **options):
@@ -262,7 +262,7 @@ if sys.argv[1] == "little":
 else:
     huggingface_hub.hf_hub_download = no_room
 try:
-    fetch("tiny/target")
+    find_pair("tiny/target")
 except Exception as error:
     print(type(error).__name__, error)
 """

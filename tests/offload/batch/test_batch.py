@@ -1,9 +1,7 @@
 """Sequences that are decoded together: each has the tokens that it has alone, whoever keeps it company."""
 
-import itertools
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -12,12 +10,12 @@ from profiles import examples
 from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.offload import Batch, Engine, Request, Sampling
-from triforce.tp.model.decoder import Decoder
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
+
 BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)
 """What prompts begin with."""
 
@@ -184,30 +182,6 @@ def test_a_short_prompt_does_not_make_the_retrieval_caches_of_others_small(model
     assert batch.document(1)["settings"]["budget"] == 256
 
 
-def test_a_pass_serves_all_sequences(models, monkeypatch):
-    """Weights are read once a step, whatever the number of sequences."""
-    calls: list[tuple[bool, int]] = []
-    forward = Decoder.forward
-
-    def counted(self, token_ids, cache, **options):
-        calls.append((self.config.num_layers == 1, token_ids.shape[0]))
-        return forward(self, token_ids, cache, **options)
-
-    monkeypatch.setattr(Decoder, "forward", counted)
-    settings = {"draft_length": 2, "block_length": 3}
-    engine = models.engine("llama", **settings)
-    requests = [Request([*BOOK[:300], i], GREEDY, 12, ignore_eos=True) for i in range(5)]
-    batch = engine.batch(requests)
-    for _ in range(5):
-        next(batch)
-    calls.clear()
-    rounds = [next(batch) for _ in range(5)]
-    assert sorted(index for index, _ in rounds) == list(range(5))
-    verifications = [rows for small, rows in calls if not small and rows >= 5 * 4]
-    assert len(verifications) == 1 and verifications[0] == 5 * 4
-    batch.close()
-
-
 @pytest.mark.slow
 def test_a_shared_text_crosses_the_link_once_a_verification(models):
     def streamed(count: int) -> float:
@@ -253,37 +227,6 @@ def test_three_prompts_that_begin_with_one_another_are_read_one_after_the_other(
     batch = engine.batch([Request(prompt, GREEDY, 6, ignore_eos=True) for prompt in prompts])
     assert finish(batch) == [greedy_oracle(models["llama"][1], prompt, 6) for prompt in prompts]
     assert [sequence.statistics.reused_tokens for sequence in batch.sequences] == [0, TAIL_ROWS, 2 * TAIL_ROWS]
-
-
-@pytest.mark.slow
-def test_sequences_that_leave_give_back_what_they_held(models):
-    """Blocks and descriptors return to where they were."""
-    import gc
-    import os
-
-    from triforce.offload.caches.full import FullCache
-
-    def alive() -> int:
-        gc.collect()
-        return sum(isinstance(thing, FullCache) for thing in gc.get_objects())
-
-    engine = models.engine("llama")
-    batch = engine.batch([Request(BOOK, GREEDY, 400, ignore_eos=True)])
-    next(batch)
-    before, files = alive(), len(os.listdir("/proc/self/fd"))
-    for i in range(30):
-        batch.add(Request([*BOOK, i], Sampling(1.0, seed=i), 1 + i % 5))
-        next(batch)
-        if i % 7 == 3:
-            batch.end(i)
-    while any(sequence.state != "ended" for sequence in batch.sequences[1:]):
-        next(batch)
-    assert len(batch.sequences) == 31
-    assert alive() == before
-    assert len(os.listdir("/proc/self/fd")) <= files + 1
-    rest = list(itertools.islice(batch, 3))
-    assert {index for index, _ in rest} == {0}
-    batch.close()
 
 
 @pytest.mark.slow
@@ -337,29 +280,6 @@ def test_drafting_begins_again_after_many_rounds_without(models):
         top.draft_tokens = top.fixed
     for prompt, sequence in zip(prompts, batch.sequences, strict=True):
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 70)
-
-
-def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch):
-    from types import SimpleNamespace
-
-    engine = models.engine("llama", tiers=1)
-    sizes = [engine.plan(1100), engine.plan(1100)]
-    room = (sizes[0].kv + sizes[0].working) * 5 // 4
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room - held()))
-
-    def held():
-        cache = engine._kept.cache
-        return cache.blocks.device_bytes if cache else 0
-
-    prompts = [random_tokens(1080, seed=i) for i in range(3)]
-    batch = engine.batch([Request(prompt, GREEDY, 8, ignore_eos=True) for prompt in prompts])
-    waited = set()
-    for _ in batch:
-        waited |= {i for i, sequence in enumerate(batch.sequences) if (sequence.waits_for or "").startswith("memory")}
-    assert waited == {1, 2}, "each in its turn"
-    assert [sequence.error for sequence in batch.sequences] == [None] * 3
-    for prompt, sequence in zip(prompts, batch.sequences, strict=True):
-        assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
 
 
 def test_a_batch_of_nothing_that_can_be_answered_ends(models):

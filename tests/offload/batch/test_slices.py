@@ -1,28 +1,18 @@
 """A prompt that is read in slices between the rounds of others: the same numbers, and nobody waits long."""
 
 import time
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from tiny import random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.batch.reading import Reading
-from triforce.offload.system import System
-from triforce.tp import CapacityError
-from triforce.tp.model.decoder import Decoder
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
 
 GREEDY = Sampling(temperature=0.0)
+
 BOOK = random_tokens(TAIL_ROWS + 300, seed=3)
-JOINING = {
-    "another text": random_tokens(TAIL_ROWS + 200, seed=5),
-    "the same text, more": BOOK[:TAIL_ROWS] + random_tokens(2 * TAIL_ROWS + 50, seed=6),
-    "the same text, a question": BOOK + random_tokens(30, seed=7),
-}
 
 
 @pytest.fixture(scope="module")
@@ -39,154 +29,6 @@ def load(models, family="llama", **settings) -> Engine:
     directory = models[family][1]
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64} | settings
     return Engine.load(directory, directory.parent / "draft", **given)
-
-
-@pytest.fixture
-def one_slice_at_a_time(monkeypatch):
-    monkeypatch.setattr(Reading, "due", 1)
-
-
-def join(engine, prompt, *, in_slices, running=400):
-    """A batch whose first sequence has begun and another joins, run until that one has its first token; and the events
-    on the way."""
-    requests = [Request(BOOK, GREEDY, running, ignore_eos=True), Request(prompt, GREEDY, 12, ignore_eos=True)]
-    batch = engine.batch(requests[:1], in_slices=in_slices)
-    events = [next(batch), next(batch)]
-    batch.add(requests[1])
-    while events[-1][0] != 1:
-        events.append(next(batch))
-    return batch, events
-
-
-@pytest.mark.parametrize("text", JOINING)
-@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
-@pytest.mark.slow(keep=("llama-streamed-the same text, more",))
-@pytest.mark.usefixtures("one_slice_at_a_time")
-def test_keys_values_and_tokens_are_those_of_a_reading_without_slices(models, family, resident, text):
-    prompt = JOINING[text]
-
-    def read(in_slices):
-        batch, events = join(load(models, family, resident=resident), prompt, in_slices=in_slices)
-        full = batch.sequences[1].opened.full
-        full.blocks.drain()
-        own = [full.blocks.export(layer, 0, full.length - full.start)() for layer in range(full.config.num_layers)]
-        while batch.sequences[1].goes_on:
-            next(batch)
-        tokens = [sequence.statistics.token_ids for sequence in batch.sequences]
-        batch.close()
-        return torch.cat([piece for pieces in own for piece in pieces], dim=2), tokens, len(events)
-
-    kv, tokens, _ = read(False)
-    sliced_kv, sliced_tokens, events = read(True)
-    assert torch.equal(kv, sliced_kv)
-    assert sliced_tokens[1] == tokens[1] == greedy_oracle(models[family][0], prompt, 12)
-    assert sliced_tokens[0] == greedy_oracle(models[family][0], BOOK, len(sliced_tokens[0]))
-    assert events > 4 or "question" in text
-
-
-@pytest.mark.usefixtures("one_slice_at_a_time")
-def test_others_go_on_while_a_prompt_is_read_and_it_is_said_how_far_it_is(models):
-    told: list[tuple[int, float, int]] = []
-    engine = load(models)
-    batch = engine.batch(
-        [Request(BOOK, GREEDY, 400, ignore_eos=True)],
-        in_slices=True,
-        on_prefill=lambda index, share: told.append((index, share, batch.sequences[0].statistics.rounds)),
-    )
-    next(batch)
-    batch.add(Request(JOINING["another text"], GREEDY, 2, ignore_eos=True))
-    while batch.sequences[-1].state != "running" or len(batch.sequences) < 2:
-        next(batch)
-    shares, rounds = zip(*((share, rounds) for index, share, rounds in told if index == 1), strict=True)
-    assert list(shares) == sorted(shares) and shares[-1] == pytest.approx(1)
-    assert len(set(rounds)) > 2, "rounds took place between slices"
-    statistics = batch.sequences[1].statistics
-    assert statistics.prefill_s < statistics.ttft_s
-    assert sum(batch.sequences[0].statistics.token_s) > statistics.prefill_s, "who runs is told what it waited"
-    assert batch.stats()["decode_s"] < batch.sequences[0].statistics.decode_s
-    batch.close()
-
-
-@pytest.mark.parametrize(
-    "slices_s",
-    [
-        [0.01] * 100,
-        [0.3] * 100,
-        [1.7] * 100,
-        [40.0] * 20,
-        ([0.25] * 10 + [1.0] * 10) * 5,
-        ([1.0] * 10 + [0.1] * 10) * 5,
-    ],
-    ids=["shortest", "short", "long", "longest", "short and long", "long and short"],
-)
-def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
-    now = 0.0
-
-    def slices():
-        nonlocal now
-        for seconds in slices_s:
-            now += seconds
-            yield False
-        return torch.empty(0)
-
-    blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
-    sequence = SimpleNamespace(opened=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    reading = Reading(0, cast(Any, sequence), slices(), System(clock=lambda: now))
-    rounds_s, longest = 0.0, 0.0
-    while True:
-        before = now
-        if reading.go_on(reading.due):
-            break
-        longest = max(longest, now - before)
-        now, rounds_s = now + 1.0, rounds_s + 1.0
-        reading.grant(1.0)
-    whole = sum(slices_s)
-    assert reading.seconds == pytest.approx(whole)
-    # How long a slice takes is known from the ones before.
-    assert longest <= max(slices_s) * (1 + (1 + max(slices_s)) / min(slices_s))
-    assert abs(rounds_s - whole) <= 2 * max(slices_s) + 2, "as much as the rounds, as nearly as slices allow"
-
-
-@pytest.mark.usefixtures("one_slice_at_a_time")
-def test_one_that_nobody_waits_for_any_more_is_not_read_to_its_end(models):
-    batch = load(models).batch([Request(BOOK, GREEDY, 60, ignore_eos=True)], in_slices=True)
-    next(batch)
-    index = batch.add(Request(JOINING["the same text, more"], GREEDY, 2, ignore_eos=True))
-    while len(batch.sequences) < 2 or batch.sequences[1].state == "waiting":
-        next(batch)
-    assert batch.sequences[1].state == "reading"
-    batch.end(index)
-    next(batch)
-    next(batch)
-    assert batch.sequences[1].state == "ended" and batch.sequences[1].caches is None
-    assert batch.sequences[1].statistics.token_ids == []
-    later = batch.add(Request(BOOK[:50], GREEDY, 3, ignore_eos=True))
-    for _ in batch:
-        pass
-    assert batch.sequences[0].statistics.token_ids == greedy_oracle(models["llama"][0], BOOK, 60)
-    assert batch.sequences[later].statistics.token_ids == greedy_oracle(models["llama"][0], BOOK[:50], 3)
-
-
-@pytest.mark.usefixtures("one_slice_at_a_time")
-def test_one_that_memory_does_not_suffice_for_fails_alone(models, monkeypatch):
-    batch = load(models).batch([Request(BOOK, GREEDY, 40, ignore_eos=True)], in_slices=True)
-    next(batch)
-    mlp, calls = Decoder._mlp, 0
-
-    def short(self, layer, rows):
-        nonlocal calls
-        calls += rows.shape[0] == TAIL_ROWS
-        if calls == 2 and rows.shape[0] == TAIL_ROWS:
-            raise CapacityError("no memory is left")
-        return mlp(self, layer, rows)
-
-    monkeypatch.setattr(Decoder, "_mlp", short)
-    batch.add(Request(JOINING["another text"], GREEDY, 2, ignore_eos=True))
-    for _ in batch:
-        pass
-    assert [sequence.error for sequence in batch.sequences] == [None, "no memory is left"]
-    assert batch.sequences[0].statistics.token_ids == greedy_oracle(models["llama"][0], BOOK, 40)
 
 
 def test_without_others_a_prompt_is_read_at_once(models):

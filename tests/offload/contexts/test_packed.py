@@ -9,8 +9,9 @@ import torch
 import xxhash
 from context_campaigns import power_cuts
 from decoded import decoded_context
+from held_kv import kv_digests, reused_kv
 from profiles import profile_name
-from spmd import kv_digests, run_jobs
+from spmd import run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
 from triforce.kernels import use_kernels
@@ -149,7 +150,7 @@ def test_what_two_ranks_packed_one_reads_and_the_other_way_round(tmp_path):
     same = {"model": str(model), "draft": "none", "dtype": "bfloat16", "prompt": TEXT, "new_tokens": NEW_TOKENS}
     same |= {"context": NAME, "settings": {"pack": "on"}}
     jobs = [same | {"store": str(one)}, same | {"store": str(two), "read": NAME}]
-    by_one, by_two = run_jobs(jobs, 2)
+    by_one, by_two = run_jobs(jobs, 2, reused_kv)
     tokens = len(TEXT) - RECENT_ROWS
     assert by_one[0]["kv"] | by_one[1]["kv"] == kv_digests(alone, tokens)
     assert [part.kv_heads for part in store_at(two).load(NAME).segments[0].parts] == [(0, 1), (1, 2)]

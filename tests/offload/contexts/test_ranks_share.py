@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from held_kv import kv_digests, reused_kv
 from hooked_disk import HookedDisk
 from safetensors.torch import load_file
-from spmd import kv_digests, run_jobs
+from spmd import run_jobs
 from tiny import save_llama
 from tiny_contexts import NAME, NEW_TOKENS, TEXT, assert_whole, store_at
 from triforce.offload import ContextRequest, ContextStore, Engine, Sampling
@@ -52,7 +53,7 @@ def exchanged(tmp_path_factory):
     for name in SHAPES:
         jobs.append(same | {"model": str(place / name), "store": str(place / f"{name}-by-one")})
         jobs.append(same | {"model": str(place / name), "store": str(place / f"{name}-by-two"), "read": NAME})
-    reports = iter(run_jobs(jobs, 2))
+    reports = iter(run_jobs(jobs, 2, reused_kv))
     found = {}
     for name in SHAPES:
         restored, written = (

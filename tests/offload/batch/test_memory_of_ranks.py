@@ -1,0 +1,68 @@
+"""A sequence that one rank has no memory for fails on all, and others go on."""
+
+import json
+from typing import Any
+
+import pytest
+from spmd import run_forks
+from tiny import greedy_oracle, random_tokens, save_family, save_llama
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.system import System
+from triforce.offload.transfer.make import make_blocks
+from triforce.tp import CapacityError
+
+TAIL_ROWS = 1024
+"""Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
+
+GREEDY = Sampling(temperature=0.0)
+
+BOOK = random_tokens(TAIL_ROWS + 100, seed=3)
+
+PROMPTS = [BOOK + random_tokens(n, seed=n) for n in (5, 30)] + [random_tokens(200, seed=9)]
+
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def pair_of_models(tmp_path_factory):
+    """Where target and draft are, and what transformers writes for each prompt."""
+    root = tmp_path_factory.mktemp("pair")
+    model = save_family(root / "target", "llama-tied", seed=1, head_dim=32)
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    return root, [greedy_oracle(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def run_short(root):
+    """Two batches, the first of which finds no memory on one rank for its first sequence."""
+    refused = []
+
+    def make_once_refused(*given, **named):
+        if refused and refused.pop():
+            raise CapacityError("none is left")
+        return make_blocks(*given, **named)
+
+    settings: Any = {"dtype": "float32", "gpus": 2, "budget": 64, "room": 100}
+    system = System(make_blocks=make_once_refused)
+    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
+    refused.append(engine.target.ranks.rank == 1)
+    requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    batch = engine.batch(requests[:2])
+    for _ in batch:
+        pass
+    later = engine.batch(requests[2:])
+    for _ in later:
+        pass
+    sequences = [*batch.sequences, *later.sequences]
+    engine.close()
+    texts = [sequence.statistics.token_ids for sequence in sequences]
+    print(json.dumps({"texts": texts, "errors": [sequence.error for sequence in sequences]}), flush=True)
+
+
+@pytest.mark.slow
+def test_one_that_a_rank_has_no_memory_for_fails_on_all_and_others_go_on(pair_of_models):
+    root, want = pair_of_models
+    printed = run_forks(lambda: run_short(root), 2)
+    reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [report["texts"] for report in reports] == [[[], *want[1:]]] * 2
+    assert sorted(report["errors"][0] for report in reports) == ["none is left", "rank 1: none is left"]
+    assert all(report["errors"][1:] == [None, None] for report in reports)

@@ -1,0 +1,96 @@
+"""An engine from within: lengths that adapt, and the cache that it keeps between runs."""
+
+import pytest
+from tiny import random_tokens, save_llama
+from triforce.offload import Engine, Sampling
+from triforce.offload.planning.placement import block_size_for
+from triforce.offload.speculation.lengths import Acceptance, PassCost
+from triforce.offload.speculation.tiers import PROBE_EVERY
+from triforce.offload.system import System
+from triforce.offload.transfer.make import make_blocks
+from triforce.tp import CapacityError
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    save_llama(root / "target", seed=1)
+    save_llama(root / "draft", seed=2, num_hidden_layers=1)
+    return root / "target", root / "draft"
+
+
+@pytest.mark.parametrize(("accepted", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
+def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
+    run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(), 60)
+    verify, retrieval, draft = run.batch.tiers
+    for tier in (verify, retrieval):
+        tier.acceptance = Acceptance(accepted=accepted, tested=1000)
+    draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
+    verify.choose_lengths()
+    assert shortest <= retrieval.draft_tokens <= longest
+    assert (verify.draft_tokens <= 1) == (accepted == 0)
+
+
+def test_a_tier_that_stopped_drafting_tries_again_at_times_without_a_clock(pair):
+    run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(seed=1), 60)
+    _, retrieval, draft = run.batch.tiers
+    retrieval.adapts_to_time = False
+    retrieval.acceptance = Acceptance(accepted=0, tested=1000)
+    draft.cost = PassCost(retrieval.cost.base, 0.0)
+    tries = []
+    for _ in range(300):
+        retrieval.counts.passes += 11  # passes of a round; not a divisor of the interval
+        run.batch.tiers[0].choose_lengths()
+        tries.append(retrieval.draft_tokens)
+    assert set(tries) == {0, 1}
+    assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
+
+
+def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64)
+    greedy = Sampling(temperature=0.0)
+    short, long = random_tokens(90), random_tokens(1500)
+    engine.generate(short, greedy, 10)
+    small = engine._kept.cache
+    grown = engine.generate(long, greedy, 10)
+    assert engine._kept.cache is not None and engine._kept.cache is not small
+    assert grown.stats["reused_tokens"] == 90
+    assert engine._kept.cache.blocks.block_size == block_size_for(1510, 8)
+    fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)
+    assert grown.token_ids == fresh.token_ids
+    engine.generate(random_tokens(50, seed=5), greedy, 10)
+    assert engine._kept.cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
+
+
+def test_a_cache_that_finds_no_memory_beside_the_one_before_takes_its_place(pair):
+    greedy, made = Sampling(temperature=0.0), []
+
+    def make_one(*given, **named):
+        made.append(engine._kept.cache is None)
+        if engine._kept.cache is not None:
+            raise CapacityError("no memory is left beside it")
+        return make_blocks(*given, **named)
+
+    system = System(make_blocks=make_one)
+    engine = Engine.load(*pair, device="cpu", dtype="float32", budget=64, system=system)
+    engine.generate(random_tokens(90), greedy, 10)
+    grown = engine.generate(random_tokens(1500), greedy, 10)
+    assert made == [True, False, True] and grown.stats["reused_tokens"] == 0
+    fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(random_tokens(1500), greedy, 10)
+    assert grown.token_ids == fresh.token_ids
+
+
+def test_room_for_more_keeps_a_cache_in_its_place(pair):
+    prompt = random_tokens(300)
+    tight, roomy = (Engine.load(*pair, device="cpu", dtype="float32", room=room) for room in (0, 2000))
+    places = set()
+    for length in range(20, 300, 40):
+        found = [engine.generate(prompt[:length], Sampling(temperature=0.0), 8) for engine in (tight, roomy)]
+        assert found[0].token_ids == found[1].token_ids
+        places.add(id(roomy._kept.cache))
+    cache = roomy._kept.cache
+    assert len(places) == 1 and cache and cache.capacity >= 300 + 8
+    most = roomy.target.config.max_position_embeddings
+    roomy.generate(random_tokens(most - 8, seed=2), Sampling(temperature=0.0), 8, reuse=0)
+    cache = roomy._kept.cache
+    assert cache and cache.capacity < most + 64, "no more room than the model has positions"
