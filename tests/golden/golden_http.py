@@ -207,6 +207,7 @@ def _stream(text: str) -> str:
     """A stream, whose pieces come as the clock has it: the kinds of events in their order, of each choice by itself;
     pieces put together; and whole what comes once."""
     kinds, choices, once = list[str](), defaultdict[int, dict[str, Any]](dict), list[Any]()
+    progress = False
     for event in text.removesuffix("\n\n").split("\n\n"):
         if event.startswith(":"):
             continue  # a sign of life, after a time
@@ -219,8 +220,9 @@ def _stream(text: str) -> str:
             kinds.append(kind if choice is None else "choices")
             if kinds[-2:-1] == ["choices"] and choice is not None:
                 kinds.pop()
-        if kind not in ("text", "progress", "[DONE]") or (kind == "progress" and "progress" not in kinds[:-1]):
-            once.append(_once(found))
+        if kind not in ("text", "[DONE]") and not (kind == "progress" and progress):
+            once.append(_once(found))  # of how a prompt is read the first word: how many follow is the clock's
+        progress = progress or kind == "progress"
     ordered = sorted(once, key=lambda event: event["choices"][0]["index"] if event.get("choices") else 0)
     described = {"kinds": kinds, "choices": [choices[index] for index in sorted(choices)], "events": ordered}
     return shown(document(described))

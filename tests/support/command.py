@@ -6,10 +6,10 @@ import os
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
