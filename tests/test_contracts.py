@@ -29,7 +29,10 @@ PACKAGES = {"triforce.offload": "offload", "triforce.tp": "tp", "triforce.kernel
 
 EXCEPTIONS = {
     **dict.fromkeys(
-        ("cli/bench/conftest.py", "cli/chat/test_screen.py"),
+        (
+            *("cli/bench/conftest.py", "cli/chat/test_screen.py"),
+            *("support/simulator/cuda_simulator.py", "support/simulator/simulated_operations.py"),
+        ),
         "an attribute with an underscore, of somebody else's object or the tests' own",
     ),
     **dict.fromkeys(
@@ -47,6 +50,7 @@ EXCEPTIONS = {
         ("support/contexts/tiny_contexts.py", "support/contexts/corruptions.py"),
         "one engine stands for many processes: what it keeps is taken from it",
     ),
+    "support/simulator/simulated_gpu.py": "an engine is handed the link and the waits of a simulated GPU",
     "support/contexts/hooked_disk.py": "power cuts are simulated by the disk that a store writes through",
 }
 """Files that contract tests are made of although they use what is not public, and why still."""

@@ -5,16 +5,14 @@ The whole campaign, with 10,000 random histories: `python tests/support/simulato
 
 import threading
 import time
-from typing import Any
 
 import mutations as m
 import pytest
 import torch
 from cuda_simulator import Race, Simulator
 from profiles import profile_name
-from simulated_runs import as_on_a_gpu, make_decoders, play, simulated_system
-from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Request, Sampling
+from simulated_runs import make_decoders, play
+from triforce.offload import Sampling
 from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer import cuda_link, ring, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
@@ -276,62 +274,8 @@ def test_the_host_sees_a_stores_target_only_once_it_waited():
         assert host.sum() == 8
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-    model = save_llama(root / "target", seed=1, num_key_value_heads=2)
-    prompt = random_tokens(300, seed=3)
-    return root, prompt, greedy_oracle(model, prompt, 14)
-
-
-@pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.slow(keep=("None",))
-def test_whole_runs_give_the_tokens_of_transformers(models, seed):
-    root, prompt, want = models
-    settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "refresh": "round"}
-    simulator = Simulator(seed)
-    system = simulated_system(simulator)
-    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
-    with as_on_a_gpu(), simulator:
-        assert engine.generate(prompt, GREEDY, 14).token_ids == want
-        run = engine.stream([*prompt, *want[:9]], GREEDY, 60)  # a follow-up, broken off
-        assert next(run).tokens == want[9:10]
-        next(run)
-        run.close()
-        again = engine.generate(prompt, GREEDY, 14)
-        assert again.token_ids == want
-        assert again.stats["link"]["bytes_streamed"] > 0 or seed is not None
-        simulator.synchronize()
-
-
 @pytest.mark.slow(keep=("0",))
 @pytest.mark.parametrize("seed", range(12))
 def test_a_prefill_in_slices_and_the_rounds_between_them_wait_for_each_other(decoders, seed):
     kinds = ("long", "beside", None, "verify", "beside", None, "rollback", "beside")
     assert play(decoders, seed, deferred=bool(seed % 2), kinds=kinds).operations
-
-
-@pytest.mark.slow
-def test_sequences_that_join_and_leave_give_locked_memory_back(models):
-    """500 in a campaign."""
-    root, prompt, want = models
-    settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "block_length": 2, "draft_length": 1}
-    simulator = Simulator()
-    system = simulated_system(simulator)
-    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
-    with as_on_a_gpu(), simulator:
-        for _ in range(50 if profile_name() == "campaign" else 1):
-            batch = engine.batch([Request(prompt, GREEDY, 300, ignore_eos=True)])
-            next(batch)
-            before, most = sum(simulator.locked.values()), 0
-            for i in range(10):
-                index = batch.add(Request(prompt[i:] + prompt[:40], GREEDY, 1 + i % 3, ignore_eos=True))
-                while index >= len(batch.sequences) or batch.sequences[index].state != "ended":
-                    next(batch)
-                    most = max(most, sum(simulator.locked.values()))
-                assert batch.sequences[index].error is None
-            assert sum(simulator.locked.values()) == before < most
-            text = batch.sequences[0].statistics.token_ids
-            assert text[: len(want)] == want[: len(text)]
-            batch.close()

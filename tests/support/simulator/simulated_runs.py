@@ -1,4 +1,4 @@
-"""Runs of the streaming path in a simulator of CUDA's ordering: random histories of a cache, and whole engines.
+"""Random histories of a streamed cache in a simulator of CUDA's ordering.
 
     python tests/support/simulator/simulated_runs.py --histories 10000
 
@@ -13,24 +13,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from cuda_simulator import Simulator
+from simulated_gpu import as_on_a_gpu
 from simulated_operations import simulator_off
 from simulated_troubles import Breaking, Broken, fill, sometimes_packed
 from staged_runs import SeenDisk, staged
-from triforce.kernels.selection import use_kernels
 from triforce.offload.batch import reading
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.limits import Limits
 from triforce.offload.planning.placement import Placement
-from triforce.offload.system import System
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.host import Host
@@ -61,16 +60,6 @@ class Kind:
 
 RAW = Kind(16, 260, torch.float32, False, 1e-4)
 PACKED = Kind(64, 420, torch.bfloat16, True, 3e-2)
-
-
-def as_on_a_gpu() -> AbstractContextManager[None]:
-    """Within, what a GPU would run, in PyTorch's operations: what is compiled is not seen here."""
-    return use_kernels(attention="plain", as_gpu=())
-
-
-def simulated_system(simulator: Simulator) -> System:
-    """A simulator's link and its waits."""
-    return System(synchronize=simulator.synchronize, make_link=lambda *_: CudaLink(CPU, runtime=simulator.runtime()))
 
 
 def make_decoders(directory: Path, dtype: torch.dtype = torch.float32) -> list[Decoder]:

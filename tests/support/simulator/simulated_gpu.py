@@ -1,0 +1,22 @@
+"""What an engine is handed to run on the simulator's GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from cuda_simulator import Simulator
+from triforce.kernels import use_kernels
+from triforce.offload.system import System
+from triforce.offload.transfer.cuda_link import CudaLink
+
+
+def as_on_a_gpu() -> AbstractContextManager[None]:
+    """Within, what a GPU would run, in PyTorch's operations: what is compiled is not seen here."""
+    return use_kernels(attention="plain", as_gpu=())
+
+
+def simulated_system(simulator: Simulator) -> System:
+    """A simulator's link and its waits."""
+    cpu = torch.device("cpu")
+    return System(synchronize=simulator.synchronize, make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()))
