@@ -77,9 +77,10 @@ def use_kernels(
         with use_kernels(attention="plain", layers="plain"):  # PyTorch alone
             engine.generate(...)
     """
-    gpu = None if as_gpu is None else frozenset(as_gpu)
+    now = _selection.get()
+    gpu = now.as_gpu if as_gpu is None else frozenset(as_gpu)
     layers = layers if gpu is None else "plain"
-    token = _selection.set(Selection(attention, prefill, layers, _selection.get().padded, gpu))
+    token = _selection.set(Selection(attention, prefill, layers, now.padded, gpu))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device for `auto`, `cpu` or `cuda`; of several GPUs the one numbered `local_rank`, this rank's number here.
 
     Raises:
-        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine; on a CPU, see
+        UsageError: any other name; `cuda` without a CUDA device; fewer GPUs than ranks on this machine; see also
             `check_cpu_level`.
     """
     if name not in ("auto", "cpu", "cuda"):
@@ -27,8 +27,8 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
         raise UsageError(
             "device is cuda, but PyTorch sees no CUDA device here; use --device cpu, or see triforce doctor"
         )
+    check_cpu_level()  # kernels for CPUs also pack what a GPU's link brings
     if name == "cpu" or not torch.cuda.is_available():
-        check_cpu_level()
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UsageError(

@@ -112,7 +112,7 @@ class Batch(Iterator[tuple[int, Round]]):
         place in `sequences`, where then something stands that says it has ended. So a batch may last for ever. Its
         tokens and seconds are not in `stats()` any more. For rank 0."""
         joining = index - len(self.sequences)
-        if joining >= 0:
+        if joining >= 0 and self._joining[joining].error is not None:
             self._joining[joining] = replace(self._joining[joining], prompt=[])
         self._forgotten.add(index)
 
@@ -251,6 +251,7 @@ class Batch(Iterator[tuple[int, Round]]):
             sequence.since = self._system.clock()
             if not sequence.goes_on:
                 self._leave(sequence)
+                self._forget_ended()
 
     def _begins_next(self) -> bool:
         """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""

@@ -68,7 +68,7 @@ class RetrievalCache:
         self._filled = [0] * num_layers
         self.at: TokenSlots | None = None
         self._memory = object()  # another one whenever buffers are replaced
-        self._drop_passes: Callable[[], Callable[[], None] | None] = lambda: None
+        self._drop_passes: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def length(self) -> int:
@@ -79,7 +79,8 @@ class RetrievalCache:
         return self._memory
 
     def before_growth(self, drop: Callable[[], None]) -> None:
-        self._drop_passes = weakref.WeakMethod(drop)
+        self._drop_passes = [known for known in self._drop_passes if known()]
+        self._drop_passes.append(weakref.WeakMethod(drop))
 
     def token_slots(self, n: int) -> TokenSlots:
         return self._slots_from(self.length)
@@ -207,8 +208,10 @@ class RetrievalCache:
         if slots <= room:
             return
         wanted = max(slots, self._kept + 2 * (room - self._kept), self._kept + _FIRST_TAIL)
-        if drop := self._drop_passes():
-            drop()
+        for known in self._drop_passes:
+            if drop := known():
+                drop()
+        self._drop_passes = []
         self._memory = object()
         c, blocks = self.source.config, self.source.blocks
         if not self._buffers:

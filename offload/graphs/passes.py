@@ -43,7 +43,8 @@ class Replayable(Cache, Protocol):
         ...
 
     def before_growth(self, drop: Callable[[], None]) -> None:
-        """Has `drop`, a method, called before memory that passes use is replaced: what was captured may hold it."""
+        """Has `drop`, a method, called once, before memory that passes use is replaced: what was captured may hold
+        it."""
         ...
 
     def token_slots(self, n: int) -> TokenSlots | None:

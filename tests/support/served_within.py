@@ -9,7 +9,7 @@ from typing import Any
 
 from served import Client
 from triforce.cli.serve.access import Access, listener
-from triforce.cli.serve.limits import Limits
+from triforce.cli.serve.limits import ServerLimits
 from triforce.cli.serve.request import ServeRequest
 from triforce.cli.serve.run import Server
 
@@ -30,7 +30,7 @@ class ServerWithin(Client):
         request = ServeRequest(**(fixed | options))
         self.log: list[str] = []
         self.listening = listener(request)
-        given = Limits(**(limits or {}))  # pyright: ignore[reportArgumentType]
+        given = ServerLimits(**(limits or {}))  # pyright: ignore[reportArgumentType]
         self.server = Server(
             request, Access.of(request), self.listening, (pair[0], None), self.log.append, given, ranks_here
         )

@@ -50,7 +50,10 @@ class AnswerText:
             self.num_tokens += 1
             if token not in self._eos_ids:
                 self._add(self._stream.push([token]))
-        return self._show(len(self.text) if self.stopped else len(self.text) - self._stops.undecided(self.text))
+        if self.stopped:
+            return self._show(len(self.text))
+        certain = self._text[: len(self._text) - self._stops.undecided(self._text)]
+        return self._show(len(certain.strip() if self._plain else certain))
 
     def finish(self) -> str:
         """The text that was held back, once nothing follows."""

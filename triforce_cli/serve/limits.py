@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds of one server. docs/serving.md states them."""
 
     unread_bytes: int = 2**23

@@ -28,7 +28,7 @@ from .access import Access
 from .answering.jobs import RANK_ENDED, STOPPING
 from .answering.metrics import Metrics
 from .answering.worker import Worker
-from .limits import Limits
+from .limits import ServerLimits
 from .request import ServeRequest
 from .web.app import make_app
 from .web.connection import Connection
@@ -124,12 +124,12 @@ class Server:
         listening: socket.socket,
         directories: tuple[Path, Path | None],
         note: Callable[[str], None],
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         ranks_here: Callable[[], Collection[object]] = siblings,
     ) -> None:
         """Args:
         note: takes lines for people and the log.
-        limits: default `Limits()`.
+        limits: default `ServerLimits()`.
         ranks_here: the ranks that run on this machine, as far as one launcher has started them.
 
         Raises:
@@ -138,7 +138,7 @@ class Server:
         config = check_pair(*directories)
         if request.context is not None:
             saved_text(request.context, config)
-        metrics, limits = Metrics(), limits or Limits()
+        metrics, limits = Metrics(), limits or ServerLimits()
         self.worker = Worker(request, directories[0], metrics, note)
         self.service = Service(request, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
@@ -182,7 +182,7 @@ class HttpThread:
         self,
         app: object,
         listening: socket.socket,
-        limits: Limits,
+        limits: ServerLimits,
         on_unread: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:

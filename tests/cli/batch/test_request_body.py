@@ -1,5 +1,7 @@
 """Bodies of requests: what is honoured is taken over, what would change the answer and is not is refused by name."""
 
+import random
+
 import pytest
 from triforce.cli.requests.answer_text import AnswerText
 from triforce.cli.requests.body import CHAT, COMPLETION, BodyError, Defaults, check_body
@@ -143,6 +145,19 @@ def test_stops_are_found_however_the_text_comes():
                 break
         assert found == text.index(" E"), "the first in the text, not in the list"
     assert StopTexts(stops).undecided("one two EN") == 2 and StopTexts(()).undecided("one") == 0
+
+
+def test_the_pieces_of_an_answer_are_its_text_whatever_its_stops_begin_with(pair):
+    tokenizer = Tokenizer.load(pair[0])
+    rng = random.Random(3)
+    for _ in range(300):
+        text = "".join(rng.choice(" \nabQ:") for _ in range(rng.randint(1, 30)))
+        stops = tuple("".join(rng.choice(" \nabQ:") for _ in range(rng.randint(1, 4))) for _ in range(3))
+        token_ids = tokenizer.encode(text, False)
+        for plain in (True, False):
+            answer = AnswerText(tokenizer, RequestPrompt([2], stops, False, plain), ())
+            pieces = [answer.update(token_ids[: n + 1]) for n in range(len(token_ids))]
+            assert "".join([*pieces, answer.finish()]) == answer.text, (text, stops, plain)
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])

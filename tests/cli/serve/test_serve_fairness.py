@@ -70,6 +70,35 @@ def test_who_goes_away_takes_along_the_answers_that_wait(serving, long_pair):
 
 
 @pytest.mark.slow
+def test_a_prompt_that_must_be_answered_alone_has_its_turn_beside_others(serving, tmp_path):
+    """Of a model whose longer prompts are rotated otherwise (dynamic RoPE)."""
+    save_tokenizer(tmp_path)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    save_llama(tmp_path, vocab_size=VOCABULARY, max_position_embeddings=64, rope_parameters=rope, eos_token_id=None)
+    with serving((tmp_path, tmp_path), max_sequences=4) as server:
+        done, others = threading.Event(), [0]
+
+        def ask_on():
+            while not done.is_set():
+                assert server.complete(max_tokens=12).status == 200
+                others[0] += 1
+
+        threads = [threading.Thread(target=ask_on) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        server.wait_for(lambda: others[0] > 8)
+        before = others[0]
+        reply = server.complete("It was the best of times, " * 10, max_tokens=8)
+        passed = others[0] - before
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert reply.status == 200, reply
+    assert reply.json["usage"]["prompt_tokens"] > 64, reply.json["usage"]
+    assert passed < 40, f"{passed} others were answered before it"
+
+
+@pytest.mark.slow
 def test_requests_join_a_batch_however_many_it_has_had(serving, long_pair):
     with serving(long_pair, max_sequences=8) as server:
         body = {"prompt": "It was", "max_tokens": 8000, "stream": True, "temperature": 0}

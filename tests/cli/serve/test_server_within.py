@@ -6,7 +6,7 @@ import pytest
 from served_within import serving_within
 from triforce.cli.serve import run
 from triforce.cli.serve.answering.batching import RunningBatch
-from triforce.cli.serve.limits import Limits
+from triforce.cli.serve.limits import ServerLimits
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Batch, Engine
 
@@ -34,7 +34,7 @@ def test_bodies_are_bounded_each_and_together(pair):
 
 
 def test_the_most_that_a_body_may_have_holds_a_million_tokens():
-    assert 4 * 2**20 < Limits().body_bytes < 2**27
+    assert 4 * 2**20 < ServerLimits().body_bytes < 2**27
 
 
 def test_a_fault_here_is_answered_without_its_text(pair, monkeypatch):

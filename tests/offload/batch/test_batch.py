@@ -282,6 +282,27 @@ def test_drafting_begins_again_after_many_rounds_without(models):
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 70)
 
 
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_of_a_sequence_that_is_forgotten_only_its_place_is_kept(models, new_tokens):
+    """However many come, also where none of them is ever decoded."""
+    engine, prompt = models.engine("llama"), random_tokens(30, seed=1)
+    want = engine.generate(prompt, GREEDY, new_tokens, ignore_eos=True).token_ids
+    request = Request(prompt, GREEDY, new_tokens, ignore_eos=True)
+    batch, brought = engine.batch([request] * 3), list[list[int]]()
+    while len(brought) < 20:
+        index, _ = next(batch)
+        sequence = batch.sequences[index]
+        if not sequence.goes_on:
+            brought.append(sequence.statistics.token_ids)
+            batch.forget(index)
+            batch.add(request)
+    kept = [one for one in batch.sequences if one.statistics.token_ids]
+    batch.forget(len(batch.sequences) - 1)  # one that has not begun: it is forgotten once it has ended
+    batch.end_all()
+    assert brought == [want] * 20
+    assert len(kept) <= 4, f"{len(kept)} of {len(batch.sequences)} sequences are kept"
+
+
 def test_a_batch_of_nothing_that_can_be_answered_ends(models):
     batch = models.engine("llama").batch([Request([], GREEDY, 4), Request([10_000], GREEDY, 4)])
     assert list(batch) == []

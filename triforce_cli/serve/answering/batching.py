@@ -47,6 +47,7 @@ class RunningBatch:
         self._queue = queue
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._working: dict[int, Writing | ReadingText] = {}
+        self._overtaken, self._one_waits = 0, False  # who joined while a prompt waited that must come alone
         self.broken = False
         """Whether it broke off where other ranks, if there are any, go on."""
 
@@ -142,11 +143,14 @@ class RunningBatch:
 
     def _join(self, batch: Batch) -> None:
         """Lets in what is next in the queue, as long as there is room. What comes once all are complete waits for the
-        next batch, as the first of a batch goes on from what the last one has read."""
-        while 0 < len(self._working) < self._most:
+        next batch, as the first of a batch goes on from what the last one has read. So does all, once several have
+        overtaken a prompt that must come alone."""
+        while 0 < len(self._working) < self._most and self._overtaken < self._most:
+            self._one_waits = False
             found = self._queue.pop(self._may_join)
             if found is None:
                 return
+            self._overtaken += self._one_waits
             try:
                 work, request = self._begin(found)
                 self._working[batch.add(request)] = work
@@ -161,7 +165,10 @@ class RunningBatch:
         whose length decides how they are rotated (dynamic RoPE) come alone."""
         if isinstance(work, Upload) and any(isinstance(one, ReadingText) for one in self._working.values()):
             return False
-        return not self._engine.target.rope.changes_with(work.num_tokens)
+        if self._engine.target.rope.changes_with(work.num_tokens):
+            self._one_waits = True
+            return False
+        return True
 
     def _update(self, batch: Batch, index: int, event: Round) -> None:
         """Takes over what a round brought to a sequence."""

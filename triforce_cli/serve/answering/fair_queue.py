@@ -26,7 +26,7 @@ class FairQueue(Generic[W]):
 
     def __init__(self, most: int, begin: Callable[[W], bool] = lambda _: True) -> None:
         """Args:
-        most: pieces of work that wait, of which a part does.
+        most: pieces of work that wait; one of which parts are still to begin counts as one.
         begin: takes note that a part of a piece of work begins; whether that was the last one.
         """
         self._most, self._begin = most, begin

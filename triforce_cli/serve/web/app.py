@@ -228,6 +228,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+_PIECE_BYTES = 200
+"""What Python takes for a piece beside its text, about."""
+
+
 async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAnswer]:
     """All answers of a request.
 
@@ -245,7 +249,7 @@ async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAn
             raise event.error
         if isinstance(event, Piece):
             pieces[event.number].append(event)
-            num_bytes += event.num_bytes
+            num_bytes += event.num_bytes + _PIECE_BYTES
             if num_bytes > most_bytes:
                 raise BodyError(
                     f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",

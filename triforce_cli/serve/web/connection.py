@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import struct
+import sys
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +18,34 @@ _CUT = "cut"
 """Under this name a request's scope has `Connection.cut`."""
 
 _LOOKS = 4
-"""How often it is looked, in the time that a client has, whether it takes anything."""
+"""How many times it is checked, in the time that a client has, whether it takes anything."""
 
 _RESET = struct.pack("ii", 1, 0)
 """Of `SO_LINGER`: what was not delivered is dropped when a socket is closed."""
+
+
+class _Counted:
+    """A transport that counts what it is given and what the client has not taken of that, in bytes."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written = 0
+
+    @property
+    def waiting(self) -> int:
+        """Here, and where the system tells it (Linux) also there."""
+        try:
+            found = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except (OSError, ValueError):  # another system, or closed
+            return self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() + int.from_bytes(found, sys.byteorder)
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(H11Protocol):
@@ -32,12 +59,13 @@ class Connection(H11Protocol):
         """
         super().__init__(**others)
         self._unread_s, self._on_unread = unread_s, on_unread
-        self._waiting = 0  # bytes, when that changed last
-        self._changed = 0.0  # when, by the loop's clock
+        self._taken = 0  # bytes, when it took some last
+        self._took_at = 0.0  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
+        self._counted = _Counted(transport)
+        super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
         self.app_state = {**self.app_state, _CUT: self.cut}
         self._look()
 
@@ -55,12 +83,12 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _look(self) -> None:
-        """Closes it where the client has taken nothing for too long. What the server adds meanwhile counts as taken,
-        but that is not much: above 64 KiB uvicorn lets responses wait."""
-        now, waiting = self.loop.time(), self.transport.get_write_buffer_size()
-        if waiting == 0 or waiting != self._waiting:
-            self._waiting, self._changed = waiting, now
-        elif now - self._changed >= self._unread_s:
+        """Closes it where the client has taken nothing for too long."""
+        now, waiting = self.loop.time(), self._counted.waiting
+        taken = self._counted.written - waiting
+        if waiting == 0 or taken > self._taken:
+            self._taken, self._took_at = taken, now
+        elif now - self._took_at >= self._unread_s:
             self.cut()
             return
         self._timer = self.loop.call_later(self._unread_s / _LOOKS, self._look)

@@ -23,7 +23,7 @@ class Events:
         self._waiting: dict[object, Event] = {}
         self._num_bytes = 0  # of pieces that wait
         self._came = asyncio.Event()
-        self._too_many = False
+        self._too_many = self._told = False
         self.on_too_many: Callable[[], None] = lambda: None
         """Called in the loop, once, when more than `most_bytes` waited."""
 
@@ -53,7 +53,8 @@ class Events:
 
     def _wake(self) -> None:
         self._came.set()
-        if self._too_many:
+        if self._too_many and not self._told:
+            self._told = True
             self.on_too_many()
 
     async def next(self, timeout_s: float | None = None) -> Event | None:

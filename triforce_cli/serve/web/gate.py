@@ -17,7 +17,7 @@ from ...requests.response import error_body
 from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
-from ..limits import Limits
+from ..limits import ServerLimits
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
@@ -39,7 +39,7 @@ class Gate:
         routes: Callable[[str], str],
         log: Callable[[str], None],
         hidden: Mapping[str, str],
-        limits: Limits,
+        limits: ServerLimits,
     ) -> None:
         """Args:
         routes: the route of a path, for logs: a path may hold anything.

@@ -20,7 +20,7 @@ from ...requests.prompts import PromptMaker
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import STOPPING, Job, Saved, Upload
 from ..answering.worker import Worker
-from ..limits import Limits
+from ..limits import ServerLimits
 from ..request import ServeRequest
 from .events import Events
 from .streams import DELIVERY, Delivery
@@ -32,7 +32,7 @@ class Service:
     """One model that answers."""
 
     def __init__(
-        self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker, limits: Limits
+        self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker, limits: ServerLimits
     ) -> None:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits
