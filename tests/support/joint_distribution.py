@@ -7,14 +7,17 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
 import torch
-from tiny import random_tokens
+from tiny import random_tokens, save_llama
 from torch import Tensor
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.settings import Settings
 from triforce.offload.speculation.acceptance import accept
 from triforce.offload.speculation.noise import FreshNoise, race, row_keys
 from triforce.offload.speculation.sampling import distribution
@@ -240,3 +243,18 @@ class _Scaled:
         for chance in (wanted.double() / self.offered.double()).clamp(max=1.0).tolist():
             below.append(all(below) and self.outcomes.choose([chance, 1.0 - chance]) == 0)
         return torch.tensor(below)
+
+
+def load_three_tiers(root: Path, **changes: Any) -> tuple[Engine, Any]:
+    """An engine of three tiers, and its target as a model of transformers."""
+    target = save_llama(root / "target", seed=2, **(SHAPE | changes))
+    save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
+    engine = Engine.load(
+        root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=3, refresh="round"
+    )
+    return engine, target
+
+
+def with_lengths(engine: Engine, draft_length: int, block_length: int) -> Settings:
+    """The settings of an engine, with these lengths."""
+    return replace(engine.settings, draft_length=draft_length, block_length=block_length)

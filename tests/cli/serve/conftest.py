@@ -57,3 +57,12 @@ def lasting(tmp_path_factory):
     save_tokenizer(directory)
     save_llama(directory, vocab_size=VOCABULARY, max_position_embeddings=65_536, eos_token_id=None)
     return directory, directory
+
+
+@pytest.fixture(scope="session")
+def long_pair(tmp_path_factory):
+    """A model that writes long answers."""
+    directory = tmp_path_factory.mktemp("long") / "target"
+    save_tokenizer(directory)
+    save_llama(directory, num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=8192, eos_token_id=None)
+    return directory, directory

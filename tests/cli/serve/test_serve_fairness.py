@@ -11,15 +11,6 @@ from tiny import save_llama
 COMPLETION = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def long_pair(tmp_path_factory):
-    """A model that writes long answers."""
-    directory = tmp_path_factory.mktemp("long") / "target"
-    save_tokenizer(directory)
-    save_llama(directory, num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=8192, eos_token_id=None)
-    return directory, directory
-
-
 def metric(server, name):
     lines = server.ask("GET", "/metrics").body.decode().splitlines()
     return float(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[f"triforce_{name}"])

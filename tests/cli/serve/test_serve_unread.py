@@ -7,22 +7,11 @@ from typing import Any
 
 import psutil
 import pytest
-from command import VOCABULARY, save_tokenizer
 from served_within import serving_within
-from tiny import save_llama
 
 COMPLETION = "/v1/completions"
 SMALL = {"send_buffer_bytes": 4096}
 """So that little is on the way, and what is not read waits in the server."""
-
-
-@pytest.fixture(scope="module")
-def long_pair(tmp_path_factory):
-    """A model that writes long answers."""
-    directory = tmp_path_factory.mktemp("long") / "target"
-    save_tokenizer(directory)
-    save_llama(directory, num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=8192, eos_token_id=None)
-    return directory, directory
 
 
 def post(server, **fields):

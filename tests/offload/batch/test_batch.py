@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from tiny import FAMILIES, greedy_oracle, random_tokens, save_family, save_llama
+from tiny import FAMILIES, greedy_oracle, random_tokens
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.offload import Batch, Engine, Request, Sampling
 
@@ -18,28 +18,6 @@ GREEDY = Sampling(temperature=0.0)
 
 BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)
 """What prompts begin with."""
-
-
-class Models(dict):
-    """For each family a model's directory, and transformers' model. Made when they are first asked for."""
-
-    def __init__(self, root):
-        self.root = root
-        save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-
-    def __missing__(self, family):
-        model = save_family(self.root / family, family, seed=1, head_dim=32, hidden_size=64)
-        self[family] = self.root / family, model
-        return self[family]
-
-    def engine(self, family, **settings) -> Engine:
-        given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64} | settings
-        return Engine.load(self[family][0], self.root / "draft", **given)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return Models(tmp_path_factory.mktemp("models"))
 
 
 def finish(batch: Batch) -> list[list[int]]:

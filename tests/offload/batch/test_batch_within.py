@@ -1,12 +1,11 @@
 """A batch from within: passes that serve all sequences, and memory that is given back."""
 
 import itertools
-from typing import Any
 
 import psutil
 import pytest
-from tiny import greedy_oracle, random_tokens, save_family, save_llama
-from triforce.offload import Engine, Request, Sampling
+from tiny import greedy_oracle, random_tokens
+from triforce.offload import Request, Sampling
 from triforce.tp.model.decoder import Decoder
 
 TAIL_ROWS = 1024
@@ -16,28 +15,6 @@ GREEDY = Sampling(temperature=0.0)
 
 BOOK = random_tokens(2 * TAIL_ROWS + 300, seed=3)
 """What prompts begin with."""
-
-
-class Models(dict):
-    """For each family a model's directory, and transformers' model. Made when they are first asked for."""
-
-    def __init__(self, root):
-        self.root = root
-        save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-
-    def __missing__(self, family):
-        model = save_family(self.root / family, family, seed=1, head_dim=32, hidden_size=64)
-        self[family] = self.root / family, model
-        return self[family]
-
-    def engine(self, family, **settings) -> Engine:
-        given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64} | settings
-        return Engine.load(self[family][0], self.root / "draft", **given)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return Models(tmp_path_factory.mktemp("models"))
 
 
 def test_a_pass_serves_all_sequences(models, monkeypatch):

@@ -15,38 +15,18 @@ import pytest
 from joint_distribution import (
     PROMPT,
     SAMPLING,
-    SHAPE,
     TWO_TOKENS,
     drawn_texts,
     enumerate_joint,
     exact_probabilities,
     first_tokens,
+    load_three_tiers,
     next_distributions,
     p_value,
     sample_counts,
+    with_lengths,
 )
 from profiles import profile_name, share
-from tiny import save_llama
-from triforce.offload import Engine
-
-
-def load(root, **changes):
-    """An engine of three tiers, and its target as a model of transformers."""
-    target = save_llama(root / "target", seed=2, **(SHAPE | changes))
-    save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
-    engine = Engine.load(
-        root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=3, refresh="round"
-    )
-    return engine, target
-
-
-@pytest.fixture(scope="module")
-def engine_and_target(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("pair"))
-
-
-def with_lengths(engine, draft_length: int, block_length: int):
-    return replace(engine.settings, draft_length=draft_length, block_length=block_length)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +59,7 @@ def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path):
     from the residual makes them wrong by 48 %: with one layer the tiers disagree much more often than with two, where
     it is 25 %."""
     runs = 6_000 if profile_name() == "campaign" else 2_000
-    engine, target = load(tmp_path, num_hidden_layers=1)
+    engine, target = load_three_tiers(tmp_path, num_hidden_layers=1)
     counts, rejections = sample_counts(engine, runs)
     assert rejections["draft"] > runs, rejections
     assert rejections["retrieval"] > runs, rejections

@@ -5,36 +5,15 @@ from dataclasses import replace
 import pytest
 from joint_distribution import (
     SAMPLING,
-    SHAPE,
     TWO_TOKENS,
     drawn_texts,
     enumerate_joint,
     exact_probabilities,
     first_tokens,
     next_distributions,
+    with_lengths,
 )
-from tiny import save_llama
-from triforce.offload import Engine
 from triforce.offload.speculation.acceptance import accept
-
-
-def load(root, **changes):
-    """An engine of three tiers, and its target as a model of transformers."""
-    target = save_llama(root / "target", seed=2, **(SHAPE | changes))
-    save_llama(root / "draft", seed=7, **(SHAPE | {"num_hidden_layers": 1}))
-    engine = Engine.load(
-        root / "target", root / "draft", device="cpu", budget=8, draft_length=2, block_length=3, refresh="round"
-    )
-    return engine, target
-
-
-@pytest.fixture(scope="module")
-def engine_and_target(tmp_path_factory):
-    return load(tmp_path_factory.mktemp("pair"))
-
-
-def with_lengths(engine, draft_length: int, block_length: int):
-    return replace(engine.settings, draft_length=draft_length, block_length=block_length)
 
 
 @pytest.mark.slow
