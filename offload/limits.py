@@ -27,7 +27,8 @@ class Limits:
     largest_block: int = 4096
     """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
     few_rows: int = FEW_ROWS
-    """Rows up to which blocks stream past in a pass. One of more is a prefill: it collects a layer at a time."""
+    """Rows up to which blocks stream past in a pass, at most `FEW_ROWS`. One of more is a prefill: it collects a layer
+    at a time."""
     streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
     """Draft tokens for a pass over the full cache at most, where blocks stream, and it takes as long as they take to
     cross the link: the first of these whose attention mass is small."""
