@@ -218,7 +218,7 @@ def test_a_further_sequence_takes_the_memory_that_is_planned_for_it(settings):
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
-    engine = Engine.load("embedded", device="cpu", block_length=16, draft_length=4, **settings)
+    engine = Engine.load("embedded", device="cpu", dtype="float32", block_length=16, draft_length=4, **settings)
     prompts = [random_tokens(4000 + i, seed=i, vocab_size=4000) for i in range(4)]
     batch = engine.batch([Request(prompts[0], GREEDY, 600, ignore_eos=True)])
     next(batch)
