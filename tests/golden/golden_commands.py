@@ -149,7 +149,7 @@ SESSIONS = (
         shows=("run.json",),
     ),
     one("generate/embedded", "generate $EMBEDDED --prompt 'It was a dark and' --max-new-tokens 10 $GREEDY --json -"),
-    one("generate/bfloat16", "generate --device cpu --tiers 1 --prompt 'It was a dark and' --max-new-tokens 3 $GREEDY"),
+    one("generate/bfloat16", "generate --device cpu --tiers 1 --prompt 'It is a truth' --max-new-tokens 3 $GREEDY"),
     one("generate/truncated", "generate $TARGET --prompt-file long.txt --truncate middle --max-new-tokens 2 $GREEDY"),
     one("generate/too-long", "generate $TARGET --prompt-file long.txt --max-new-tokens 2"),
     one("generate/no-such-model", "generate --model no-such-model --prompt A"),

@@ -24,6 +24,10 @@ RECORDED = HERE / "recorded"
 WIDTH = 120
 """Columns of the terminal that help and tables are laid out for."""
 
+LEVEL = "avx2"
+"""Of the compiled kernels where commands, HTTP and the store are compared, or what a lesser machine has: from dot
+products of bfloat16 on, runs say that they are exact, and choose other lengths."""
+
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """Of the environment; all else is as `environment` has it."""
 
@@ -31,8 +35,11 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 def environment(**more: str) -> dict[str, str]:
     """What the program sees. Folders are relative to the one that it runs in, so that paths in messages are short and
     the same everywhere."""
+    from triforce.kernels import Level, cpu_level  # PyTorch takes its number of threads from the environment first
+
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return kept | {
+        "TRIFORCE_CPU_LEVEL": min(cpu_level(), Level[LEVEL.upper()]).name.lower(),
         "HOME": ".",
         "TRIFORCE_HOME": "home",
         "HF_HOME": "hub",
@@ -80,7 +87,9 @@ def command(arguments: list[str], anew: str | None = None) -> Callable[[], None]
 
     def call() -> None:
         from triforce.cli.app import main
+        from triforce.kernels import cpu_level
 
+        cpu_level.cache_clear()  # of this process, whose environment asked for no level
         for name in [name for name in sys.modules if anew and f"{name}.".startswith(f"{anew}.")]:
             del sys.modules[name]
         sys.argv = ["triforce", *arguments]
