@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 8
+_ABI = 9
 """`TRIFORCE_ABI` of cpu.h."""
 
 

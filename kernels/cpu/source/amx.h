@@ -5,7 +5,7 @@
 
 #include "avx512.h"
 
-#define AMX_TARGET AVX512BF16_TARGET ",amx-tile,amx-bf16"
+#define AMX_TARGET AVX512_TARGET ",avx512bf16,amx-tile,amx-bf16"
 #define AMX __attribute__((target(AMX_TARGET))) static
 #define AMX_INLINE __attribute__((target(AMX_TARGET))) static inline __attribute__((always_inline))
 
@@ -39,7 +39,7 @@ AMX_INLINE void amx_turn(const uint16_t *rows, int64_t stride, int64_t count, in
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++)
             r[i] = i < count ? _mm512_maskz_loadu_ps(some, (const float *)(const void *)(rows + i * stride) + word) : _mm512_setzero_ps();
-        avx512_transpose(r);
+        vec_transpose(r);
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; i++)
             _mm512_store_ps(tiles + i * SIDE, r[i]);

@@ -1,51 +1,52 @@
-/* Eight float32 lanes (AVX2 and FMA), under the names that attention_body.h uses. See avx512.h. */
+/* Eight float32 lanes (AVX2 and FMA), under the same names as sixteen (avx512.h): a file includes one of the two. */
 
-#ifndef TRIFORCE_AVX2_H
-#define TRIFORCE_AVX2_H
+#ifndef TRIFORCE_VEC
+#define TRIFORCE_VEC
 
 #include <immintrin.h>
 #include <stdint.h>
 
 #define AVX2_TARGET "avx2,fma"
-#define AVX2 static inline __attribute__((always_inline, target(AVX2_TARGET)))
+#define VEC static inline __attribute__((always_inline, target(AVX2_TARGET)))
 
-typedef __m256 avx2_vec;
+typedef __m256 vec;
+enum { LANES = 8 };
 
-AVX2 __m256 avx2_zero(void) { return _mm256_setzero_ps(); }
-AVX2 __m256 avx2_load(const float *p) { return _mm256_loadu_ps(p); }
-AVX2 void avx2_store(float *p, __m256 x) { _mm256_storeu_ps(p, x); }
-AVX2 __m256 avx2_all(float x) { return _mm256_set1_ps(x); }
-AVX2 __m256 avx2_add(__m256 x, __m256 y) { return _mm256_add_ps(x, y); }
-AVX2 __m256 avx2_sub(__m256 x, __m256 y) { return _mm256_sub_ps(x, y); }
-AVX2 __m256 avx2_mul(__m256 x, __m256 y) { return _mm256_mul_ps(x, y); }
-AVX2 __m256 avx2_max(__m256 x, __m256 y) { return _mm256_max_ps(x, y); }
-AVX2 __m256 avx2_fma(__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }
+VEC __m256 vec_zero(void) { return _mm256_setzero_ps(); }
+VEC __m256 vec_load(const float *p) { return _mm256_loadu_ps(p); }
+VEC void vec_store(float *p, __m256 x) { _mm256_storeu_ps(p, x); }
+VEC __m256 vec_all(float x) { return _mm256_set1_ps(x); }
+VEC __m256 vec_add(__m256 x, __m256 y) { return _mm256_add_ps(x, y); }
+VEC __m256 vec_sub(__m256 x, __m256 y) { return _mm256_sub_ps(x, y); }
+VEC __m256 vec_mul(__m256 x, __m256 y) { return _mm256_mul_ps(x, y); }
+VEC __m256 vec_max(__m256 x, __m256 y) { return _mm256_max_ps(x, y); }
+VEC __m256 vec_fma(__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }
 
-AVX2 float avx2_sum(__m256 x)
+VEC float vec_sum(__m256 x)
 {
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_add_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
-AVX2 float avx2_largest(__m256 x)
+VEC float vec_largest(__m256 x)
 {
     __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_max_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-AVX2 __m256 avx2_first(__m256 words)
+VEC __m256 vec_first(__m256 words)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16));
 }
 
-AVX2 __m256 avx2_second(__m256 words)
+VEC __m256 vec_second(__m256 words)
 {
     return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)));
 }
 
-AVX2 __m256 avx2_within(__m256 x, float other, int start, int stop)
+VEC __m256 vec_within(__m256 x, float other, int start, int stop)
 {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(start), lane);
@@ -53,7 +54,7 @@ AVX2 __m256 avx2_within(__m256 x, float other, int start, int stop)
     return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(_mm256_andnot_si256(before, ahead)));
 }
 
-AVX2 __m256 avx2_exp2(__m256 x)
+VEC __m256 vec_exp2(__m256 x)
 {
     const __m256 least = _mm256_set1_ps(-126.0f), normal = _mm256_cmp_ps(x, least, _CMP_NLT_UQ);
     x = _mm256_max_ps(least, x);
@@ -69,7 +70,7 @@ AVX2 __m256 avx2_exp2(__m256 x)
 }
 
 /* Eight rows of eight 32-bit words, transposed in place. */
-AVX2 void avx2_transpose(__m256 r[8])
+VEC void vec_transpose(__m256 r[8])
 {
     __m256 t[8];
 #pragma GCC unroll 8
@@ -89,6 +90,16 @@ AVX2 void avx2_transpose(__m256 r[8])
         const __m256 low = r[i], high = r[i + 4];
         r[i] = _mm256_permute2f128_ps(low, high, 0x20);
         r[i + 4] = _mm256_permute2f128_ps(low, high, 0x31);
+    }
+}
+
+/* The sums of eight runs of eight floats. */
+VEC void vec_sums_of_eight(const float *p, float *sums)
+{
+    for (int run = 0; run < 8; run++) {
+        sums[run] = 0.0f;
+        for (int i = 0; i < 8; i++)
+            sums[run] += p[8 * run + i];
     }
 }
 

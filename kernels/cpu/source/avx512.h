@@ -1,42 +1,42 @@
-/* Sixteen float32 lanes (AVX-512), under the names that attention_body.h uses. */
+/* Sixteen float32 lanes (AVX-512), under the same names as eight (avx2.h): a file includes one of the two. */
 
-#ifndef TRIFORCE_AVX512_H
-#define TRIFORCE_AVX512_H
+#ifndef TRIFORCE_VEC
+#define TRIFORCE_VEC
 
 #include <immintrin.h>
 #include <stdint.h>
 
 #define AVX512_TARGET "avx512f,avx512bw,avx512vl,avx512dq,fma,avx2"
-#define AVX512BF16_TARGET AVX512_TARGET ",avx512bf16"
-#define AVX512 static inline __attribute__((always_inline, target(AVX512_TARGET)))
+#define VEC static inline __attribute__((always_inline, target(AVX512_TARGET)))
 
-typedef __m512 avx512_vec;
+typedef __m512 vec;
+enum { LANES = 16 };
 
-AVX512 __m512 avx512_zero(void) { return _mm512_setzero_ps(); }
-AVX512 __m512 avx512_load(const float *p) { return _mm512_loadu_ps(p); }
-AVX512 void avx512_store(float *p, __m512 x) { _mm512_storeu_ps(p, x); }
-AVX512 __m512 avx512_all(float x) { return _mm512_set1_ps(x); }
-AVX512 __m512 avx512_add(__m512 x, __m512 y) { return _mm512_add_ps(x, y); }
-AVX512 __m512 avx512_sub(__m512 x, __m512 y) { return _mm512_sub_ps(x, y); }
-AVX512 __m512 avx512_mul(__m512 x, __m512 y) { return _mm512_mul_ps(x, y); }
+VEC __m512 vec_zero(void) { return _mm512_setzero_ps(); }
+VEC __m512 vec_load(const float *p) { return _mm512_loadu_ps(p); }
+VEC void vec_store(float *p, __m512 x) { _mm512_storeu_ps(p, x); }
+VEC __m512 vec_all(float x) { return _mm512_set1_ps(x); }
+VEC __m512 vec_add(__m512 x, __m512 y) { return _mm512_add_ps(x, y); }
+VEC __m512 vec_sub(__m512 x, __m512 y) { return _mm512_sub_ps(x, y); }
+VEC __m512 vec_mul(__m512 x, __m512 y) { return _mm512_mul_ps(x, y); }
 /* `y` where one of them is NaN. */
-AVX512 __m512 avx512_max(__m512 x, __m512 y) { return _mm512_max_ps(x, y); }
-AVX512 __m512 avx512_fma(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
-AVX512 float avx512_sum(__m512 x) { return _mm512_reduce_add_ps(x); }
-AVX512 float avx512_largest(__m512 x) { return _mm512_reduce_max_ps(x); }
+VEC __m512 vec_max(__m512 x, __m512 y) { return _mm512_max_ps(x, y); }
+VEC __m512 vec_fma(__m512 x, __m512 y, __m512 z) { return _mm512_fmadd_ps(x, y, z); }
+VEC float vec_sum(__m512 x) { return _mm512_reduce_add_ps(x); }
+VEC float vec_largest(__m512 x) { return _mm512_reduce_max_ps(x); }
 
 /* Pairs of bfloat16 by 32-bit word: the first of each, the second of each. */
-AVX512 __m512 avx512_first(__m512 words)
+VEC __m512 vec_first(__m512 words)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words), 16));
 }
-AVX512 __m512 avx512_second(__m512 words)
+VEC __m512 vec_second(__m512 words)
 {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32((int)0xffff0000)));
 }
 
 /* `x` in lanes `start` to before `stop`, `other` elsewhere. */
-AVX512 __m512 avx512_within(__m512 x, float other, int start, int stop)
+VEC __m512 vec_within(__m512 x, float other, int start, int stop)
 {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __mmask16 inside =
@@ -46,7 +46,7 @@ AVX512 __m512 avx512_within(__m512 x, float other, int start, int stop)
 
 /* 2^x for x up to 127, with a relative error of 2e-7; 0 far below, NaN for NaN. The polynomial is the minimax one of 2^f on
  * [-1/2, 1/2] that is exactly 1 at 0. */
-AVX512 __m512 avx512_exp2(__m512 x)
+VEC __m512 vec_exp2(__m512 x)
 {
     x = _mm512_max_ps(_mm512_set1_ps(-300.0f), x); /* the second of the two if one is NaN */
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -60,7 +60,7 @@ AVX512 __m512 avx512_exp2(__m512 x)
 }
 
 /* Sixteen rows of sixteen 32-bit words, transposed in place. */
-AVX512 void avx512_transpose(__m512 r[16])
+VEC void vec_transpose(__m512 r[16])
 {
     __m512 t[16];
 #pragma GCC unroll 16
@@ -94,7 +94,7 @@ AVX512 void avx512_transpose(__m512 r[16])
 }
 
 /* The sums of eight runs of eight floats. */
-AVX512 void avx512_sums_of_eight(const float *p, float *sums)
+VEC void vec_sums_of_eight(const float *p, float *sums)
 {
     const __m512 a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16);
     const __m512 c = _mm512_loadu_ps(p + 32), d = _mm512_loadu_ps(p + 48);
@@ -105,11 +105,6 @@ AVX512 void avx512_sums_of_eight(const float *p, float *sums)
     const __m512 paired = _mm512_add_ps(all, _mm512_shuffle_f32x4(all, all, 0xb1));
     const __m512i order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 0, 0, 0, 0, 0, 0, 0, 0);
     _mm256_storeu_ps(sums, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, paired)));
-}
-
-__attribute__((target(AVX512BF16_TARGET))) static inline __attribute__((always_inline)) __m512 avx512_dot_bf16(__m512 x, __m512 y, __m512 z)
-{
-    return _mm512_dpbf16_ps(z, (__m512bh)x, (__m512bh)y);
 }
 
 #endif

@@ -12,8 +12,9 @@
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-/* Raised whenever the arguments of a function change, so that Python refuses a library built from other sources. */
-#define TRIFORCE_ABI 8
+/* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
+ * from other sources. */
+#define TRIFORCE_ABI 9
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */

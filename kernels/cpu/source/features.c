@@ -38,6 +38,15 @@ static int has_amx(void)
 #endif
 }
 
+/* The family of an AMD processor, 0 of another's. */
+static unsigned amd_family(void)
+{
+    unsigned a, b, c, d;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != signature_AMD_ebx || !__get_cpuid(1, &a, &b, &c, &d))
+        return 0;
+    return (a >> 8 & 0xf) + (a >> 20 & 0xff);
+}
+
 static int detect(void)
 {
     __builtin_cpu_init();
@@ -60,6 +69,20 @@ int triforce_cpu_level(void)
         __atomic_store_n(&level, known, __ATOMIC_RELAXED);
     }
     return known;
+}
+
+/* Processors that are measured, 32,768 keys of 24 heads of 64, one row, ms: AMD family 25 (Zen 4) with what fetching was tried,
+ * in bursts, 10 to 11, without 6; family 26 (Zen 5) with lines spread over the arithmetic 5.2, without 6.7, as far as 160, 192,
+ * 256 or 384 keys ahead within 0.1 of each other, 64 and 128 worse for 13 rows or for one. */
+int64_t keys_fetched_ahead(void)
+{
+    static int64_t known = -1; /* not asked yet; threads that ask at the same time find the same */
+    int64_t ahead = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (ahead < 0) {
+        ahead = amd_family() == 25 ? 0 : 192;
+        __atomic_store_n(&known, ahead, __ATOMIC_RELAXED);
+    }
+    return ahead;
 }
 #else
 int triforce_cpu_level(void) { return LEVEL_NONE; }

@@ -127,10 +127,8 @@ INLINE void unpack_tile(const Tile *tile)
 
 COMPILED_FOR(plain, )
 #if defined(__x86_64__) && defined(__GNUC__)
-#include "avx2.h"
-#include "avx512.h"
-COMPILED_FOR(avx2, __attribute__((target(AVX2_TARGET))))
-COMPILED_FOR(avx512, __attribute__((target(AVX512_TARGET))))
+COMPILED_FOR(avx2, __attribute__((target("avx2,fma"))))
+COMPILED_FOR(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2"))))
 #endif
 
 static const PackingKernels *kernels_for(int64_t level)

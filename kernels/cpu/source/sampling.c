@@ -25,9 +25,9 @@ typedef struct {
 /* Eight numbers of a row, or as many as it has left and nothing below them. */
 WIDE static inline __m256 eight(const float *x, int64_t left)
 {
-    const __m256 none = avx2_all(-INFINITY);
+    const __m256 none = vec_all(-INFINITY);
     if (left >= 8)
-        return avx2_load(x);
+        return vec_load(x);
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i some = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)left), lane);
     return _mm256_blendv_ps(none, _mm256_maskload_ps(x, some), _mm256_castsi256_ps(some));
@@ -36,13 +36,13 @@ WIDE static inline __m256 eight(const float *x, int64_t left)
 /* The largest of a row, or NaN where one is. */
 WIDE static float largest(const float *x, int64_t n)
 {
-    __m256 most = avx2_all(-INFINITY), unordered = avx2_zero();
+    __m256 most = vec_all(-INFINITY), unordered = vec_zero();
     for (int64_t i = 0; i < n; i += 8) {
         const __m256 here = eight(x + i, n - i);
-        most = avx2_max(here, most);
+        most = vec_max(here, most);
         unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(here, here, _CMP_UNORD_Q));
     }
-    return _mm256_movemask_ps(unordered) ? NAN : avx2_largest(most);
+    return _mm256_movemask_ps(unordered) ? NAN : vec_largest(most);
 }
 
 /* Writes 2^((x - peak) * factor), and returns the sum. Equal numbers have equal powers, wherever they stand. */
@@ -50,16 +50,16 @@ WIDE static double powers(const float *x, int64_t n, float peak, float factor, f
 {
     double sum = 0.0;
     for (int64_t first = 0; first < n; first += SUMMED) {
-        __m256 here = avx2_zero();
+        __m256 here = vec_zero();
         for (int64_t i = first; i < n && i < first + SUMMED; i += 8) {
-            const __m256 power = avx2_exp2(avx2_mul(avx2_sub(eight(x + i, n - i), avx2_all(peak)), avx2_all(factor)));
+            const __m256 power = vec_exp2(vec_mul(vec_sub(eight(x + i, n - i), vec_all(peak)), vec_all(factor)));
             float some[8];
-            avx2_store(n - i < 8 ? some : out + i, power);
+            vec_store(n - i < 8 ? some : out + i, power);
             if (n - i < 8)
                 memcpy(out + i, some, (size_t)(n - i) * sizeof(float));
-            here = avx2_add(here, power);
+            here = vec_add(here, power);
         }
-        sum += avx2_sum(here);
+        sum += vec_sum(here);
     }
     return sum;
 }

@@ -112,7 +112,7 @@ int triforce_attend(const Attention *given)
     const int shared =
         threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
 
-    const int64_t in_a_row = larger(1, smaller(8, heads * blocks * splits / (4 * threads))); /* splits that a thread takes */
+    const int64_t in_a_row = larger(1, smaller(64, heads * blocks * splits / (4 * threads))); /* neighbouring splits that a thread takes */
 
     Work sizes;
     const int64_t own = carve(kernels, &sizes, 0, dim, block_rows);

@@ -1,11 +1,14 @@
-/* Attention on a CPU: what the driver (attention.c) and the kernels (attention_body.h, compiled once per instruction set
- * and input type) share. kernels/attention.py documents what is computed.
+/* Attention on a CPU: what the driver (attention.c) and the kernels share. kernels/attention.py documents what is computed.
+ *
+ * Kernels are a file for each instruction set and type of inputs, avx2_float32.c to amx_bfloat16.c. A file says what its
+ * instructions are and includes what it shares with others: rows.h all of them, multiply_add.h those that compute in float32,
+ * shares.h those with products of bfloat16.
  *
  * The arithmetic of a row depends only on the keys it sees and on their positions: keys are processed in tiles of TILE,
  * tiles are grouped in splits of SPLIT counted from key 0, each split's partial result starts at zero, and partial
  * results are merged in ascending order. So the bits of a row's result do not depend on the number of rows, threads or
  * blocks of rows, nor, with `running`, on how many calls the keys are distributed to, if calls are multiples of SPLIT.
- * The peak that shares are relative to is the highest score up to a tile, with AMX an integer above all of a split. */
+ * Peaks that shares are relative to: see multiply_add.h and shares.h. */
 
 #ifndef TRIFORCE_ATTENTION_H
 #define TRIFORCE_ATTENTION_H
@@ -78,8 +81,12 @@ typedef struct {
     void (*finish)(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work); /* work->whole */
 } AttentionKernels;
 
-extern const AttentionKernels attention_amx_bfloat16, attention_avx512bf16_bfloat16, attention_avx512_bfloat16, attention_avx512_float32,
-    attention_avx2_bfloat16, attention_avx2_float32;
+extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, attention_avx512_float32, attention_avx512_bfloat16,
+    attention_avx512bf16_bfloat16, attention_amx_bfloat16;
+
+/* How many keys ahead of those that are used this processor is best told to fetch keys and values, a multiple of TILE / 2;
+ * 0: not at all (features.c). */
+int64_t keys_fetched_ahead(void);
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

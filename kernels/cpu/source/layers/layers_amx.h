@@ -95,7 +95,7 @@ AMX void amx_linear_part(
 #pragma GCC unroll 16
                     for (int i = 0; i < SIDE; i++)
                         r[i] = _mm512_load_ps(sums + (a + i) * AMX_OUTPUTS + b);
-                    avx512_transpose(r);
+                    vec_transpose(r);
                     for (int64_t i = 0; i < SIDE && b + i < rows; i++)
                         store16(out + (r0 + b + i) * outputs + o + a, _mm512_add_ps(r[i], added), some, 1);
                 }
