@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import attend, attend_blocks, takes_blocks
     from .chunks import chunk_mass, chunk_scores, copy_chunks, gather_chunks, select_chunks
-    from .cpu.library import Level, cpu_level, instructions
+    from .cpu.library import Level, arithmetic, cpu_level, instructions
     from .layers import gated_mlp, linear, put, rotate, rows_are_independent
     from .packing import gather_packed, is_packed, pack, unpack
     from .partials import merge_partials, new_running
@@ -29,6 +29,7 @@ __all__ = [
     "Layout",
     "Level",
     "Scratch",
+    "arithmetic",
     "attend",
     "attend_blocks",
     "chunk_mass",
@@ -57,7 +58,7 @@ __all__ = [
 _NAMES = {
     ".attention": ("attend", "attend_blocks", "takes_blocks"),
     ".chunks": ("chunk_mass", "chunk_scores", "copy_chunks", "gather_chunks", "select_chunks"),
-    ".cpu.library": ("Level", "cpu_level", "instructions"),
+    ".cpu.library": ("Level", "arithmetic", "cpu_level", "instructions"),
     ".layers": ("gated_mlp", "linear", "put", "rotate", "rows_are_independent"),
     ".packing": ("gather_packed", "is_packed", "pack", "unpack"),
     ".partials": ("merge_partials", "new_running"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from ..kernels.cpu.library import instructions
+from ..kernels.cpu.library import arithmetic, instructions
 from ..kernels.packages import usable_packages
 from ..tp.devices import device_name
 from ..tp.model.decoder import Decoder
@@ -49,6 +49,7 @@ def run_identity(
         "device_name": device_name(device),
         "world_size": target.ranks.size,
         "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
+        "arithmetic": arithmetic(device.type),
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": seed,
         "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
@@ -88,7 +89,7 @@ def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warni
         warnings: a line each.
     """
     begun = [document for document in documents if "version" in document]
-    shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "dtype")
+    shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype")
     return {
         **{name: begun[0][name] for name in shared if begun},
         "new_tokens": len(whole.token_ids),

@@ -51,6 +51,8 @@ class Findings:
     """What of the host memory that was tried the system locks, and the seconds that it took; `None` without a GPU."""
     compiled_kernels: str | None = None
     """The instruction set that they use; `None` without them."""
+    arithmetic: int | None = None
+    """The number of what they compute."""
     embedded_pair: bool = False
     """Whether the model of a default run loads."""
     broken: list[str] = field(default_factory=list)
@@ -175,10 +177,10 @@ def _look_at_page_locking(found: Findings, torch: Any) -> None:
 def _look_at_kernels(found: Findings) -> None:
     """The compiled kernels for this processor, which are optional."""
     try:
-        from ..kernels.cpu.library import instructions, loaded
+        from ..kernels.cpu.library import arithmetic, instructions, loaded
 
         there = loaded() is not None
-        found.compiled_kernels = instructions()
+        found.compiled_kernels, found.arithmetic = instructions(), arithmetic()
     except ValueError as error:  # of TRIFORCE_CPU_LEVEL
         found.missing.append(f"compiled CPU kernels: {error}")
         return

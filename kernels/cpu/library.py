@@ -39,6 +39,10 @@ _DESCRIPTIONS = {
     Level.AMX: "AMX: matrix products in bfloat16",
 }
 
+_ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 5, Level.AMX: 4}
+"""The number of each level's arithmetic. Where the kernels of a level change what they round, the level gets a number
+that no level ever had: 3 was AVX-512 BF16 before 5."""
+
 
 class AttentionCall(ctypes.Structure):
     """The arguments of `triforce_attend`: `Attention` of attention.h, field by field.
@@ -165,3 +169,14 @@ def instructions() -> str | None:
         ValueError: see `cpu_level`.
     """
     return _DESCRIPTIONS.get(cpu_level())
+
+
+def arithmetic(device: str = "cpu") -> int | None:
+    """The number of the arithmetic that a type of device computes with here. Two runs with one number and the same
+    PyTorch round alike; between two numbers bits may differ. 0 is PyTorch without compiled kernels; `None` is anything
+    but a CPU, whose arithmetic has no number.
+
+    Raises:
+        ValueError: see `cpu_level`.
+    """
+    return _ARITHMETIC[cpu_level()] if device == "cpu" else None

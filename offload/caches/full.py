@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
@@ -80,6 +81,8 @@ class FullCache:
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
         self._filled = [start] * config.num_layers
         self._stop = start  # of the pass under way
+        self._restored = 0  # leading tokens
+        self._restored_with: tuple[int | None, ...] = ()  # the numbers of their arithmetic
         rope.reserve(self.capacity)
 
     @property
@@ -276,12 +279,25 @@ class FullCache:
         """Moves the first `length` tokens of `other` here, if that can be done. This was empty; `other` is now."""
         if self.blocks.move_from(other.blocks, length):
             self._filled = [length] * len(self._filled)
+            self._restored, self._restored_with = min(length, other._restored), other._restored_with
 
-    def restored(self, length: int) -> None:
-        """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else."""
+    def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
+        """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else.
+
+        Args: `computed_with` are the numbers of the arithmetic that computed them, see `computed_with`.
+        """
         self._filled = [length] * len(self._filled)
+        self._restored, self._restored_with = length, tuple(computed_with)
         self._mass.forget()
+
+    def computed_with(self, first: int, stop: int) -> tuple[int | None, ...]:
+        """The numbers of the arithmetic that computed the tokens from `first` to `stop`: what was restored keeps its
+        own, of all of it together; what was computed here has that of here. `None` is one that is not known."""
+        restored = self._restored_with if first < self._restored else ()
+        here = (arithmetic(self.blocks.device.type),) if stop > self._restored else ()
+        return tuple(dict.fromkeys((*restored, *here)))
 
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
+        self._restored = min(self._restored, length)
         self.blocks.rollback(self.length - self.start)

@@ -50,6 +50,10 @@ class Segment:
     parts: tuple[Part, ...]
     packed: bool = False
     """Whether keys and values are packed in its files."""
+    arithmetic: tuple[int | None, ...] = (None,)
+    """The numbers of the arithmetic that computed its keys and values (`kernels.arithmetic`, rank 0's), in the order
+    of first use; `None` is one that is not known: a GPU's, or an earlier version's. There are several where a text
+    grew: a last segment that is not full is written again with what follows it, which may be computed elsewhere."""
 
     @property
     def stop(self) -> int:
@@ -102,6 +106,13 @@ class Manifest:
     @property
     def packed_segments(self) -> int:
         return sum(segment.packed for segment in self.segments)
+
+    @property
+    def arithmetic(self) -> int | None:
+        """The number of the arithmetic that computed all keys and values; `None` where that is not known, or several
+        did."""
+        numbers = {number for segment in self.segments for number in segment.arithmetic}
+        return numbers.pop() if len(numbers) == 1 else None
 
     def bytes_to_write(self, tokens: int, saved: int, packed: bool) -> int:
         """What of so many tokens is still to be written, where `saved` of them are there: a last segment that is not
@@ -162,7 +173,9 @@ class Manifest:
     def _from_raw(cls, raw: dict[str, Any]) -> Manifest:
         segments = tuple(
             Segment(
-                one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"])), one.get("packed", False)
+                *(one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"]))),
+                packed=one.get("packed", False),
+                arithmetic=tuple(one.get("arithmetic", (None,))),
             )
             for one in raw["segments"]
         )
@@ -181,6 +194,8 @@ class Manifest:
                 raise ValueError(f"its segment at {one.first} lacks KV heads")
             if one.packed not in (False, found.shape.dtype == PACKABLE):
                 raise ValueError(f"its segment at {one.first} cannot be packed")
+            if not all(number is None or type(number) is int for number in one.arithmetic):
+                raise ValueError(f"its segment at {one.first} has no number of its arithmetic: {one.arithmetic}")
             at = one.stop
         return found
 

@@ -93,7 +93,8 @@ class Saver:
             full.blocks.drain()
             layers = [full.blocks.export(layer, first, stop) for layer in range(self._manifest.shape.num_layers)]
             self._saved = stop
-            self._writing = self._thread.submit(self._write, first, stop, layers)
+            computed_with = full.computed_with(first, stop)
+            self._writing = self._thread.submit(self._write, first, stop, layers, computed_with)
 
     def _agree(self) -> bool:
         """Waits until the segment before is written, by all ranks; whether that went well. All ranks call it.
@@ -129,12 +130,14 @@ class Saver:
         finally:
             self._writing = None
 
-    def _write(self, first: int, stop: int, layers: list[Callable[[], list[Tensor]]]) -> None:
+    def _write(
+        self, first: int, stop: int, layers: list[Callable[[], list[Tensor]]], computed_with: tuple[int | None, ...]
+    ) -> None:
         order, heads = self._order, self._heads
         token_ids = order.token_ids[first:stop]
         chain = chained(self._manifest.segments[-1].chain if first else order.manifest.fingerprint, token_ids)
         parts = tuple(self._part(first, stop, held) for held in order.parts)
-        segment = Segment(first, stop - first, chain, parts, order.packed)
+        segment = Segment(first, stop - first, chain, parts, order.packed, computed_with)
         if heads.writes:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)

@@ -6,7 +6,7 @@ Every rank restores its own KV heads; what it saves is written by `saver`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.library import arithmetic
 from ...tp.devices import synchronize
 from ...tp.parallel.ranks import Ranks
 from ...tp.units import gib
@@ -50,7 +51,7 @@ class ContextUse:
         self._saver: Saver | None = None
         self._held = ExitStack()
         self.warnings: list[str] = []
-        """What could not be restored or saved, a line each."""
+        """What could not be restored or saved, or was computed with other arithmetic; a line each."""
         self.restored = 0
         """Tokens that were."""
 
@@ -130,11 +131,25 @@ class ContextUse:
                 f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the same "
                 f"TRIFORCE_HOME); it is read again from position {wanted:,} on"
             )
-        full.restored(good)
+        restored = (one for one in prefix.segments if one.first < wanted)
+        computed_with = tuple(dict.fromkeys(number for one in restored for number in one.arithmetic))
+        full.restored(good, computed_with)
         full.rollback(wanted)
         if wanted:
             self._store.note_use(prefix.name)
+            self._name_arithmetic(prefix.name, computed_with, arithmetic(full.blocks.device.type))
         return wanted
+
+    def _name_arithmetic(self, name: str, saved: Collection[int | None], here: int | None) -> None:
+        """Says so where what was restored is known to be of other arithmetic than this run's."""
+        others = sorted(number for number in saved if number not in (None, here))
+        if here is not None and others:
+            numbers = " and ".join(map(str, others))
+            self.warnings.append(
+                f"the context {name!r} was saved{' in part' if len(others) < len(saved) else ''} with other arithmetic "
+                f"(number {numbers}; this run computes with {here}): answers may differ in near-ties from those of a "
+                "text that is read here"
+            )
 
     def _read(self, prefix: SavedPrefix, full: FullCache, stop: int) -> Generator[None, None, None]:
         """Raises:

@@ -17,7 +17,8 @@ def kernels_of(level: str) -> tuple[str | None, list[str]]:
 def test_without_instructions_a_run_computes_with_pytorch():
     run = run_command("generate", "--prompt", "It was", "--max-new-tokens", 3, "--json", "-", TRIFORCE_CPU_LEVEL="none")
     assert run.code == 0, run
-    assert json.loads(run.out)["kernels"] is None
+    document = json.loads(run.out)
+    assert document["kernels"] is None and document["arithmetic"] == 0
 
 
 @pytest.mark.slow

@@ -140,6 +140,10 @@ def document(value: Any, *, drawn_seed: bool = False, planned: bool = False, nam
         return [document(one, drawn_seed=drawn_seed, planned=planned, name=name, of=of) for one in value]
     if name == "kernels":
         return KEYS[name]  # null where the processor has no level
+    if name == "arithmetic" and value == 0:
+        from triforce.kernels import arithmetic  # PyTorch takes its number of threads from the environment first
+
+        return 0 if arithmetic() else 1  # where the processor has no level, it stands for that of the recording
     if value is None or (isinstance(value, bool) and name != "fits"):
         return value
     instead = IN.get((of, name)) or (INSIDE.get(of) if isinstance(value, float | int) else None)

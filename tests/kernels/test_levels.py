@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from triforce.kernels import Level, cpu_level, instructions
+from triforce.kernels import Level, arithmetic, cpu_level, instructions
 
 ROOT = Path(__file__).parents[2]
 CONTRACTS = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("attention", "chunks", "layers", "packing")]
@@ -46,6 +46,13 @@ def run_pytest(*arguments: str, **environment: str) -> None:
 @pytest.mark.parametrize("level", [level for level in Level if level < cpu_level()], ids=lambda level: level.name)
 def test_kernels_keep_their_word_on_every_lower_level(level):
     run_pytest(*CONTRACTS, TRIFORCE_CPU_LEVEL=level.name.lower())
+
+
+def test_each_level_has_a_number_of_its_own():
+    """It is in contexts that are saved, so it stays."""
+    numbers = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 5, Level.AMX: 4}
+    assert list(numbers) == list(Level) and arithmetic() == numbers[cpu_level()]
+    assert arithmetic("cuda") is None
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ..requests.response import FinishedAnswer, error_body
 from .lines import RequestLine
 from .work import Work
 
-_SHARED = ("model", "draft", "device", "device_name", "world_size", "kernels", "dtype", "settings")
+_SHARED = ("model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype", "settings")
 _TRAFFIC = ("bytes_streamed", "bytes_written_back", "busy_s", "waited_s")
 
 

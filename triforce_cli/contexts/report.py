@@ -35,6 +35,7 @@ def describe(store: ContextStore, name: str) -> dict[str, Any]:
         "name": name,
         "model": manifest.model,
         "dtype": manifest.shape.dtype,
+        "arithmetic": manifest.arithmetic,
         "tokens": manifest.saved,
         "planned_tokens": manifest.tokens,
         "kv_bytes": manifest.kv_bytes,

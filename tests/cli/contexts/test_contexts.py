@@ -1,11 +1,14 @@
 """`triforce read`, `triforce contexts`, and the options of other commands that saved contexts have."""
 
+import io
 import json
 import re
 import shutil
 import signal
+import sys
 
 import pytest
+import xxhash
 from command import (
     TEXT,
     VOCABULARY,
@@ -18,6 +21,7 @@ from command import (
     save_tokenizer,
 )
 from tiny import save_llama
+from triforce.kernels import Level, arithmetic, cpu_level
 from triforce.tp import Tokenizer
 
 QUESTION = "Why was it so, and for whom?"
@@ -84,7 +88,19 @@ def test_contexts_are_listed_shown_verified_and_removed(triforce, tmp_path):
     assert json.loads(triforce("contexts", "--json", "-").out) == []
     triforce("read", tmp_path / "book.txt", "--as", "one")
     (listed,) = json.loads(triforce("contexts", "list", "--json", "-").out)
-    keys = {"name", "model", "dtype", "tokens", "kv_bytes", "disk_bytes", "segments", "complete", "created", "used"}
+    keys = {
+        "name",
+        "model",
+        "dtype",
+        "arithmetic",
+        "tokens",
+        "kv_bytes",
+        "disk_bytes",
+        "segments",
+        "complete",
+        "created",
+        "used",
+    }
     assert keys <= listed.keys() and listed["complete"] and listed["kv_bytes"] <= listed["disk_bytes"]
     assert "one" in triforce("contexts").out
     assert "as they were written" in triforce("contexts", "verify", "one").err
@@ -136,6 +152,76 @@ def test_a_damaged_context_costs_a_reading_and_no_token(triforce, tmp_path):
     got = answered(triforce, "--context", "book", "--ask", QUESTION)
     assert got["token_ids"] == want["token_ids"] and got["reused_tokens"] == 0
     assert "the context 'book' is damaged" in got["warnings"][0] and "read again from position 0" in got["warnings"][0]
+
+
+def test_a_context_of_another_level_is_used_and_named(triforce, pair, tmp_path):
+    if cpu_level() == Level.NONE:
+        pytest.skip("there is one level here")
+
+    def without_kernels(command, *arguments):
+        run = run_command(command, "--model", pair[0], "--device", "cpu", *arguments, TRIFORCE_CPU_LEVEL="none")
+        assert run.code == 0, run
+        return json.loads(run.out)
+
+    assert without_kernels("read", tmp_path / "book.txt", "--json", "-")["arithmetic"] == 0
+    asked = ("--context", "book", "--ask", QUESTION)
+    alike = without_kernels("generate", *asked, "--max-new-tokens", 2, "--json", "-")
+    other = answered(triforce, *asked)
+    assert other["context"] == "book" and other["reused_tokens"] == alike["reused_tokens"] > 0
+    assert alike["warnings"] == [] and other["warnings"] == [
+        f"the context 'book' was saved with other arithmetic (number 0; this run computes with {arithmetic()}): "
+        "answers may differ in near-ties from those of a text that is read here"
+    ]
+
+
+def computed_with(directory, numbers):
+    """Says in a manifest that keys and values were computed with other arithmetic; `None`: nothing, as once."""
+    path = directory / "manifest.json"
+    described = json.loads(path.read_bytes())
+    del described["checksum"]
+    for segment in described["segments"]:
+        del segment["arithmetic"]
+        segment |= {} if numbers is None else {"arithmetic": numbers}
+    checksum = xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+    path.write_text(json.dumps(described | {"checksum": checksum}))
+
+
+def test_what_is_added_to_a_context_of_other_arithmetic_does_not_hide_it(triforce, tmp_path):
+    """A text that grew, and another context that begins with it, of which some is in memory already."""
+    contexts, number = tmp_path / "home" / "contexts", arithmetic()
+    triforce("read", tmp_path / "book.txt")
+    computed_with(contexts / "book", [3])
+    assert json.loads(triforce("contexts", "show", "book", "--json", "-").out)["arithmetic"] == 3
+    (tmp_path / "book.txt").write_text(TEXT * 2)
+    grown = triforce("read", tmp_path / "book.txt")
+    answered(triforce, "--prompt", TEXT * 3, "--save-context", "longer")
+    assert f"'book' was saved with other arithmetic (number 3; this run computes with {number})" in grown.err
+    for name in ("book", "longer"):
+        assert json.loads(triforce("contexts", "show", name, "--json", "-").out)["arithmetic"] is None
+        (warning,) = answered(triforce, "--context", name, "--ask", QUESTION)["warnings"]
+        assert f"'{name}' was saved in part with other arithmetic (number 3; this run" in warning
+
+
+def test_a_conversation_about_a_context_of_other_arithmetic_is_saved_as_such(triforce, tmp_path, monkeypatch):
+    triforce("read", tmp_path / "book.txt")
+    computed_with(tmp_path / "home" / "contexts" / "book", [3])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\nHow?\n/save talk\n")))
+    said = triforce("chat", "--context", "book", "--max-new-tokens", 3).err
+    assert said.count("with other arithmetic (number 3;") == 1, said
+    described = json.loads(triforce("contexts", "list", "--json", "-").out)
+    assert {one["name"]: one["arithmetic"] for one in described} == {"book": 3, "talk": None}
+    (warning,) = answered(triforce, "--context", "talk", "--ask", QUESTION)["warnings"]
+    assert "'talk' was saved in part with other arithmetic (number 3;" in warning
+
+
+def test_a_context_of_an_earlier_version_is_used_in_silence(triforce, tmp_path):
+    """Its manifest does not say what computed it."""
+    triforce("read", tmp_path / "book.txt")
+    assert json.loads(triforce("contexts", "show", "book", "--json", "-").out)["arithmetic"] == arithmetic()
+    computed_with(tmp_path / "home" / "contexts" / "book", None)
+    assert json.loads(triforce("contexts", "show", "book", "--json", "-").out)["arithmetic"] is None
+    asked = answered(triforce, "--context", "book", "--ask", QUESTION)
+    assert asked["context"] == "book" and asked["reused_tokens"] and asked["warnings"] == []
 
 
 def test_prune_and_the_quota_remove_what_was_used_longest_ago(triforce, tmp_path, monkeypatch):

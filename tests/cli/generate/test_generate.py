@@ -8,6 +8,7 @@ import sys
 import pytest
 from command import CONTEXT, TEXT, TRIFORCE, run_command, run_fork, run_here, undocumented
 from transformers import AutoTokenizer
+from triforce.kernels import arithmetic
 from triforce.tp import PRESETS, Tokenizer
 
 FIELDS = {
@@ -17,6 +18,8 @@ FIELDS = {
     "device": None,
     "device_name": None,
     "world_size": None,
+    "kernels": None,
+    "arithmetic": None,
     "dtype": None,
     "prompt_tokens": None,
     "new_tokens": None,
@@ -71,6 +74,7 @@ def test_json_on_stdout_is_one_document_with_every_field(pair):
     )  # fmt: skip
     assert outcome.code == 0, outcome
     document = json.loads(outcome.out)
+    assert document["arithmetic"] == arithmetic()
     for name, parts in FIELDS.items():
         assert name in document, name
         if parts:

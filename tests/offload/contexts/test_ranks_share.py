@@ -120,6 +120,7 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path, failing, writes):
 
     class Cache:
         length = 0
+        computed_with = staticmethod(lambda first, stop: (None,))
 
         class blocks:
             drain = staticmethod(lambda: None)
