@@ -19,13 +19,6 @@ INLINE void fetch(const uint16_t *rows, int64_t row, int64_t count, int64_t word
             __builtin_prefetch(rows + i * row + 2 * word, 0, 2);
 }
 
-/* Lays two rows of values out: [words / 16][even, odd columns][16 columns][2 keys], tiles apart. */
-INLINE void pair(__m512i x, __m512i y, float *tile)
-{
-    _mm512_store_si512(tile, _mm512_mask_mov_epi16(x, 0xaaaaaaaa, _mm512_slli_epi32(y, 16)));
-    _mm512_store_si512(tile + TILE_WORDS, _mm512_mask_mov_epi16(_mm512_srli_epi32(x, 16), 0xaaaaaaaa, y));
-}
-
 /* Lays PAIRED rows of values out as tiles: [words / 16][even, odd columns][16 pairs of keys][16 columns][2 keys]. Those
  * before `start` and from `stop` on are zeros. */
 INLINE void lay_values(const uint16_t *values, int64_t row, int64_t start, int64_t stop, int64_t words, float *tiles)
@@ -35,11 +28,13 @@ INLINE void lay_values(const uint16_t *values, int64_t row, int64_t start, int64
         if (start <= 0 && stop >= PAIRED)
 #pragma GCC unroll 16
             for (int i = 0; i < SIDE; i++)
-                pair(_mm512_loadu_si512(values + 2 * i * row), _mm512_loadu_si512(values + (2 * i + 1) * row), tiles + i * SIDE);
+                pair(_mm512_loadu_si512(values + 2 * i * row), _mm512_loadu_si512(values + (2 * i + 1) * row), tiles + i * SIDE,
+                     tiles + TILE_WORDS + i * SIDE);
         else
             for (int64_t i = 0; i < PAIRED; i += 2)
                 pair(start <= i && i < stop ? _mm512_loadu_si512(values + i * row) : zeros,
-                         start <= i + 1 && i + 1 < stop ? _mm512_loadu_si512(values + (i + 1) * row) : zeros, tiles + i / 2 * SIDE);
+                     start <= i + 1 && i + 1 < stop ? _mm512_loadu_si512(values + (i + 1) * row) : zeros, tiles + i / 2 * SIDE,
+                     tiles + TILE_WORDS + i / 2 * SIDE);
     }
 }
 
@@ -83,7 +78,7 @@ INLINE void score(const SplitRows *this, const int halves)
     AMX_WRITTEN;
     for (int64_t key = this->from; key < this->to; key += PAIRED)
         multiply(halves, this->q, words, this->work->keys + key * words, words * SIDE, TILE_WORDS, words / SIDE,
-                     this->work->scores + key, SCORES_STRIDE);
+                 this->work->scores + key, SCORES_STRIDE);
 }
 
 /* Scores of up to 16 rows from `TILE` keys as they lie, `first` keys behind the split's first. Those from `count` on are
@@ -139,7 +134,7 @@ INLINE void weigh(const SplitRows *this, const int halves)
     AMX_WRITTEN;
     for (int64_t column = 0; column < dim; column += PAIRED)
         multiply(halves, this->work->scores + from / 2, SCORES_STRIDE, this->work->values + from * words + column * SIDE,
-                     TILE_WORDS, PAIRED * words, (this->to - from) / PAIRED, this->out + column, row_stride(dim));
+                 TILE_WORDS, PAIRED * words, (this->to - from) / PAIRED, this->out + column, row_stride(dim));
 }
 
 static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t split, const Work *work, float *out)
@@ -152,10 +147,9 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
     if (rows <= SIDE)
         amx_turn((const uint16_t *)work->q, dim, rows, words, turned);
     for (int64_t first = start; first < stop; first += TILE) {
-        const int64_t block = (base + first) / call->block_size, offset = (base + first) % call->block_size;
         const int64_t hidden = work->rows[0].start - base - first, count = stop - first; /* keys before and behind no row sees */
-        const uint16_t *k = (const uint16_t *)call->k + kv_head * call->k_head + block * call->k_block + offset * call->k_row;
-        const uint16_t *v = (const uint16_t *)call->v + kv_head * call->v_head + block * call->v_block + offset * call->v_row;
+        const uint16_t *k = (const uint16_t *)call->k + kv_head * call->k_head + place_of(call, base + first, call->k_block, call->k_row);
+        const uint16_t *v = (const uint16_t *)call->v + kv_head * call->v_head + place_of(call, base + first, call->v_block, call->v_row);
         if (rows <= SIDE)
             score_few(&these, k, first, count, turned);
         else

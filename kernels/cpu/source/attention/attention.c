@@ -11,7 +11,10 @@
 #include <xmmintrin.h>
 #endif
 
-#define SHARED_PARTS ((int64_t)64 << 20) /* floats of partial results at most; beyond, one thread computes all splits of a block of rows */
+/* Floats of partial results at most where threads share the splits of a block of rows: where there are fewer blocks than threads,
+ * and where it only divides the work more evenly. More than 32 MiB the system maps, and clears, at each call. */
+#define SHARED_PARTS ((int64_t)64 << 20)
+#define EVEN_PARTS ((int64_t)6 << 20)
 #define SMALL_WORK ((int64_t)1 << 17)    /* multiplications below which starting other threads takes longer than it saves */
 
 static const AttentionKernels *kernels_for(int64_t level, int64_t type)
@@ -110,7 +113,8 @@ int triforce_attend(const Attention *given)
     const int threads = all_rows * (stop - start) * heads * dim < SMALL_WORK ? 1 : triforce_threads(call->threads);
     const int64_t part_size = block_rows * row_stride(dim);
     const int shared =
-        threads > 1 && splits > 1 && blocks * heads < 4 * threads && blocks * heads * splits * part_size <= SHARED_PARTS;
+        threads > 1 && splits > 1 && blocks * heads < 4 * threads &&
+        blocks * heads * splits * part_size <= (blocks * heads < threads ? SHARED_PARTS : EVEN_PARTS);
 
     const int64_t in_a_row = larger(1, smaller(64, heads * blocks * splits / (4 * threads))); /* neighbouring splits that a thread takes */
 

@@ -84,9 +84,9 @@ typedef struct {
 extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, attention_avx512_float32, attention_avx512_bfloat16,
     attention_avx512bf16_bfloat16, attention_amx_bfloat16;
 
-/* How many keys ahead of those that are used this processor is best told to fetch keys and values, a multiple of TILE / 2;
- * 0: not at all (features.c). */
-int64_t keys_fetched_ahead(void);
+/* How many keys ahead of those in use the kernels for dot products of bfloat16 prefetch on this processor (features.c): a multiple
+ * of TILE / 2; 0: they leave it to the processor. */
+int64_t keys_ahead(void);
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -1,12 +1,11 @@
 /* Attention in products and sums of float32, of float32 inputs and of bfloat16 ones, which are converted first. A file that
  * includes it says which (`element`), and has included avx2.h or avx512.h, whose vectors it takes.
  *
- * The peak that a row's shares are relative to is the highest score up to a tile. Query rows are computed AT_A_TIME, so that
+ * The peak that a row's shares are relative to is the highest score so far, this tile's included. Query rows are computed AT_A_TIME, so that
  * keys and values are loaded into registers once for all of them. */
 
 #include "rows.h"
 
-#define AT_A_TIME 6
 #define STEP (LANES / 4) /* vectors of scores, or of columns, that fit into registers with so many rows */
 #define IS_BF16 (sizeof(element) == 2)
 
@@ -231,28 +230,18 @@ static void part(const Attention *call, int64_t kv_head, int64_t rows, int64_t s
     const element *k = (const element *)call->k + kv_head * call->k_head, *v = (const element *)call->v + kv_head * call->v_head;
     for (int64_t first = start / TILE * TILE; first < stop; first += TILE) {
         Tile tile = {.first = first, .from = larger(start - first, 0), .stop = smaller(stop - first, TILE)};
-        int64_t block = first / call->block_size, offset = first % call->block_size;
-        const element *keys = k + block * call->k_block + offset * call->k_row;
-        tile.values = v + block * call->v_block + offset * call->v_row;
-        if (first + TILE < work->rows[rows - 1].stop) /* in the next split too */
-            block = (first + TILE) / call->block_size, offset = (first + TILE) % call->block_size;
-        tile.next_keys = k + block * call->k_block + offset * call->k_row;
-        tile.next_values = v + block * call->v_block + offset * call->v_row;
+        const int64_t next = first + TILE < work->rows[rows - 1].stop ? first + TILE : first; /* of the next split too */
+        tile.values = v + place_of(call, first, call->v_block, call->v_row);
+        tile.next_keys = k + place_of(call, next, call->k_block, call->k_row);
+        tile.next_values = v + place_of(call, next, call->v_block, call->v_row);
         tile.chunk = first / call->chunk_size;
-        transpose_keys(keys, call->k_row, tile.stop, dim, work->keys);
+        transpose_keys(k + place_of(call, first, call->k_block, call->k_row), call->k_row, tile.stop, dim, work->keys);
         const int64_t blocks = (rows + AT_A_TIME - 1) / AT_A_TIME;
         for (int64_t b = 0, r0 = 0, size; b < blocks; b++, r0 += size) {
             size = (rows - r0) / (blocks - b);
             if (work->rows[r0 + size - 1].stop <= first)
                 continue;
-            switch (size) {
-            case 1: attend_tile(1, call, &tile, r0, work, part); break;
-            case 2: attend_tile(2, call, &tile, r0, work, part); break;
-            case 3: attend_tile(3, call, &tile, r0, work, part); break;
-            case 4: attend_tile(4, call, &tile, r0, work, part); break;
-            case 5: attend_tile(5, call, &tile, r0, work, part); break;
-            default: attend_tile(6, call, &tile, r0, work, part); break;
-            }
+            FOR_ROWS(attend_tile, size, call, &tile, r0, work, part)
         }
     }
     for (int64_t r = 0; r < rows; r++)

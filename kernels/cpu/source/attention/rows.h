@@ -10,6 +10,25 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+#define AT_A_TIME 6 /* rows that are computed together at most: their sums stay in registers */
+
+/* `step(rows, ...)` compiled for each number of `rows` up to AT_A_TIME. */
+#define FOR_ROWS(step, rows, ...)            \
+    switch (rows) {                          \
+    case 1: step(1, __VA_ARGS__); break;     \
+    case 2: step(2, __VA_ARGS__); break;     \
+    case 3: step(3, __VA_ARGS__); break;     \
+    case 4: step(4, __VA_ARGS__); break;     \
+    case 5: step(5, __VA_ARGS__); break;     \
+    default: step(6, __VA_ARGS__); break;    \
+    }
+
+/* Where key `key` of a head begins, or its value, in numbers: `block` and `row` are the strides of keys or of values. */
+INLINE int64_t place_of(const Attention *call, int64_t key, int64_t block, int64_t row)
+{
+    return key / call->block_size * block + key % call->block_size * row;
+}
+
 /* Fills work->rows for a block of rows. */
 static void see(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work)
 {

@@ -1,11 +1,11 @@
-/* The shares of a split's keys in bfloat16, for kernels that weigh values by products of bfloat16: matrix tiles (amx.c) and
- * dot products (dots.c).
+/* The shares of a split's keys in bfloat16, for kernels that weigh values by products of bfloat16: matrix tiles
+ * (amx_bfloat16.c) and dot products (avx512bf16_bfloat16.c).
  *
  * The arithmetic of a row: the scores of a split, times log2 e; the integer above the highest of them; the shares relative to
  * 2 to that power, and their sum; the products of the shares, rounded to bfloat16, with the values, and the sum of rounded
  * shares, by which the result is divided. As shares are relative to a power of two, how they are rounded does not depend on
- * which keys make up a split. Nothing depends on the other rows, nor on keys that none of them sees, whose shares and values
- * are 0. */
+ * which keys make up a split. With finite inputs nothing depends on the other rows, nor, whatever they hold, on keys that none
+ * of them sees, whose shares and values are 0. Pairs of numbers are `words` of 32 bits. */
 
 #ifndef TRIFORCE_ATTENTION_SHARES_H
 #define TRIFORCE_ATTENTION_SHARES_H
@@ -13,8 +13,15 @@
 #include "../avx512.h"
 #include "rows.h"
 
-#define SCORES_STRIDE (SPLIT + LANES) /* floats between rows of scores: no multiple of a page's fraction */
-#define FEW 4                         /* rows whose lanes are joined faster than those of all are turned */
+#define SCORES_STRIDE (SPLIT + LANES) /* floats between rows of scores; not a power of two, which would put all rows in the same cache sets */
+#define FEW 4                         /* rows up to which each one's lanes are added by itself; those of more are transposed first */
+
+/* Two vectors of values of 32 columns, of keys that follow one another, as pairs of both: the even columns, the odd ones. */
+INLINE void pair(__m512i x, __m512i y, float *even, float *odd)
+{
+    _mm512_store_si512(even, _mm512_mask_mov_epi16(x, 0xaaaaaaaa, _mm512_slli_epi32(y, 16)));
+    _mm512_store_si512(odd, _mm512_mask_mov_epi16(_mm512_srli_epi32(x, 16), 0xaaaaaaaa, y));
+}
 
 /* Fills work->rows and work->q for a block of rows. */
 static void prepare(const Attention *call, int64_t kv_head, int64_t first, int64_t rows, const Work *work)
@@ -30,7 +37,8 @@ typedef struct {
     const Attention *call;
     const Work *work;
     const Row *rows;
-    int64_t some, base, from, to; /* rows; the split's first key; the keys that some row sees, counted from there */
+    int64_t some, base; /* how many rows; the split's first key */
+    int64_t from, to;   /* whole tiles with all keys that one of the rows sees, counted from `base` */
     float *q, *out;
 } SplitRows;
 
