@@ -41,7 +41,7 @@ _DESCRIPTIONS = {
 
 _ARITHMETIC = {Level.NONE: 0, Level.AVX2: 1, Level.AVX512: 2, Level.AVX512_BF16: 5, Level.AMX: 4}
 """The number of each level's arithmetic. Where the kernels of a level change what they round, the level gets a number
-that no level ever had: 3 was AVX-512 BF16 before 5."""
+that no level ever had; 3 is used up."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -172,9 +172,9 @@ def instructions() -> str | None:
 
 
 def arithmetic(device: str = "cpu") -> int | None:
-    """The number of the arithmetic that a type of device computes with here. Two runs with one number and the same
-    PyTorch round alike; between two numbers bits may differ. 0 is PyTorch without compiled kernels; `None` is anything
-    but a CPU, whose arithmetic has no number.
+    """The number of the arithmetic that a type of device computes with here. With one number the compiled kernels round
+    alike; PyTorch's own operations may round otherwise on another processor. Between two numbers bits may differ. 0 is
+    PyTorch without compiled kernels; `None` is anything but a CPU, whose arithmetic has no number.
 
     Raises:
         ValueError: see `cpu_level`.

@@ -75,7 +75,7 @@ int triforce_cpu_level(void)
  *
  *   family 25 (Zen 4)   in bursts, 128 keys ahead:      one row 10 to 11; without 6. Spread over the arithmetic: not measured.
  *   family 26 (Zen 5)   spread, into the first cache:   one row 5.2, 13 rows 6.0; without 6.7, 11.2. Distances of 160 to 384 keys
- *                       are within 3 %, 64 takes 15 % longer for 13 rows; the second cache as the aim 25 % longer.
+ *                       are within 3 %; 64 takes 10 to 20 % longer for 13 rows, the second cache as the aim 25 %.
  *
  * Others are not measured: they take what Zen 5 does. */
 static const struct {
