@@ -87,9 +87,14 @@ def command(arguments: list[str], anew: str | None = None) -> Callable[[], None]
 
     def call() -> None:
         from triforce.cli.app import main
-        from triforce.kernels import cpu_level
 
-        cpu_level.cache_clear()  # of this process, whose environment asked for no level
+        # What this process has found out before is of its own environment, which asked for another level.
+        for module in [
+            module for name, module in sys.modules.items() if name.startswith(("triforce.kernels", "triforce.offload"))
+        ]:
+            for found in list(vars(module).values()):
+                if hasattr(found, "cache_clear"):
+                    found.cache_clear()
         for name in [name for name in sys.modules if anew and f"{name}.".startswith(f"{anew}.")]:
             del sys.modules[name]
         sys.argv = ["triforce", *arguments]

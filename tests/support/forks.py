@@ -58,6 +58,11 @@ class Fork:
                     (2, "w", 1, "backslashreplace"),
                 )
             )
+            torch = sys.modules.get("torch")
+            if torch is not None and "OMP_NUM_THREADS" in environment:
+                # Read when PyTorch is imported. And a fork makes the pool of threads anew at the first call, which two
+                # threads must not do at the same time.
+                torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
             code = call()
         except SystemExit as end:
             code = end.code
