@@ -71,10 +71,13 @@ def test_greedy_equals_transformers_for_every_length_and_chunk(pairs, draft_leng
 
 @pytest.mark.slow
 def test_the_pairs_of_these_tests_accept_and_reject_drafts(pairs):
-    for name, (least, most) in {"agreeing": (0.5, 0.98), "gqa": (0.0, 0.2)}.items():
-        acceptance = generate(pairs[name], 60, budget=62, draft_length=3, block_length=7).stats["acceptance"]
-        for tier in ("draft_per_token", "retrieval_per_token"):
-            assert least < acceptance[tier] < most, (name, tier, acceptance[tier])
+    agreeing, rejecting = (
+        generate(pairs[name], 60, budget=62, draft_length=3, block_length=7).stats["acceptance"]
+        for name in ("agreeing", "gqa")
+    )
+    for tier in ("draft_per_token", "retrieval_per_token"):
+        assert 0.5 < agreeing[tier] < 0.98, (tier, agreeing[tier])
+        assert rejecting[tier] < 0.2, (tier, rejecting[tier])  # a processor's rounding decides between none and one
 
 
 def test_a_budget_that_holds_everything_accepts_everything(pairs):
