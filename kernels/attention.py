@@ -13,12 +13,22 @@ against.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .chunks import chunk_mass
-from .cpu.attention import TILE, attend_compiled, compiled_attention, has_plain_rows, sums_mass
+from .cpu.attention import (
+    TILE,
+    Piece,
+    attend_compiled,
+    attend_compiled_pieces,
+    compiled_attention,
+    has_plain_rows,
+    sums_mass,
+)
 from .cpu.library import Level, cpu_level
 from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_package
 from .packages import OLDEST_GPU, usable_packages
@@ -28,9 +38,11 @@ from .selection import FEW_ROWS, TILE_ROWS, Backend, selected
 
 __all__ = [
     "FEW_ROWS",
+    "Piece",
     "Scratch",
     "attend",
     "attend_blocks",
+    "attend_pieces",
     "choose_backend",
     "goes_on",
     "merge_partials",
@@ -188,6 +200,30 @@ def attend_blocks(
             q[:, first:], blocks[:, 0], m, lse[:, first:], mass, scale=scale, diagonal=diagonal + first, window=window
         )
     return out.to(q.dtype) if rounded else out, lse
+
+
+def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor) -> list[Tensor]:
+    """`attend_blocks` for several pieces, of which no two have a row in common, in one call. `takes_blocks` must hold.
+
+    Args:
+        q: `[num_heads, n, head_dim]`, the rows of all pieces.
+        running: of `q`, see `attend`; the rows of these pieces are brought up to date.
+        out: as `q`, in its dtype; the rows of these pieces are written.
+
+    Returns:
+        The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.
+    """
+    fused = [
+        piece if piece.mass is None or sums_mass(piece.mass, piece.m) else replace(piece, mass=None) for piece in pieces
+    ]
+    lses = attend_compiled_pieces(q, fused, scale=scale, running=running, out=out)
+    for piece, one, lse in zip(pieces, fused, lses, strict=True):
+        if piece.mass is not one.mass and piece.mass is not None:
+            size = piece.blocks.shape[3]
+            keys = piece.blocks[piece.first // size :, 0, :, piece.first % size :]
+            shown = {"diagonal": piece.diagonal, "window": piece.window}
+            _mass_of_blocks(q[:, piece.rows], keys, piece.m, lse, piece.mass, scale=scale, **shown)
+    return lses
 
 
 def _attend_flash_segments(q: Tensor, blocks: Tensor, m: int, scale: float, diagonal: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ keys lie in one place or come in blocks of whole splits (256 keys, `SPLIT` of at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,14 +94,80 @@ def attend_compiled(
     if mass is not None:
         call.mass, call.mass_rows, call.chunk_size = mass.data_ptr(), mass.shape[1], keys // mass.shape[2]
     if running is not None:
-        call.running = running.data_ptr()
+        call.running, call.running_head = running.data_ptr(), running.stride(0)
     call.type = _TYPES[q.dtype]
     call.threads = threads()
     call.level = cpu_level() if level is None else level
     call.scale = scale
-    if call_kernel(_attend(), call):
+    if call_kernel(_attend(), call, 1):
         raise MemoryError(f"no memory for the temporaries of attention of {n} rows to {keys} keys")
     return out, lse
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some rows of a pass, and keys that they attend to."""
+
+    rows: slice
+    blocks: Tensor
+    """`[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys and values of a cache."""
+    first: int
+    """The first key, counted from the cache's first: a block's first, unless all keys are in one block."""
+    m: int
+    """The number of keys."""
+    diagonal: int
+    """See `attend`, counted from `first`; so is `window`."""
+    window: int | None = None
+    mass: Tensor | None = None
+    """Of all these rows, see `attend`; contiguous float32, see `sums_mass`."""
+
+
+def attend_compiled_pieces(
+    q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor
+) -> list[Tensor]:
+    """`attend_compiled` for several pieces in one call: each is one thread's, unless one is most of the work.
+
+    Args:
+        q: `[num_heads, n, head_dim]`, the rows of all pieces.
+        pieces: no two of them have a row in common.
+        running: of `q`, see `attend`; the rows of these pieces are brought up to date.
+        out: as `q`, of its dtype or float32; the rows of these pieces are written.
+
+    Returns:
+        The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.
+
+    Raises:
+        MemoryError: no memory for the temporaries.
+    """
+    num_heads, _, head_dim = q.shape
+    (q_head, q_row, _), (out_head, out_row, _) = q.stride(), out.stride()
+    running_head, running_row, _ = running.stride()
+    q_at, out_at, running_at = q.data_ptr(), out.data_ptr(), running.data_ptr()
+    size, out_size, kind = q.element_size(), out.element_size(), _TYPES[q.dtype]
+    wanted, level = threads(), cpu_level()
+    calls: list[AttentionCall] = []
+    lses: list[Tensor] = []
+    for piece in pieces:
+        row, n = piece.rows.start, piece.rows.stop - piece.rows.start
+        _, _, num_kv_heads, block_size, _ = piece.blocks.shape
+        block, values, head, token, _ = piece.blocks.stride()
+        k = piece.blocks.data_ptr() + (piece.first // block_size * block + piece.first % block_size * token) * size
+        lse, mass = torch.empty(num_heads, n), piece.mass
+        call = AttentionCall(
+            *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse.data_ptr()),
+            *(0 if mass is None else mass.data_ptr(), running_at + row * running_row * 4, running_head),
+            *(q_head, q_row, out_head, out_row, out_size == 2),
+            *(block, head, token, block, head, token),
+            *(num_heads, num_kv_heads, n, piece.m, head_dim, block_size),
+            *(piece.diagonal, _NO_WINDOW if piece.window is None else piece.window, 0),
+            *((0, 1) if mass is None else (n, piece.m // mass.shape[2])),
+            *(kind, wanted, level, scale),
+        )
+        calls.append(call)
+        lses.append(lse)
+    if call_kernel(_attend(), (AttentionCall * len(calls))(*calls), len(calls)):
+        raise MemoryError(f"no memory for the temporaries of attention of {q.shape[1]} rows")
+    return lses
 
 
 def sums_mass(mass: Tensor, m: int) -> bool:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 9
+_ABI = 10
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -45,14 +45,14 @@ that no level ever had; 3 is used up."""
 
 
 class AttentionCall(ctypes.Structure):
-    """The arguments of `triforce_attend`: `Attention` of attention.h, field by field.
+    """The arguments of one call of `triforce_attend`: `Attention` of attention.h, field by field.
 
     `q` to `running` and `diagonal_at` are addresses (`mass`, `running` and `diagonal_at` may be 0); names with
     `_block`, `_head` and `_row` are strides in elements; `level` is a `Level`.
     """
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass", "running")),
+        *((name, ctypes.c_int64) for name in ("q", "k", "v", "out", "lse", "mass", "running", "running_head")),
         *((name, ctypes.c_int64) for name in ("q_head", "q_row")),
         *((name, ctypes.c_int64) for name in ("out_head", "out_row", "rounded")),
         *((name, ctypes.c_int64) for name in ("k_block", "k_head", "k_row")),
@@ -112,7 +112,7 @@ def load_library(path: Path, abi: int = _ABI, call_size: int = ctypes.sizeof(Att
 def _declare(kernels: ctypes.CDLL) -> None:
     """Argument types of the functions in cpu.h."""
     pointer, count, real, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall)]
+    kernels.triforce_attend.argtypes = [ctypes.POINTER(AttentionCall), count]
     for kernel in (kernels.triforce_linear, kernels.triforce_gated_mlp):
         kernel.argtypes = [
             *(pointer, count, pointer, real, pointer, pointer, pointer, flag),

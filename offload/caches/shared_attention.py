@@ -9,17 +9,21 @@ from the sum over the one before. So a row's result has the bits that it has alo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Scratch, attend, attend_blocks, new_running, takes_blocks
+from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks
 from ...tp.model.rope import Rows
+from ..transfer.device_blocks import pieces_of
 from .full import BlockCollector, FullCache
 from .recent_mass import MassPart
+
+_Keys = Tensor | tuple[Tensor, int]
+"""Keys and values of a piece: `[2, num_kv_heads, m, head_dim]`, or blocks as `Piece` has them and its first key."""
 
 
 @dataclass
@@ -41,6 +45,9 @@ class _Holder:
 
     cache: FullCache
     spans: list[_Span] = field(default_factory=list)
+    parts: list[tuple[_Span, int, int]] = field(default_factory=list)
+    """Of caches whose blocks lie together: spans, the first of whose keys they attend to in one call, counted from the
+    cache's first, and how many."""
 
 
 class SharedAttention:
@@ -53,6 +60,9 @@ class SharedAttention:
         self._scale = caches[0].config.head_dim ** -0.5
         self._starts: list[int] = []
         self._counts: list[int] = []
+        self._rows: list[slice] = []  # of each sequence
+        self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
+        self._taken: bool | None = None
         self._order: list[int] = []  # of the sequences, in which their rows are attended
         self._holders: list[_Holder] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
@@ -63,8 +73,10 @@ class SharedAttention:
     def prepare(self, counts: Sequence[int]) -> None:
         """Announces a pass over the next `counts[i]` tokens of each sequence."""
         caches = self._caches
-        self._counts = list(counts)
+        self._counts, self._rows = list(counts), rows_of(counts)
         self._starts = [cache.length for cache in caches]
+        self._mass_rows = [cache.mass_rows_of(count) for cache, count in zip(caches, counts, strict=True)]
+        self._taken = None
         turned = [
             cache.rope.rows(start, count) for cache, start, count in zip(caches, self._starts, counts, strict=True)
         ]
@@ -74,8 +86,8 @@ class SharedAttention:
         device = caches[0].blocks.device
         self._moved = self._back = None
         if self._order != list(range(len(caches))):
-            rows = rows_of(self._counts)
-            self._moved = torch.cat([torch.arange(rows[i].start, rows[i].stop) for i in self._order]).to(device)
+            moved = [torch.arange(self._rows[i].start, self._rows[i].stop) for i in self._order]
+            self._moved = torch.cat(moved).to(device)
             self._back = self._moved.argsort()
         self._places = rows_of([self._counts[i] for i in self._order])
         self._holders = self._find_spans()
@@ -86,6 +98,7 @@ class SharedAttention:
             first = min(self._starts[m] for m in seen) - cache.start
             stop = holder.spans[-1].stop - cache.start
             cache.blocks.prepare(cache.length - cache.start, own, first_row=first, stop=stop)
+            holder.parts = list(_parts_of(holder))
 
     def _path(self, i: int) -> list[tuple[int, int]]:
         """Where sequence `i` leaves each cache on its way through the tree: those that part later are neighbours."""
@@ -121,57 +134,52 @@ class SharedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, collectors: Sequence[BlockCollector | None]
     ) -> Tensor:
         """See `tp.decoder.Cache`; rows and `collectors` are in the order of the sequences."""
-        dtype, rope = q.dtype, self._caches[0].rope
+        rope = self._caches[0].rope
         q, k = rope.rotate(q, self._rotation), rope.rotate(k, self._rotation)
-        for cache, rows in zip(self._caches, rows_of(self._counts), strict=True):
+        for cache, rows in zip(self._caches, self._rows, strict=True):
             cache.append(layer, k[:, rows], v[:, rows])
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
             q = q.index_select(1, self._moved)
-        notes_mass = any(cache.mass_rows_of(n) for cache, n in zip(self._caches, self._counts, strict=True))
-        rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size if notes_mass else None, self._scratch)
+        rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size if any(self._mass_rows) else None, self._scratch)
         window = self._caches[0].config.sliding_window(layer)
+        collected = any(collector is not None for collector in collectors)
         for holder in self._holders:
             for span, position, keys, m in self._pieces(holder, layer, q, window):
-                self._attend_piece(rows, span, position, keys, m, window)
-                for place in range(span.members.start, span.members.stop):
+                for seeing, diagonal, hides in self._seeing(span, position, m, window):
+                    rows.attend(seeing, keys, m, position, diagonal, hides)
+                for place in _range(span.members) if collected else ():
                     collect = collectors[self._order[place]]
                     if collect is not None:
                         for first, block in _blocks_of(keys, m):
                             collect(layer, position + first, block)
                 holder.cache.count_read(min(m, span.stop - position))
+        out = rows.out()
         for place, i in enumerate(self._order):
-            cache, start, count = self._caches[i], self._starts[i], self._counts[i]
-            parts = rows.mass_of(self._places[place], cache.mass_rows_of(count))
+            parts = rows.mass_of(self._places[place], self._mass_rows[i])
             if parts:
-                cache.add_mass(layer, start, start + count, parts)
-        out = rows.out if self._back is None else rows.out.index_select(1, self._back)
+                start = self._starts[i]
+                self._caches[i].add_mass(layer, start, start + self._counts[i], parts)
+        if self._back is not None:
+            out = out.index_select(1, self._back)
         if out.device.type == "cpu":
             spent = time.perf_counter() - began
             shares = [holder.cache.reads.num_bytes - before for holder, before in zip(self._holders, read, strict=True)]
+            whole = max(1, sum(shares))
             for holder, share in zip(self._holders, shares, strict=True):
-                holder.cache.reads.seconds += spent * share / max(1, sum(shares))
-        return out.to(dtype)
+                holder.cache.reads.seconds += spent * share / whole
+        return out
 
     def _pieces(
         self, holder: _Holder, layer: int, q: Tensor, window: int | None
-    ) -> Iterator[tuple[_Span, int, Tensor, int]]:
-        """What each span's rows attend to, in the order of positions: the first position, keys and values as `attend`
-        (`[2, num_kv_heads, m, head_dim]`) or `attend_blocks` take them, and how many of them count, `m`."""
-        cache, start, chunk = holder.cache, holder.cache.start, holder.cache.chunk_size
+    ) -> Iterator[tuple[_Span, int, _Keys, int]]:
+        """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
+        many of them count, `m`."""
+        cache, start = holder.cache, holder.cache.start
         together = cache.blocks.at_once(layer)
-        if together is not None and takes_blocks(q, together):
-            size = cache.blocks.block_size
-            for span in holder.spans:
-                first, stop = span.first - start, span.stop - start
-                stop = -(-stop // chunk) * chunk  # what is behind the last token in its chunk is hidden by the diagonal
-                index, offset = divmod(first, size)
-                if offset:
-                    border = min(stop, (index + 1) * size)
-                    yield span, start + first, together[index][:, :, offset : border - index * size], border - first
-                    first = border
-                if first < stop:
-                    yield span, start + first, together[first // size :], stop - first
+        if together is not None and self._takes_blocks(q, together):
+            for span, first, m in holder.parts:
+                yield span, start + first, (together, first), m
             return
         oldest = min(self._starts[self._order[m]] for span in holder.spans for m in _range(span.members))
         seen = 0 if window is None else max(0, oldest + 1 - window - start)
@@ -183,19 +191,30 @@ class SharedAttention:
                 if first < stop:
                     yield span, start + first, block[:, :, first - position : stop - position], stop - first
 
-    def _attend_piece(
-        self, rows: _RowsSoFar, span: _Span, position: int, keys: Tensor, m: int, window: int | None
-    ) -> None:
-        """Attends to one piece: all rows of the span in one call, unless windows hide some of it from some of them."""
+    def _takes_blocks(self, q: Tensor, blocks: Tensor) -> bool:
+        """`takes_blocks`, asked once in a pass: the caches of one engine have blocks of one kind."""
+        if self._taken is None:
+            self._taken = takes_blocks(q, blocks)
+        return self._taken
+
+    def _seeing(
+        self, span: _Span, position: int, m: int, window: int | None
+    ) -> Iterable[tuple[slice, int | None, int | None]]:
+        """Which rows attend to a piece, with the `diagonal` and `window` of `attend`: all of the span together, unless
+        windows hide some of it from some of them."""
         places = _range(span.members)
+        first = self._starts[self._order[places[0]]] - position if span.causal else None
+        if window is None:
+            return ((span.rows, first, None),)
         starts = [self._starts[self._order[place]] for place in places]
         stops = [start + self._counts[self._order[place]] for start, place in zip(starts, places, strict=True)]
-        if window is None or position >= max(stops) - window:
-            rows.attend(span.rows, keys, m, position, starts[0] - position if span.causal else None, None)
-            return
-        for place, start in zip(places, starts, strict=True):
-            if position + m > start + 1 - window:
-                rows.attend(self._places[place], keys, m, position, start - position, window)
+        if position >= max(stops) - window:
+            return ((span.rows, first, None),)
+        return [
+            (self._places[place], start - position, window)
+            for place, start in zip(places, starts, strict=True)
+            if position + m > start + 1 - window
+        ]
 
 
 class _RowsSoFar:
@@ -205,47 +224,69 @@ class _RowsSoFar:
         """Args: `chunk_size` is of the chunks whose shares of attention are wanted; `None` for none."""
         self._q, self._scale, self._chunk_size, self._scratch = q, scale, chunk_size, scratch
         self._running = new_running(q)
-        self.out = torch.empty(q.shape, dtype=self._running.dtype, device=q.device)
-        self._lse = torch.empty(q.shape[:2], dtype=self._running.dtype, device=q.device)
+        num_heads, n, head_dim = q.shape
+        self._out = q.new_empty(n, num_heads, head_dim).transpose(0, 1)
+        self._lse = self._running.new_empty(num_heads, n)
         self._masses: list[tuple[int, slice, Tensor, Tensor]] = []  # first chunk, rows, shares, log-sum-exp
+        self._waiting: list[tuple[Piece, int]] = []  # pieces with rows of their own, and the positions of first keys
 
-    def attend(
-        self, rows: slice, keys: Tensor, m: int, position: int, diagonal: int | None, window: int | None
-    ) -> None:
-        """Adds keys to some rows; see `_pieces` for `keys` and `m`, and `attend` for the rest.
+    def attend(self, rows: slice, keys: _Keys, m: int, position: int, diagonal: int | None, window: int | None) -> None:
+        """Adds keys to some rows; see `attend` for `diagonal` and `window`.
 
-        Args: `position` is that of the first key.
+        Args: `position` is that of the first key, of which there are `m`.
         """
-        whole = rows.stop - rows.start == self._q.shape[1]
-        running = self._running if whole else self._running[:, rows].contiguous()
-        q = self._q[:, rows]
         mass = None
         if self._chunk_size:
-            shape = q.shape[0], q.shape[1], m // self._chunk_size
-            mass = self._scratch.get(f"mass {len(self._masses)}", shape, self.out.dtype, q.device)
-        if keys.dim() == 5:
-            seen = m if diagonal is None else diagonal
-            out, lse = attend_blocks(
-                q, keys, m, scale=self._scale, diagonal=seen, window=window, mass=mass, running=running
-            )
-        else:
-            out, lse = attend(
-                q,
-                keys[0],
-                keys[1],
-                scale=self._scale,
-                diagonal=diagonal,
-                window=window,
-                scratch=self._scratch,
-                mass=mass,
-                running=running,
-            )
+            shape = self._q.shape[0], rows.stop - rows.start, m // self._chunk_size
+            name = f"mass {len(self._masses) + len(self._waiting)}"
+            mass = self._scratch.get(name, shape, self._running.dtype, self._q.device)
+        if not isinstance(keys, Tensor):
+            if self._waiting and rows.start < self._waiting[-1][0].rows.stop:
+                self._attend_waiting()
+            blocks, first = keys
+            piece = Piece(rows, blocks, first, m, m if diagonal is None else diagonal, window, mass)
+            self._waiting.append((piece, position))
+            return
+        self._attend_waiting()
+        whole = rows.stop - rows.start == self._q.shape[1]
+        running = self._running if whole else self._running[:, rows].contiguous()
+        out, lse = attend(
+            self._q[:, rows],
+            keys[0],
+            keys[1],
+            scale=self._scale,
+            diagonal=diagonal,
+            window=window,
+            scratch=self._scratch,
+            mass=mass,
+            running=running,
+            rounded=True,
+        )
+        if not whole:
+            self._running[:, rows] = running
+        self._out[:, rows] = out
+        self._note(rows, position, mass, lse)
+
+    def out(self) -> Tensor:
+        """Attention to all keys."""
+        self._attend_waiting()
+        return self._out
+
+    def _attend_waiting(self) -> None:
+        """Attends to the pieces that wait, in one call."""
+        if not self._waiting:
+            return
+        pieces = [piece for piece, _ in self._waiting]
+        lses = attend_pieces(self._q, pieces, scale=self._scale, running=self._running, out=self._out)
+        for (piece, position), lse in zip(self._waiting, lses, strict=True):
+            self._note(piece.rows, position, piece.mass, lse)
+        self._waiting = []
+
+    def _note(self, rows: slice, position: int, mass: Tensor | None, lse: Tensor) -> None:
+        """Keeps what `mass_of` needs."""
         if mass is not None and self._chunk_size:
             self._masses.append((position // self._chunk_size, rows, mass, lse))
-        if whole:
-            self.out, self._lse = out, lse
-        else:
-            self._running[:, rows], self.out[:, rows], self._lse[:, rows] = running, out, lse
+            self._lse[:, rows] = lse
 
     def mass_of(self, rows: slice, last: int) -> list[MassPart]:
         """What the last `last` of these rows gave to chunks; nothing for 0."""
@@ -269,11 +310,27 @@ def _range(places: slice) -> range:
     return range(places.start, places.stop)
 
 
-def _blocks_of(keys: Tensor, m: int) -> Iterator[tuple[int, Tensor]]:
-    """The blocks of one or several: their first positions, and keys and values."""
-    if keys.dim() == 4:
+def _parts_of(holder: _Holder) -> Iterator[tuple[_Span, int, int]]:
+    """See `_Holder.parts`."""
+    start, size, chunk = holder.cache.start, holder.cache.blocks.block_size, holder.cache.chunk_size
+    for span in holder.spans:
+        first, stop = span.first - start, span.stop - start
+        stop = -(-stop // chunk) * chunk  # what is behind the last token in its chunk is hidden by the diagonal
+        if first % size:
+            border = min(stop, -(-first // size) * size)
+            yield span, first, border - first
+            first = border
+        if first < stop:
+            yield span, first, stop - first
+
+
+def _blocks_of(keys: _Keys, m: int) -> Iterator[tuple[int, Tensor]]:
+    """The blocks of a piece: their first positions, counted from its own, and keys and values."""
+    if isinstance(keys, Tensor):
         yield 0, keys
         return
-    size = keys.shape[3]
-    for first in range(0, m, size):
-        yield first, keys[first // size][:, :, : m - first]
+    blocks, start = keys
+    first = 0
+    for block in pieces_of(blocks, start, start + m):
+        yield first, block
+        first += block.shape[2]

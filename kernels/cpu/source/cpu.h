@@ -14,7 +14,7 @@
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 9
+#define TRIFORCE_ABI 10
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -36,9 +36,10 @@ int triforce_threads(int64_t asked);
 
 typedef struct Attention Attention;
 
-/* Attention as `call` describes it (attention.h): 0; 1 without memory for temporaries; 2 if this processor has not the
- * level that was asked for. */
-EXPORT int triforce_attend(const Attention *call);
+/* Attention as `calls` describe it (attention.h), `count` calls that do not write the same memory: 0; 1 without memory for
+ * temporaries; 2 if this processor has not the level that was asked for. Of several calls the first one's threads count, and
+ * `diagonal_at` is 0. */
+EXPORT int triforce_attend(const Attention *calls, int64_t count);
 
 /* `out[r] = w · norm(x[r]) + bias`: `x` has `n` rows of `inputs`, `stride` apart, `w` is `[outputs, inputs]`; `norm` (an
  * RMS norm's weight) and `bias` may be NULL. With `adds` that is added to what `out` holds, which `x` is no part of. 1 if

@@ -89,12 +89,22 @@ static void carry(const Attention *call, int64_t kv_head, int64_t first, int64_t
     const int64_t group = call->num_heads / call->num_kv_heads, stride = row_stride(call->head_dim);
     for (int64_t r = 0; r < rows; r++, whole += stride) {
         const int64_t head = kv_head * group + (first + r) % group, i = (first + r) / group;
-        float *running = (float *)call->running + (head * call->n + i) * stride;
+        float *running = (float *)call->running + head * call->running_head + i * stride;
         memcpy(back ? running : whole, back ? whole : running, stride * sizeof(float));
     }
 }
 
-int triforce_attend(const Attention *given)
+/* The multiplications of a call, less what its diagonal and its window hide from single rows. */
+static int64_t work_of(const Attention *call)
+{
+    int64_t start, stop, ignored;
+    visible(call, 0, &start, &ignored);
+    visible(call, call->n - 1, &ignored, &stop);
+    return call->num_heads * call->n * call->head_dim * (stop - start);
+}
+
+/* One of the calls of `triforce_attend`, by up to `most` threads. */
+static int attend(const Attention *given, int most)
 {
     Attention copy = *given;
     if (copy.diagonal_at)
@@ -110,7 +120,7 @@ int triforce_attend(const Attention *given)
     visible(call, 0, &start, &ignored);
     visible(call, call->n - 1, &ignored, &stop);
     const int64_t first_split = start / SPLIT, splits = start < stop ? (stop + SPLIT - 1) / SPLIT - first_split : 0;
-    const int threads = all_rows * (stop - start) * heads * dim < SMALL_WORK ? 1 : triforce_threads(call->threads);
+    const int threads = work_of(call) < SMALL_WORK ? 1 : most;
     const int64_t part_size = block_rows * row_stride(dim);
     const int shared =
         threads > 1 && splits > 1 && blocks * heads < 4 * threads &&
@@ -180,4 +190,28 @@ int triforce_attend(const Attention *given)
     }
     free(room);
     return 0;
+}
+
+int triforce_attend(const Attention *calls, int64_t count)
+{
+    if (count == 1)
+        return attend(calls, triforce_threads(calls->threads));
+    int64_t whole = 0, longest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t work = work_of(calls + i);
+        whole += work;
+        longest = larger(longest, work);
+    }
+    const int threads = whole < SMALL_WORK ? 1 : triforce_threads(calls->threads);
+    int failed = 0;
+    if (longest <= whole / threads) { /* each call is one thread's */
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1) reduction(max : failed)
+        for (int64_t i = 0; i < count; i++) {
+            const int here = attend(calls + i, 1);
+            failed = here > failed ? here : failed;
+        }
+    } else
+        for (int64_t i = 0; i < count && !failed; i++)
+            failed = attend(calls + i, threads);
+    return failed;
 }
