@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from oracles import at_the_end, error_of, oracle, random_qkv
 from tiny import save_llama
 from triforce.kernels import FEW_ROWS, attend, attend_blocks, linear, takes_blocks
+from triforce.kernels.attention import Piece, attend_pieces, new_running
 from triforce.kernels.cpu.attention import attend_compiled
 from triforce.kernels.cpu.library import Level, cpu_level, load_library, loaded
 from triforce.kernels.flash import attend_flash, flash_cpu
@@ -222,6 +223,42 @@ def test_blocks_give_what_their_tokens_give(dtype, strided):
         got = attend_blocks(q, blocks, m, scale=0.2, diagonal=m - 15, mass=mass)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
         assert torch.allclose(mass, want_mass, rtol=0, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_size", [None, 8, 24])
+def test_pieces_give_what_their_rows_give_alone(dtype, chunk_size):
+    """Rows 0 to 12 on a text that they share, then each sequence's rows on its own keys, in one call."""
+    g = torch.Generator().manual_seed(5)
+    size = 192
+    shared, *own = (torch.randn(count, 2, 2, size, 64, generator=g).to(dtype) for count in (8, 1, 3, 2, 60))
+    q = torch.randn(13, 6, 64, generator=g).to(dtype).transpose(0, 1)
+    rows = [slice(0, 1), slice(1, 5), slice(5, 10), slice(10, 13)]
+    pieces = [Piece(slice(0, 13), shared, 768, 768, 768)]
+    for one, blocks, (first, m, window) in zip(
+        rows, own, [(24, 48, None), (0, 528, 200), (192, 96, None), (0, 11520, None)], strict=True
+    ):
+        pieces.append(Piece(one, blocks, first, m, m - (one.stop - one.start), window))
+    if chunk_size:
+        for piece in pieces:
+            piece.mass = torch.empty(6, piece.rows.stop - piece.rows.start, piece.m // chunk_size)
+    running, out = new_running(q), torch.empty_like(q)
+    lses = [
+        lse for some in (pieces[:1], pieces[1:]) for lse in attend_pieces(q, some, scale=0.2, running=running, out=out)
+    ]
+    alone = new_running(q)
+    for piece, lse in zip(pieces, lses, strict=True):
+        flat = piece.blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, piece.first : piece.first + piece.m]
+        mass, so_far = None if piece.mass is None else torch.empty_like(piece.mass), alone[:, piece.rows].contiguous()
+        shown = {"scale": 0.2, "diagonal": piece.diagonal, "window": piece.window, "mass": mass, "rounded": True}
+        want, want_lse = attend(q[:, piece.rows], flat[0], flat[1], running=so_far, **shown)
+        alone[:, piece.rows] = so_far
+        assert torch.equal(lse, want_lse)
+        assert mass is None or torch.equal(mass, piece.mass)
+        if piece.blocks is not shared:
+            assert torch.equal(out[:, piece.rows], want)
+    assert torch.equal(alone[..., :67], running[..., :67])
 
 
 @compiled
