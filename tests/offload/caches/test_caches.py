@@ -12,7 +12,9 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
+from triforce.offload.caches.together import together
 from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.model.decoder import Decoder
@@ -149,6 +151,37 @@ def test_a_long_verification_keeps_the_mass_of_the_tokens_accepted_last(tmp_path
             assert got.shape == want.shape
             error = (got - want).abs().max()
             assert error < 1e-5, f"{accepted} of {len(drafted)} accepted, layer {layer}: shares differ by {error}"
+
+
+@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
+def test_sequences_that_share_a_text_keep_the_mass_that_each_has_alone(tmp_path, head_dim):
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    text, rest = random_tokens(512, seed=1), [random_tokens(20 + 30 * i, seed=5 + i) for i in range(3)]
+    first = sized_cache(decoder, 640)
+    append(decoder, first, text + rest[0])
+    caches = [first, *(sized_cache(decoder, 640, first) for _ in rest[1:])]
+    for cache, tokens in zip(caches[1:], rest[1:], strict=True):
+        append(decoder, cache, tokens)
+    new = [random_tokens(count, seed=count) for count in (3, 1, 4)]
+    joined = together(caches)
+    joined.counts = [len(tokens) for tokens in new]
+    append(decoder, joined, [token for tokens in new for token in tokens])
+    for cache, tokens, added in zip(caches, rest, new, strict=True):
+        alone = sized_cache(decoder, 640)
+        append(decoder, alone, text + tokens)
+        append(decoder, alone, added)
+        for layer in range(decoder.config.num_layers):
+            got, want = (one.recent_mass(layer)[:, -len(added) :] for one in (cache, alone))
+            assert got.shape == want.shape
+            assert (got - want).abs().max() < 1e-5 * want.max()
+
+
+def sized_cache(decoder, capacity, prefix=None):
+    """On the CPU in blocks of 256 tokens; 512 of them may be those of `prefix`."""
+    config, start = decoder.config, 512 if prefix else 0
+    blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=capacity - start, block_size=256)
+    return FullCache(config, decoder.rope, blocks, chunk_size=4, prefix=prefix, start=start)
 
 
 def test_rows_that_do_not_precede_a_prefills_last_ones_are_dropped(decoder):
