@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ class Scratch:
             buffer = torch.empty(size, dtype=dtype, device=device)
             self._buffers[name] = buffer
         return buffer[:size].view(*shape)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers by their names."""
+        yield from self._buffers.items()
 
 
 def attend_plain(

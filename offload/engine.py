@@ -32,6 +32,7 @@ from .contexts.store import ContextStore
 from .generation import Generation, Result
 from .graphs.capture import capture_for
 from .graphs.passes import Graphs
+from .held import Held
 from .planning.memory import plan_here
 from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
@@ -319,6 +320,16 @@ class Engine:
         save = ContextRequest(save=name, frame=frame, required=True)
         progress: dict[str, Any] = {"on_memory": on_memory, "on_prefill": on_prefill}
         return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **progress)
+
+    def held(self) -> Held:
+        """Tensors on the compute device that last from one round to the next, each with its part of the plan: see
+        `offload.held`. Some come twice."""
+        for decoder in (self.target, self.draft):
+            yield from decoder.held() if decoder else ()
+        if self._kept.cache:
+            yield from self._kept.cache.held()
+        if self._running:
+            yield from self._running.held()
 
     def follow(self) -> Batch | None:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""

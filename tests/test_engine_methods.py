@@ -111,6 +111,20 @@ def test_a_plan_counts_weights_and_keys_and_values(load, oracle):
         assert context * of_a_token <= plan.resident_kv < (context + 2048) * of_a_token, "more than a block too much"
 
 
+def test_what_is_held_is_what_was_planned(load, oracle):
+    _, model, _ = oracle
+    engine = load(draft="none")
+    assert {part for part, _ in engine.held()} == {"weights", "rope"}, "before the first run"
+    run = engine.stream(PROMPT, GREEDY, NEW)
+    next(run)
+    plan, held = engine.plan(len(PROMPT) + NEW), {}
+    for part, tensor in {tensor.data_ptr(): (part, tensor) for part, tensor in engine.held()}.values():
+        held[part] = held.get(part, 0) + tensor.nbytes
+    assert held["weights"] == plan.weights == 4 * model.num_parameters()
+    assert held["resident_kv"] == plan.resident_kv
+    assert 0 < held["retrieval"] <= plan.retrieval
+
+
 def test_one_rank_follows_nobody_and_an_engine_can_be_closed(load, oracle):
     engine = load()
     with pytest.raises(RuntimeError, match="rank 0"):

@@ -16,6 +16,7 @@ from ...tp.errors import CapacityError, TriforceError
 from ..contexts.manifest import ContextError
 from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
+from ..held import Held
 from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import batch_document
@@ -188,6 +189,14 @@ class Batch(Iterator[tuple[int, Round]]):
         """Keys and values that this rank holds now: of sequences that run, and what is kept for the next batch."""
         return held_bytes(self._live.values(), self._opening.kept)
 
+    def held(self) -> Held:
+        """See `offload.held`: of the sequences that have not ended."""
+        for sequence in self._live.values():
+            if sequence.caches:
+                yield from sequence.caches.held()
+        if self.tiers:
+            yield from self.tiers[0].held()
+
     @property
     def saved(self) -> ContextUse | None:
         """The saved contexts that the first sequence starts from and saves, if any."""
@@ -232,6 +241,8 @@ class Batch(Iterator[tuple[int, Round]]):
                     self._reading.grant(self._decode_s - decoded_s)
             whole = True
         finally:
+            if self.tiers:
+                self.tiers[0].part_with()  # a tier that looks up refers to the one above it: both would last longer
             for sequence in self.sequences:
                 if sequence.saved:
                     sequence.saved.finish(together=whole)

@@ -19,6 +19,7 @@ from ..caches.streaming import StreamingCache
 from ..checks import tokens_are_exact
 from ..contexts.model import ContextPlan, ModelContexts
 from ..graphs.passes import Graphs, Passes
+from ..held import held_bytes
 from ..planning.cost_model import Assumptions, Hardware, PassTimes, hardware_of
 from ..planning.request import RunRequest
 from ..planning.run_plan import RETRIEVAL_DRAFT_TOKENS, RunPlan, make_plan, planned_budget
@@ -333,7 +334,7 @@ class Opening:
             seed=self._fresh_seed if sampling.seed is None else sampling.seed,
             budget=budget,
             exact=models.exact,
-            resident_bytes=sum(holder.blocks.resident_bytes for holder in full.holders),
+            resident_bytes=sum(held_bytes(holder.blocks.held(), "resident_kv") for holder in full.holders),
             disk_bytes=sum(holder.blocks.disk_bytes for holder in full.holders),
             packed=any(holder.blocks.packed for holder in full.holders),
         )

@@ -13,6 +13,7 @@ from ..caches.full import FullCache, ReadCounter
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..contexts.use import ContextUse
+from ..held import Held
 from ..planning.memory import device_peak_bytes, host_peak_bytes
 from ..run_document import run_document
 from ..speculation.refresh import RefreshPolicy
@@ -57,6 +58,15 @@ class SequenceCaches:
     traffic_before: Traffic = field(default_factory=Traffic)
     read_before: ReadCounter = field(default_factory=ReadCounter)
     """What attention had read when its prefill ended."""
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        for holder in self.full.holders:
+            yield from holder.held()
+        for cache in (self.retrieval, self.streaming):
+            yield from cache.held() if cache else ()
+        for passes in self.tokens.passes.values():
+            yield from passes.held()
 
 
 class BatchSequence:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Scratch, attend, attend_blocks, goes_on, merge_partials, new_running, takes_blocks
+from ..held import Held, held_scratch
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class BlockAttention:
         self._scale = head_dim**-0.5
         self._chunk_size = chunk_size
         self._scratch = Scratch()
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        return held_scratch(self._scratch)
 
     @staticmethod
     def takes_together(rows: Rows, blocks: Tensor) -> bool:

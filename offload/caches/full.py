@@ -19,6 +19,7 @@ from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.model.rope import Rope
+from ..held import Held
 from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
@@ -124,6 +125,12 @@ class FullCache:
     def all_on_device(self) -> bool:
         """See `Blocks`."""
         return all(holder.blocks.all_on_device for holder in self.holders)
+
+    def held(self) -> Held:
+        """See `offload.held`: of this cache's own tokens, not of its prefix's."""
+        yield from self.blocks.held()
+        yield from self._mass.held()
+        yield from self._attention.held()
 
     def read_so_far(self) -> ReadCounter:
         """What attention has read of this cache's and its prefix's tokens."""

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from ...tp.errors import CapacityError
 from ...tp.model.decoder import Decoder
 from ..contexts.home import contexts_root
+from ..held import held_bytes
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
@@ -187,10 +188,10 @@ class KeptCache:
             decoder.device,
             decoder.ranks,
             loaded=True,
-            given_back=blocks.device_bytes if blocks else 0,
+            given_back=held_bytes(blocks.held()) if blocks else 0,
             given_back_on_host=blocks.host_bytes if blocks else 0,
             given_back_on_disk=blocks.disk_bytes if blocks else 0,
-            held=sum(one.host_bytes + (one.device_bytes if on_host else 0) for one in others),
+            held=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
             free_disk=self.disk.free_bytes if on_disk else None,
         )
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..held import Held
+
 RECENT_ROWS = 8
 """The number of last tokens whose attention decides which chunks a retrieval cache takes."""
 
@@ -79,6 +81,10 @@ class RecentMass:
         if chunks < known:
             new[..., chunks:known] = 0
         self._rows[layer], self._ends[layer] = kept + rows, stop
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        yield from (("retrieval", buffer) for buffer in self._buffers)
 
     def forget(self) -> None:
         """Drops all rows."""

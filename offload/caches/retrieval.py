@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
 from ...tp.model.rope import Rope
+from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
 from .token_slots import TokenSlots
 
@@ -77,6 +78,13 @@ class RetrievalCache:
     @property
     def memory(self) -> object:
         return self._memory
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        yield from (("retrieval", buffer) for layer in self._buffers for buffer in layer)
+        if self._selected:
+            yield from (("retrieval", chunks) for chunks in self._selected.chunks)
+        yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         self._drop_passes = [known for known in self._drop_passes if known()]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks
 from ...tp.model.rope import Rows
+from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import BlockCollector, FullCache
 from .recent_mass import MassPart
@@ -69,6 +70,12 @@ class SharedAttention:
         self._rotation: Rows = (torch.empty(0), torch.empty(0))
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
+
+    def held(self) -> Held:
+        """See `offload.held`: beside the caches, for the pass that came last."""
+        given = *self._rotation, self._moved, self._back
+        yield from (("prefill", tensor) for tensor in given if tensor is not None)
+        yield from held_scratch(self._scratch)
 
     def prepare(self, counts: Sequence[int]) -> None:
         """Announces a pass over the next `counts[i]` tokens of each sequence."""

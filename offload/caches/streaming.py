@@ -16,6 +16,7 @@ from torch import Tensor
 from ...kernels.attention import Scratch, attend, new_running
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
+from ..held import Held, held_scratch
 from ..speculation.vocabulary import readable
 from .token_slots import TokenSlots
 
@@ -56,6 +57,12 @@ class StreamingCache:
     @property
     def memory(self) -> object:
         return self._keys
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        for layers in (self._sink_keys, self._sink_values, self._keys, self._values, self._rotated):
+            yield from (("draft_kv", layer) for layer in layers)
+        yield from held_scratch(self._scratch)
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         """Nothing here grows."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...tp.model.decoder import Cache
+from ..held import Held
 from .full import FullCache
 from .refreshing import RefreshingCache
 from .shared_attention import SharedAttention, rows_of
@@ -60,6 +61,10 @@ class JoinedFullCache(JoinedCache):
         super().__init__(caches)
         self._members = list(caches)
         self._attention = SharedAttention([cache.full for cache in caches])
+
+    def held(self) -> Held:
+        """See `offload.held`: beside the caches."""
+        return self._attention.held()
 
     def prepare(self, n: int) -> None:
         self._attention.prepare(self.counts)

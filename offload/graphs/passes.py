@@ -25,8 +25,9 @@ from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
 from ..caches.shared_attention import rows_of
-from ..caches.together import together
+from ..caches.together import JoinedFullCache, together
 from ..caches.token_slots import TokenSlots
+from ..held import Held
 from .capture import Capture
 
 
@@ -125,6 +126,10 @@ class Passes:
         self.graphs = graphs or Graphs()
         self._captures = _Captures(decoder, [cache], self.graphs)
 
+    def held(self) -> Held:
+        """See `offload.held`: what was captured, without the cache."""
+        return self._captures.held()
+
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
         capture, or are not captured yet."""
@@ -161,6 +166,12 @@ class JoinedPasses:
         if first.graphs.capture and not first.graphs.capture.joins:
             for passes in members:
                 passes.drop()
+
+    def held(self) -> Held:
+        """See `offload.held`: what was captured, and what the caches have together."""
+        yield from self._captures.held()
+        if isinstance(self._cache, JoinedFullCache):
+            yield from self._cache.held()
 
     def was_steady(self) -> bool:
         """See `Passes`."""
@@ -202,6 +213,11 @@ class _Captures:
         self.prepared = self._noted = 0
         """Passes so far that did more than a pass, and those of them that were noted; see `Passes.was_steady`."""
         graphs.register(self)
+
+    def held(self) -> Held:
+        """See `Passes`."""
+        for captured in self._captured.values():
+            yield from captured.held()
 
     def was_steady(self) -> bool:
         """See `Passes`."""
@@ -340,6 +356,11 @@ class _CapturedPass:
         finally:
             for cache in self._caches:
                 cache.at = None
+
+    def held(self) -> Held:
+        """See `Passes`."""
+        kept = [self._steps, self._token_ids, self._slots, *self._rotation, *(self._table or ()), self.logits]
+        yield from (("captured", tensor) for tensor in kept if tensor is not None)
 
     def capture(self, capture: Capture, pool: Any) -> str | None:
         """Captures it; if that fails, why."""

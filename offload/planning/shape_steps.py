@@ -21,6 +21,7 @@ from ..caches.synthetic import fill_with_zeros
 from ..contexts.home import contexts_root
 from ..graphs.capture import Capture, capture_for
 from ..graphs.passes import Graphs, Passes
+from ..held import held_bytes
 from ..settings import MOST_BLOCK_LENGTH, Settings
 from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
 from ..transfer.bandwidth import timed
@@ -155,7 +156,7 @@ class ShapeSteps:
         refresh = timed(retrieval.refresh, self._device)
         return StepTimes(
             context, plain, verify, of_retrieval, draft, refresh, block_length, draft_length, min(plan.budget, context),
-            full.blocks.resident_bytes, read, moved.bytes_in // count, moved.disk_bytes_in // count,
+            held_bytes(full.blocks.held(), "resident_kv"), read, moved.bytes_in // count, moved.disk_bytes_in // count,
         )  # fmt: skip
 
     def _length(self, passes: Passes, drafted: list[float], rate: float, planned: DraftTokens) -> int:

@@ -21,6 +21,7 @@ from ...kernels.selection import FEW_ROWS
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
 from ..graphs.passes import JoinedPasses, Passes
+from ..held import Held
 from .acceptance import accept
 from .confidence import Confidence
 from .lengths import Acceptance, PassCost, StepCost
@@ -290,6 +291,13 @@ class Tier:
         if members not in self._kept:
             self._kept[members] = JoinedPasses(members)
         return self._kept[members]
+
+    def held(self) -> Held:
+        """See `offload.held`: what this tier and those below have of several sequences together."""
+        for passes in self._kept.values():
+            yield from passes.held()
+        if self.drafter:
+            yield from self.drafter.held()
 
     def part_with(self) -> None:
         """Drops what this tier and those below keep of the sequences of their last pass, as one of them has ended."""

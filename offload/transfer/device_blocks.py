@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
+from ..held import Held
 from .link import Traffic
 
 
@@ -44,14 +45,8 @@ class Blocks(Protocol):
         """Tokens there is room for."""
         ...
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes taken on the device."""
-        ...
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of keys and values that live on the device."""
+    def held(self) -> Held:
+        """See `offload.held`: `resident_kv`, keys and values that live on the device, and what others pass through."""
         ...
 
     @property
@@ -159,13 +154,8 @@ class DeviceBlocks:
     def capacity(self) -> int:
         return self._layers[0].shape[0] * self.block_size
 
-    @property
-    def device_bytes(self) -> int:
-        return sum(blocks.numel() * blocks.element_size() for blocks in self._layers)
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.device_bytes
+    def held(self) -> Held:
+        yield from (("resident_kv", blocks) for blocks in self._layers)
 
     @property
     def host_bytes(self) -> int:

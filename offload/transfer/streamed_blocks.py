@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.chunks import copy_chunks
 from ...tp.model.config import ModelConfig
+from ..held import Held
 from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
@@ -87,13 +88,12 @@ class StreamedBlocks:
     def capacity(self) -> int:
         return self._num_blocks * self.block_size
 
-    @property
-    def device_bytes(self) -> int:
-        return sum(t.nbytes for t in (*self._resident, *self._open, *self._ring.memory))
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(t.nbytes for t in self._resident)
+    def held(self) -> Held:
+        yield from (("resident_kv", blocks) for blocks in self._resident)
+        yield from (("open_stretches", stretch) for stretch in self._open)
+        yield from (("ring", buffer) for buffer in self._ring.memory)
+        if self._workspace is not None:
+            yield "prefill", self._workspace
 
     @property
     def host_bytes(self) -> int:

@@ -7,8 +7,8 @@ parts. The decoder does not know where keys are stored, at which positions, or h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -252,6 +252,13 @@ class Decoder:
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
         return self._logits(hidden[-num_logits:])
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors on the device, by part: `weights`, and `rope` of its table."""
+        kept = [self._embedding, self._head, self._norm]
+        kept += [getattr(layer, part.name) for layer in self._layers for part in fields(layer)]
+        yield from (("weights", tensor) for tensor in kept if tensor is not None)
+        yield from self.rope.held()
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,10 @@ class Rope:
         cos[:, half:] = cos[:, :half]
         # The table includes the sign of rotate_half, so that a rotation is a roll and two products.
         torch.neg(sin[:, half:], out=sin[:, :half])
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The table, as the part `rope` of what a run holds."""
+        yield from (("rope", table) for table in (self._cos, self._sin))
 
     def rows(self, start: int, n: int) -> Rows:
         """The table's rows for positions `start`, `start + 1`, ..."""

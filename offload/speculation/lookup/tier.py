@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...held import Held
 from ..lengths import LOOKUP_SECONDS, Acceptance, StepCost
 from ..noise import FreshNoise
 from ..sequence import TokenSequence
@@ -127,6 +128,10 @@ class LookupTier(Tier):
 
     def ends_early(self, tokens: int) -> bool:
         return True
+
+    def held(self) -> Held:
+        if self._model:
+            yield from self._model.held()
 
     def part_with(self) -> None:
         if self._model:

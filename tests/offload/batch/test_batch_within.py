@@ -6,6 +6,7 @@ import psutil
 import pytest
 from tiny import greedy_oracle, random_tokens
 from triforce.offload import Request, Sampling
+from triforce.offload.held import held_bytes
 from triforce.tp.model.decoder import Decoder
 
 TAIL_ROWS = 1024
@@ -82,7 +83,7 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
 
     def held():
         cache = engine._kept.cache
-        return cache.blocks.device_bytes if cache else 0
+        return held_bytes(cache.blocks.held()) if cache else 0
 
     prompts = [random_tokens(1080, seed=i) for i in range(3)]
     batch = engine.batch([Request(prompt, GREEDY, 8, ignore_eos=True) for prompt in prompts])

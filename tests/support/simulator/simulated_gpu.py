@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from cuda_simulator import Simulator
 from triforce.kernels import use_kernels
+from triforce.offload.limits import LIMITS, Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.cuda_link import CudaLink
 
@@ -16,7 +17,11 @@ def as_on_a_gpu() -> AbstractContextManager[None]:
     return use_kernels(attention="plain", as_gpu=())
 
 
-def simulated_system(simulator: Simulator) -> System:
+def simulated_system(simulator: Simulator, limits: Limits = LIMITS) -> System:
     """A simulator's link and its waits."""
     cpu = torch.device("cpu")
-    return System(synchronize=simulator.synchronize, make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()))
+    return System(
+        synchronize=simulator.synchronize,
+        make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()),
+        limits=limits,
+    )

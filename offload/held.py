@@ -1,0 +1,40 @@
+"""What owners of tensors hold on the compute device, by the part of the run plan that counts it.
+
+Whoever keeps tensors from one round to the next has `held()`, which gives each with its part: a field of `RunPlan`, or
+`scratch` for buffers of PyTorch's own operations that the plan leaves to its reserve. `Engine.held` gives all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from ..kernels.plain_attention import Scratch
+
+Held = Iterator[tuple[str, Tensor]]
+"""Parts and tensors; the same memory may come several times, as a view or from several owners."""
+
+
+def bytes_by_part(held: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Bytes of the memory behind these tensors, by part; what several share counts once, for the first."""
+    found: dict[str, int] = {}
+    known: set[int] = set()
+    for part, tensor in held:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            found[part] = found.get(part, 0) + storage.nbytes()
+    return found
+
+
+def held_bytes(held: Iterable[tuple[str, Tensor]], part: str | None = None) -> int:
+    """Bytes of the memory behind these tensors, or of one part's alone."""
+    found = bytes_by_part(held)
+    return sum(found.values()) if part is None else found.get(part, 0)
+
+
+def held_scratch(scratch: Scratch) -> Held:
+    """What `attend` and its callers keep between calls: shares of attention are a part of `retrieval`."""
+    for name, buffer in scratch.held():
+        yield ("retrieval" if name.startswith("mass") else "scratch"), buffer

@@ -1,0 +1,94 @@
+"""Memory of a simulated GPU is counted: between rounds what lives there is what its owners say they hold."""
+
+import ledger
+import pytest
+import torch
+from cuda_simulator import Simulator
+from profiles import profile_name
+from simulated_gpu import as_on_a_gpu, simulated_system
+from tiny import random_tokens
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.retrieval import RetrievalCache
+from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.speculation.tiers import Tier
+from triforce.offload.transfer.ring import Ring
+from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return ledger.save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("first", [0, 4, 8, 12])
+@pytest.mark.slow(keep=("0",))
+def test_everything_on_the_device_is_held_by_somebody(models, first):
+    """2,000 histories in a campaign: `python tests/support/simulator/ledger.py`."""
+    for seed in range(first, first + (500 if profile_name() == "campaign" else 2)):
+        assert ledger.play(models, seed, steps=3).checks
+
+
+def left_out(part):
+    """An owner that does not say that it holds these."""
+
+    def plant(monkeypatch, kind):
+        held = kind.held
+        monkeypatch.setattr(kind, "held", lambda self: (one for one in held(self) if one[0] != part))
+
+    return plant
+
+
+def kept_behind(name):
+    """A method whose call keeps a buffer on the device that nobody knows of."""
+
+    def plant(monkeypatch, kind):
+        method, kept = getattr(kind, name), []
+
+        def and_keeps(self, *given, **more):
+            kept.append(torch.zeros(8) + 1)
+            return method(self, *given, **more)
+
+        monkeypatch.setattr(kind, name, and_keeps)
+
+    return plant
+
+
+FAULTS = [
+    (StreamedBlocks, left_out("ring")),
+    (StreamedBlocks, left_out("open_stretches")),
+    (FullCache, left_out("retrieval")),
+    (RetrievalCache, left_out("retrieval")),
+    (StreamingCache, left_out("draft_kv")),
+    (StreamedBlocks, kept_behind("prepare")),
+    (StreamedBlocks, kept_behind("_close_block")),
+    (Ring, kept_behind("begin")),
+    (RetrievalCache, kept_behind("refresh")),
+    (RetrievalCache, kept_behind("_make_room")),
+    (Tier, kept_behind("step")),
+]
+
+
+@pytest.mark.parametrize("fault", range(len(FAULTS)))
+@pytest.mark.slow(keep=("0", "8"))
+def test_what_nobody_counts_is_noticed(models, monkeypatch, fault):
+    kind, plant = FAULTS[fault]
+    plant(monkeypatch, kind)
+    with pytest.raises(ledger.Uncounted):
+        for seed in range(1, 30):
+            ledger.play(models, seed)
+
+
+def test_sequences_that_looked_up_are_gone_with_their_batch(models):
+    """Their tiers refer to one another: what they keep must not wait for the next garbage collection."""
+    simulator = Simulator()
+    draft, system = f"{models / 'draft'},lookup", simulated_system(simulator, limits=ledger.LIMITS)
+    engine = Engine.load(models / "target", draft, device="cpu", dtype="float32", budget=64, system=system)
+    with as_on_a_gpu(), simulator:
+        batch = engine.batch([Request(random_tokens(90, seed=i), Sampling(0.0), 40, ignore_eos=True) for i in range(3)])
+        for _ in range(20):
+            next(batch)
+        batch.close()
+        del batch
+        engine.generate(random_tokens(40), Sampling(0.0), 4)
+        ledger.Ledger(engine, simulator).check("after the next run")

@@ -1,0 +1,217 @@
+"""Random histories of whole runs on a simulated GPU whose memory is counted: between rounds what lives there is what
+its owners say they hold (`Engine.held`).
+
+    python tests/support/simulator/ledger.py --histories 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda_simulator import Simulator
+from simulated_gpu import as_on_a_gpu, simulated_system
+from torch import Tensor
+from triforce.offload import ContextRequest, ContextStore, Engine, Request, Sampling
+from triforce.offload.held import bytes_by_part
+from triforce.offload.limits import Limits
+from triforce.tp.model.decoder import Tiling
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from tiny import random_tokens, save_llama
+
+LIMITS = Limits(largest_block=1024, tiling=Tiling(64, 16, 256))
+"""So small that tokens of a few hundred are several blocks, several parts of a prefill, and shared."""
+
+
+class Uncounted(AssertionError):
+    """Memory lives on the device that nobody says he holds."""
+
+
+@dataclass
+class Ledger:
+    """The memory of an engine's device, compared with what its owners say."""
+
+    engine: Engine
+    simulator: Simulator
+    checks: int = 0
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Bytes of each part, the most there were at a check."""
+
+    def check(self, where: str) -> None:
+        """Between rounds.
+
+        Raises:
+            Uncounted: what lives on the device is not what is held.
+        """
+        held = [*self.engine.held(), *self._of_a_prefill()]
+        known = {tensor.untyped_storage()._cdata for _, tensor in held}
+        lost = [memory for key, memory in self.simulator.device_memories() if key not in known and memory.size]
+        if lost:
+            uses = (memory.accesses[-1].what if memory.accesses else "nothing" for memory in lost)
+            found = ", ".join(
+                f"{memory.size} bytes, last used by {use}" for memory, use in zip(lost, uses, strict=True)
+            )
+            raise Uncounted(f"{where}: nobody holds {found}")
+        for part, size in bytes_by_part(held).items():
+            self.peaks[part] = max(size, self.peaks.get(part, 0))
+        self.checks += 1
+
+    def _of_a_prefill(self) -> Iterator[tuple[str, Tensor]]:
+        """What a prompt that is read in slices has between two of them: local variables of its generators."""
+        running = self.engine._running
+        generator: Any = running._reading._slices if running and running._reading else None
+        while generator is not None and generator.gi_frame is not None:
+            for value in generator.gi_frame.f_locals.values():
+                yield from (("prefill", one) for one in _tensors(value))
+            inner = generator.gi_frame.f_locals.get("slices")
+            generator = generator.gi_yieldfrom or inner
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "workspace"):
+        yield from _tensors(value.workspace)
+
+
+def save_models(root: Path) -> Path:
+    """A tiny target and a tiny draft."""
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    save_llama(root / "target", seed=1, num_key_value_heads=2)
+    return root
+
+
+def play(models: Path, seed: int, steps: int = 4) -> Ledger:
+    """Answers, follow-ups, batches that sequences join and leave, texts that are saved and restored, and runs that are
+    broken off, with settings of all kinds; checks after each round.
+
+    Raises:
+        Uncounted: see `Ledger.check`.
+    """
+    chance = random.Random(seed)
+    settings: dict[str, Any] = {
+        "dtype": chance.choice(["float32", "bfloat16"]),
+        "tiers": chance.choice([1, 2, 3, 3]),
+        "resident": chance.choice([None, 0, 0, 1e-4]),
+        "budget": chance.choice([16, 64, 128]),
+        "refresh": chance.choice(["auto", "round", "never", 3]),
+        "block_length": chance.choice([None, 1, 6, 24, 60, 128]),
+        "draft_length": chance.choice([None, 1, 4]),
+        "exact": chance.choice(["auto", "on"]),
+        "draft": chance.choice([models / "draft", f"{models / 'draft'},lookup"]),
+    }
+    if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
+        settings["pack"] = chance.choice(["on", "off"])
+    simulator = Simulator()
+    system = simulated_system(simulator, limits=LIMITS)
+    with tempfile.TemporaryDirectory() as folder, as_on_a_gpu(), simulator:
+        store = ContextStore(Path(folder))
+        engine = Engine.load(models / "target", device="cpu", system=system, store=store, **settings)
+        ledger = Ledger(engine, simulator)
+        history = _History(engine, ledger, chance)
+        try:
+            for _ in range(steps):
+                history.step()
+        finally:
+            engine.close()
+    return ledger
+
+
+class _History:
+    def __init__(self, engine: Engine, ledger: Ledger, chance: random.Random) -> None:
+        self.engine, self.ledger, self.chance = engine, ledger, chance
+        self.context = random_tokens(chance.randint(40, 300), seed=chance.randint(0, 9))
+        self.saved = 0
+
+    def step(self) -> None:
+        kind = self.chance.choice(["answer", "answer", "long", "break", "batch", "batch", "save", "logits"])
+        if kind == "answer":
+            self.answer(self.chance.randint(1, 20))
+        elif kind == "long":
+            self.answer(max(20, min(60, 1200 // (self.engine.settings.block_length or 24))))
+        elif kind == "break":
+            run = self.engine.stream(self.context, self.sampling(), 30, ignore_eos=True)
+            for _ in range(self.chance.randint(0, 3)):
+                next(run)
+            run.close()
+        elif kind == "batch":
+            self.batch()
+        elif kind == "save":
+            self.saved += 1
+            self.engine.read(self.context, f"text-{self.saved}")
+        else:
+            self.engine.logits(self.context, self.new(5))
+        self.ledger.check(f"after {kind}")
+
+    def sampling(self) -> Sampling:
+        return self.chance.choice([Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(1.0, seed=4)])
+
+    def new(self, most: int) -> list[int]:
+        return random_tokens(self.chance.randint(1, most), seed=self.chance.randint(10, 99))
+
+    def answer(self, new_tokens: int) -> None:
+        if self.chance.random() < 0.3:
+            self.context = self.new(300)  # another text
+        prompt = self.context + self.new(40)
+        reuse = self.chance.choice([None, None, 0])
+        run = self.engine.stream(prompt, self.sampling(), new_tokens, ignore_eos=True, reuse=reuse)
+        for _ in run:
+            self.ledger.check("in an answer")
+        self.context = prompt + run.statistics.token_ids
+
+    def batch(self) -> None:
+        requests = [self.request() for _ in range(self.chance.randint(1, 4))]
+        batch = self.engine.batch(requests, in_slices=self.chance.random() < 0.5, expected=self.chance.randint(1, 4))
+        added, ends = self.chance.randint(0, 3), self.chance.choice([10, 1000])
+        for count, (index, _) in enumerate(batch):
+            self.ledger.check("in a batch")
+            if added and self.chance.random() < 0.2:
+                batch.add(self.request())
+                added -= 1
+            if self.chance.random() < 0.02:
+                batch.end(index)
+            if count == ends:
+                batch.close()
+
+    def request(self) -> Request:
+        shared = self.context[: self.chance.choice([0, 40, len(self.context)])]
+        contexts = self.chance.choice([None, None, ContextRequest(name=None)])
+        return Request(
+            shared + self.new(80), self.sampling(), self.chance.randint(1, 20), ignore_eos=True, contexts=contexts
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--histories", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first one")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began, checks = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as directory:
+        models = save_models(Path(directory))
+        for seed in range(options.first, options.first + options.histories):
+            try:
+                checks += play(models, seed).checks
+            except BaseException:
+                print(f"seed {seed}")
+                raise
+            if seed % 100 == 99:
+                print(f"{seed + 1 - options.first} histories, {checks:,} checks, {time.perf_counter() - began:.0f} s")
+    print(f"{options.histories} histories: in {checks:,} checks everything on the device was held by somebody")
+
+
+if __name__ == "__main__":
+    main()
