@@ -15,20 +15,33 @@ from torch import Tensor
 
 from ...kernels.attention import Scratch, attend, new_running
 from ...tp.devices import to_device
+from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
 from ..held import Held, held_scratch
 from ..speculation.vocabulary import readable
 from .token_slots import TokenSlots
 
+SINKS, WINDOW = 16, 240
+"""Tokens of both."""
+
 SLACK = 256
 """Tokens kept besides the window: how far a rollback may reach, and how many tokens come before the window has to be
 moved to the front of its buffer."""
+
+STREAMING_POSITIONS = SINKS + WINDOW + 2 * SLACK
+"""That keys are rotated to."""
+
+
+def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a `StreamingCache` of these lengths: keys and values of the sinks, and of the rest also rotated keys."""
+    rows = 2 * SINKS + 3 * (WINDOW + 2 * SLACK)
+    return rows * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class StreamingCache:
     """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
 
-    def __init__(self, decoder: Decoder, *, sinks: int = 16, window: int = 240, slack: int = SLACK) -> None:
+    def __init__(self, decoder: Decoder, *, sinks: int = SINKS, window: int = WINDOW, slack: int = SLACK) -> None:
         config = decoder.config
         self.sinks, self.window, self.slack = sinks, window, slack
         self._rope = decoder.rope

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...tp.errors import CapacityError
+from ...tp.model.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
+from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
 from .placement import Placement, place_resident, place_streamed
@@ -87,8 +89,10 @@ class RunPlan:
     prefill: int
     """Activations of a long forward and, where blocks stream, the layer it works on. A prefill and the retrieval cache
     never take their memory at the same time."""
+    draft_kv: int
+    """The draft's caches: sinks and a recent window."""
     rope: int
-    """RoPE's table."""
+    """RoPE's tables, the target's and the draft's."""
     streamed_per_pass: int
     """What one verification moves over a rank's link."""
     disk_per_pass: int
@@ -121,7 +125,7 @@ class RunPlan:
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
-        return self.ring + self.open_stretches + self.rope + max(self.retrieval, self.prefill)
+        return self.ring + self.open_stretches + self.rope + self.draft_kv + max(self.retrieval, self.prefill)
 
     @property
     def cuda_context(self) -> int:
@@ -260,7 +264,9 @@ def make_plan(request: RunRequest) -> RunPlan:
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace,
-            rope=request.own * part.head_dim * 8,  # cosines and sines, float32
+            draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
+            rope=rope_bytes(part.head_dim, placement.capacity)
+            + (rope_bytes(request.small.head_dim, STREAMING_POSITIONS) if request.small else 0),
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
             verify_draft=verify_draft,

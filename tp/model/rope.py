@@ -18,6 +18,11 @@ _PIECE = 65536
 """Positions whose angles are computed together, which bounds the memory that takes beside the table itself."""
 
 
+def rope_bytes(head_dim: int, positions: int) -> int:
+    """Bytes of the table for so many positions."""
+    return 2 * 4 * head_dim * positions
+
+
 class Rope:
     """Rotates queries and keys by position, with a table of cosines and sines that grows with the positions in use.
 

@@ -86,6 +86,7 @@ class Plan:
                 "ring": run.ring,
                 "open_stretches": run.open_stretches,
                 "prefill": run.prefill,
+                "draft_kv": run.draft_kv,
                 "rope": run.rope,
                 "cuda_context": run.cuda_context,
                 "reserve": run.reserve,

@@ -72,6 +72,7 @@ def _memory_table(plan: Plan) -> Table:
             for name, size in others.items()
             if 0 < size < larger
         ),
+        *([("KV cache of the draft", _size(run.draft_kv), "-")] if run.draft_kv else []),
         ("RoPE table", _size(run.rope), "-"),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.offload.held import held_bytes
 from triforce.offload.planning.cards import CARDS
 from triforce.offload.planning.remedies import remedies, shortfalls
 from triforce.offload.planning.request import RunRequest
@@ -62,8 +63,8 @@ def test_a_run_takes_the_bytes_that_were_planned(resident, pack):
     assert rounds > 1
     # What does not stream is one block a layer on a GPU.
     assert planned.placement.block_size == (blocks.capacity if resident is None else blocks.block_size)
-    assert blocks.resident_bytes == planned.resident_kv
-    assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
+    assert held_bytes(blocks.held(), "resident_kv") == planned.resident_kv
+    assert held_bytes(blocks.held()) == planned.resident_kv + planned.ring + planned.open_stretches
     streams = isinstance(blocks, StreamedBlocks)
     on_host = sum(host.num_bytes for host in blocks._host) if isinstance(blocks, StreamedBlocks) else 0
     more_moved = 0
@@ -161,7 +162,7 @@ def test_each_of_two_ranks_takes_what_was_planned(tmp_path, rank, dtype):
         device=torch.device("cpu"),
     )
     assert isinstance(blocks, StreamedBlocks)
-    assert blocks.device_bytes == planned.resident_kv + planned.ring + planned.open_stretches
+    assert held_bytes(blocks.held()) == planned.resident_kv + planned.ring + planned.open_stretches
     assert planned.placement.packed == (dtype == torch.bfloat16)
     on_host = sum(host.num_bytes for host in blocks._host) + planned.room_for_unpacked
     assert on_host == planned.streamed_kv > 0 < planned.resident_kv
