@@ -406,8 +406,10 @@ class Batch(Iterator[tuple[int, Round]]):
             sequence.context += tokens
             counts = sequence.opened.tokens.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = upkeep is Upkeep.FULL and sequence.opened.refresh.due(tested[-1][1], tested[-1][0])
-            drawn.append(Drawn(tokens, due and sequence.opened.retrieval is not None, sequence.asked_to_end))
+            retrieval, due = sequence.opened.retrieval, False
+            if upkeep is Upkeep.FULL and retrieval is not None:
+                due = sequence.opened.refresh.due(tested[-1][1], tested[-1][0]) or retrieval.is_full
+            drawn.append(Drawn(tokens, due, sequence.asked_to_end))
         top.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
         refresh_s = end_round(top, upkeep, running, drawn, began, self._system)

@@ -69,12 +69,12 @@ class Models:
         device = self.target.device
         return hardware_of(device, device_name(device), self.settings.link_gbps)
 
-    def request(self, context: int, settings: Settings | None = None) -> RunRequest:
-        """A run over `context` tokens, without the memory it may take."""
+    def request(self, context: int, settings: Settings | None = None, answer: int | None = None) -> RunRequest:
+        """A run over `context` tokens, `answer` of them generated, without the memory it may take."""
         draft = self.draft.config if self.draft else None
         settings = settings or self.settings  # of all tiers, as a later run may want them on the same cache
         models = self.target.config, draft, self.target.dtype
-        return RunRequest(*models, context, settings, self.target.ranks.size, limits=self.system.limits)
+        return RunRequest(*models, context, settings, self.target.ranks.size, answer=answer, limits=self.system.limits)
 
 
 class Opening:
@@ -177,7 +177,7 @@ class Opening:
         """
         models, order = self._models, sequence.order
         prompt = sequence.context
-        request = models.request(len(prompt) + order.max_new_tokens)
+        request = models.request(len(prompt) + order.max_new_tokens, answer=order.max_new_tokens)
         if self._first is None:
             models.kept.rotate_for(len(prompt))
             expected = self._expected
@@ -252,13 +252,15 @@ class Opening:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
-        rows = max(plan.mass_rows, self.tiers[0].longest + 1, (self.tiers[0].fixed or 0) + 1) if speculates else 0
+        verify = self.tiers[0]
+        longest = verify.longest if verify.fixed is None else verify.fixed
+        rows = max(plan.mass_rows, longest + 1) if speculates else 0
         full.begin(mass_rows=rows)
         retrieval = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
             target = models.target
-            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size}
+            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size, "tail": plan.tail, "ahead": plan.tail_ahead}
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["verify"] = self._passes("verify", target, RefreshingCache(full, retrieval))
             passes["retrieval"] = self._passes("retrieval", target, retrieval)

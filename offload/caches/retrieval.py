@@ -21,9 +21,6 @@ from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
 from .token_slots import TokenSlots
 
-_FIRST_TAIL = 64
-"""Tokens there is room for behind the chunks at first; doubled whenever it runs out."""
-
 
 @dataclass(frozen=True)
 class _Selection:
@@ -45,10 +42,14 @@ class RetrievalCache:
         *,
         budget: int,
         chunk_size: int,
+        tail: int = 64,
+        ahead: int = 0,
         join: Callable[[list[Tensor]], list[Tensor]] = list,
     ) -> None:
         """Args:
         budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
+        tail: tokens there is room for behind the chunks; more take new memory.
+        ahead: those that may come before chunks that are chosen after the next round have taken their place.
         join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
         """
         self.source = source
@@ -58,6 +59,7 @@ class RetrievalCache:
         self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
+        self._tail, self._ahead = tail, ahead
         self._rope = rope
         self._scale = source.config.head_dim**-0.5
         self._scratch = Scratch()
@@ -85,6 +87,13 @@ class RetrievalCache:
         if self._selected:
             yield from (("retrieval", chunks) for chunks in self._selected.chunks)
         yield from held_scratch(self._scratch)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether chunks must be chosen anew now, or the tail might have no room before they are; between a pass of
+        `source` and `update_tail`."""
+        base = self._selected.base if self._selected else self._base
+        return self.source.length - base + self._ahead > self._tail
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         self._drop_passes = [known for known in self._drop_passes if known()]
@@ -145,13 +154,13 @@ class RetrievalCache:
         chosen = self._choose(length)
         if self._buffers and not self.source.all_on_device and not at_once:
             self.update_tail()
-            self._make_room(chosen[0].shape[1] * self.chunk_size + _FIRST_TAIL)
+            self._make_room(chosen[0].shape[1] * self.chunk_size)
             self._selected = _Selection(chosen, base)
             return
         self._selected = None
         self._kept = chosen[0].shape[1] * self.chunk_size
         self._base = self._exact = base
-        self._make_room(self._kept + _FIRST_TAIL)
+        self._make_room(self._kept)
         for layer, (keys, values) in enumerate(self._buffers):
             if self._kept:
                 k, v = self.source.gather(layer, chosen[layer])
@@ -210,12 +219,12 @@ class RetrievalCache:
         return max(0, min((length + 1 - window) // self.chunk_size, length // self.chunk_size - self.max_chunks))
 
     def _make_room(self, slots: int) -> None:
-        """Has room for so many tokens in each layer; grows one layer after another, as a copy of all of them may not
-        fit beside them."""
+        """Has room for so many tokens in each layer; at first for as many as there should ever be. Grows one layer
+        after another, as a copy of all of them may not fit beside them."""
         room = min((keys.shape[1] for keys, _ in self._buffers), default=0)
         if slots <= room:
             return
-        wanted = max(slots, self._kept + 2 * (room - self._kept), self._kept + _FIRST_TAIL)
+        wanted = max(slots, room + self._tail, self.max_chunks * self.chunk_size + self._tail)
         for known in self._drop_passes:
             if drop := known():
                 drop()

@@ -50,6 +50,8 @@ class RunRequest:
     """Tokens of the context that the cache of another sequence holds."""
     sequences: int = 1
     """That are decoded together, each with an answer of its own to the same text."""
+    answer: int | None = None
+    """Tokens of the context that are generated, at most; `None`: any may be."""
     limits: Limits = LIMITS
 
     def __post_init__(self) -> None:

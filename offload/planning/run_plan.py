@@ -18,6 +18,7 @@ from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
+from ..speculation.refresh import RefreshPolicy
 from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
@@ -38,6 +39,10 @@ LOOKUP_DRAFT_TOKENS = 31
 
 LOOKUP_BYTES = 130
 """Of a token's place in the index that tokens are looked up in: an entry of a dictionary and one of an array."""
+
+TAIL_ROUNDS = 3
+"""Rounds in which all draft tokens are accepted after which chunks are chosen anew at the latest, where that is left
+open."""
 
 LEAST_BUDGET = 256
 """Tokens of a retrieval cache at least, where their number is left open."""
@@ -81,6 +86,8 @@ class RunPlan:
     room_for_unpacked: int
     """Memory for packed blocks that turn out not to fit into their slots. If there are more of them than
     `UNPACKED_SHARE`, memory is taken for each as it comes."""
+    tail: int
+    """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
     retrieval: int
     """The retrieval cache and the attention mass that chunks are chosen by."""
     ring: int
@@ -103,8 +110,12 @@ class RunPlan:
     @property
     def retrieval_draft(self) -> DraftTokens:
         """For a pass over the retrieval cache (γ1)."""
-        settings = self.request.settings
-        return DraftTokens(settings.draft_length, LOOKUP_DRAFT_TOKENS if settings.lookup else RETRIEVAL_DRAFT_TOKENS)
+        return _retrieval_draft(self.request.settings)
+
+    @property
+    def tail_ahead(self) -> int:
+        """Tokens that a tail may get before chunks that are chosen after the round to come have taken its place."""
+        return _tail_ahead(self.verify_draft, self.retrieval_draft)
 
     @property
     def index(self) -> int:
@@ -247,7 +258,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
             workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
         verify_draft = _verify_draft(request, placement)
-        retrieval = budget * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
+        tail = _tail(request, verify_draft) if budget else 0
+        retrieval = (budget + tail) * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
@@ -260,6 +272,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             disk_kv=placement.num_disk * host_block,
             staging=placement.staging_bytes(part, request.dtype),
             room_for_unpacked=room_for_unpacked,
+            tail=tail,
             retrieval=request.sequences * retrieval if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
@@ -350,6 +363,28 @@ def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:
             (n for n in request.limits.streamed_draft_tokens if _mass_bytes(request, placement, n) <= small), most
         )
     return DraftTokens(request.settings.block_length, most)
+
+
+def _retrieval_draft(settings: Settings) -> DraftTokens:
+    return DraftTokens(settings.draft_length, LOOKUP_DRAFT_TOKENS if settings.lookup else RETRIEVAL_DRAFT_TOKENS)
+
+
+def _tail_ahead(verify: DraftTokens, retrieval: DraftTokens) -> int:
+    """See `RunPlan.tail_ahead`: the tokens of a round, then a draft, and twice the rows of a pass that tests some of
+    it, of which those beyond a sequence's own are dropped."""
+    return verify.longest + 1 + verify.longest + 2 * (retrieval.longest + 1)
+
+
+def _tail(request: RunRequest, verify: DraftTokens) -> int:
+    """Tokens behind the chunks of a retrieval cache: those of the rounds until chunks are chosen anew, all of them
+    accepted, and `_tail_ahead`. The rounds are as many as `--refresh` says, or `TAIL_ROUNDS`."""
+    settings = request.settings
+    refresh = RefreshPolicy(settings.refresh).mode
+    rounds = refresh if isinstance(refresh, int) else TAIL_ROUNDS
+    tokens = request.context if request.answer is None else request.answer
+    if refresh != "never":
+        tokens = min(tokens, (rounds + 1) * (verify.longest + 1))
+    return settings.planned_chunk_size + tokens + _tail_ahead(verify, _retrieval_draft(settings))
 
 
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:

@@ -138,7 +138,9 @@ class ShapeSteps:
         read = (full.reads.num_bytes - read) // count
 
         full.begin(mass_rows=plan.mass_rows)
-        retrieval = RetrievalCache(full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size)
+        retrieval = RetrievalCache(
+            full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size, tail=plan.tail
+        )
         self._step(verifying, 1)  # the attention that chunks are chosen by
         retrieval.refresh()
         drafting = Passes(self.target, retrieval, self.graphs)

@@ -11,6 +11,8 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.held import bytes_by_part
+from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.speculation.tiers import Tier
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
@@ -27,6 +29,29 @@ def test_everything_on_the_device_is_held_by_somebody(models, first):
     """2,000 histories in a campaign: `python tests/support/simulator/ledger.py`."""
     for seed in range(first, first + (500 if profile_name() == "campaign" else 2)):
         assert ledger.play(models, seed, steps=3).checks
+
+
+@pytest.mark.parametrize("refresh", ["auto", "round", "never", 7])
+@pytest.mark.parametrize("block_length", [24])
+@pytest.mark.slow(keep=("24-auto",))
+def test_persistent_parts_are_as_planned_and_nothing_grows(models, refresh, block_length):
+    """Of an answer whose retrieval cache holds all of the text, so that nearly all draft tokens are accepted."""
+    simulator = Simulator()
+    settings = {"resident": 0, "budget": 1024, "refresh": refresh, "block_length": block_length, "dtype": "float32"}
+    system = simulated_system(simulator, limits=ledger.LIMITS)
+    engine = Engine.load(models / "target", models / "draft", device="cpu", system=system, **settings)
+    prompt, new_tokens = random_tokens(300, seed=3), 90
+    with as_on_a_gpu(), simulator:
+        run = engine.stream(prompt, Sampling(0.0), new_tokens, ignore_eos=True)
+        request = engine._models.request(len(prompt) + new_tokens, answer=new_tokens)
+        plan, rooms = make_plan(request), set()
+        for event in run:
+            held = bytes_by_part(engine.held())
+            for part in ("weights", "rope", "draft_kv", "ring", "open_stretches", "resident_kv"):
+                assert held.get(part, 0) == getattr(plan, part), (part, event.index)
+            rooms |= {keys.shape[1] for keys, _ in run.sequence.opened.retrieval._buffers}
+        assert rooms == {plan.budget // plan.chunk_size * plan.chunk_size + plan.tail}
+    assert run.statistics.token_ids and run.stats()["acceptance"]["tokens_per_round"] > 3
 
 
 def left_out(part):

@@ -55,7 +55,7 @@ def load(models, **settings) -> Any:
 def least(models, **settings):
     """The GiB that a run needs at least, with all of its cache on a disk but for the newest tokens."""
     engine = load(models, **settings)
-    request = engine._models.request(len(PROMPT) + NEW_TOKENS)
+    request = engine._models.request(len(PROMPT) + NEW_TOKENS, answer=NEW_TOKENS)
     request = replace(request, settings=replace(request.settings, host_memory=0.0))
     plan = plan_here(request, engine.target.device, free_disk=lambda: GIB)
     assert not plan.fits and not plan.resident_kv
