@@ -49,7 +49,9 @@ def test_persistent_parts_are_as_planned_and_nothing_grows(models, refresh, bloc
             held = bytes_by_part(engine.held())
             for part in ("weights", "rope", "draft_kv", "ring", "open_stretches", "resident_kv"):
                 assert held.get(part, 0) == getattr(plan, part), (part, event.index)
-            rooms |= {keys.shape[1] for keys, _ in run.sequence.opened.retrieval._buffers}
+            retrieval = run.sequence.opened.retrieval
+            assert retrieval
+            rooms |= {keys.shape[1] for keys, _ in retrieval._buffers}
         assert rooms == {plan.budget // plan.chunk_size * plan.chunk_size + plan.tail}
     assert run.statistics.token_ids and run.stats()["acceptance"]["tokens_per_round"] > 3
 
