@@ -54,7 +54,9 @@ def test_peak_memory_of_a_run_is_what_was_planned(tmp_path, context):
     config = ModelConfig.load(tmp_path)
     plan = make_plan(RunRequest(config, config, torch.float32, context, Settings(budget=512)))
     assert plan.kv == pytest.approx(context * 4 * 2 * 8 * 128 * 4, rel=0.03)
-    assert abs(peak - plan.host_total) < 0.15 * plan.host_total, f"{gib(peak)} taken, {gib(plan.host_total)} planned"
+    # The system gives memory as it is written, and the draft's buffers are hardly written in so short an answer.
+    least = plan.host_total - plan.draft_kv
+    assert 0.85 * least < peak < 1.15 * plan.host_total, f"{gib(peak)} taken, {gib(plan.host_total)} planned"
     growth, planned_growth = peak - before, plan.kv + plan.retrieval + plan.prefill + plan.rope
     # Beside that, libraries touch pages at first use: part of the stated constant, which the line above holds.
     assert growth < 1.15 * planned_growth + 160 * 2**20, f"grew by {gib(growth)}, planned {gib(planned_growth)}"
