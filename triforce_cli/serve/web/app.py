@@ -245,16 +245,19 @@ async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAn
     num_bytes = 0
     while len(ends) < job.request.answers:
         event = await events.next()
+        waits_too_much = False
         if isinstance(event, Failed):
-            raise event.error
+            waits_too_much = isinstance(event.error, BodyError) and event.error.code == "not_read"
+            if not waits_too_much:
+                raise event.error
         if isinstance(event, Piece):
             pieces[event.number].append(event)
             num_bytes += event.num_bytes + _PIECE_BYTES
-            if num_bytes > most_bytes:
-                raise BodyError(
-                    f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
-                    "stream", code="answer_too_long",
-                )  # fmt: skip
+        if waits_too_much or num_bytes > most_bytes:
+            raise BodyError(
+                f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
+                "stream", code="answer_too_long",
+            )  # fmt: skip
         if isinstance(event, Finished):
             ends[event.number] = event.end
     return [_whole(job, pieces[number], ends[number]) for number in sorted(ends)]
