@@ -152,7 +152,7 @@ def attend_compiled_pieces(
         _, _, num_kv_heads, block_size, _ = piece.blocks.shape
         block, values, head, token, _ = piece.blocks.stride()
         k = piece.blocks.data_ptr() + (piece.first // block_size * block + piece.first % block_size * token) * size
-        lse, mass = torch.empty(num_heads, n), piece.mass
+        lse, mass = torch.empty(num_heads, n, dtype=torch.float32, device=q.device), piece.mass
         call = AttentionCall(
             *(q_at + row * q_row * size, k, k + values * size, out_at + row * out_row * out_size, lse.data_ptr()),
             *(0 if mass is None else mass.data_ptr(), running_at + row * running_row * 4, running_head),

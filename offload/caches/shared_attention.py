@@ -63,7 +63,6 @@ class SharedAttention:
         self._counts: list[int] = []
         self._rows: list[slice] = []  # of each sequence
         self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
-        self._taken: bool | None = None
         self._order: list[int] = []  # of the sequences, in which their rows are attended
         self._holders: list[_Holder] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
@@ -83,7 +82,6 @@ class SharedAttention:
         self._counts, self._rows = list(counts), rows_of(counts)
         self._starts = [cache.length for cache in caches]
         self._mass_rows = [cache.mass_rows_of(count) for cache, count in zip(caches, counts, strict=True)]
-        self._taken = None
         turned = [
             cache.rope.rows(start, count) for cache, start, count in zip(caches, self._starts, counts, strict=True)
         ]
@@ -184,7 +182,7 @@ class SharedAttention:
         many of them count, `m`."""
         cache, start = holder.cache, holder.cache.start
         together = cache.blocks.at_once(layer)
-        if together is not None and self._takes_blocks(q, together):
+        if together is not None and takes_blocks(q, together):
             for span, first, m in holder.parts:
                 yield span, start + first, (together, first), m
             return
@@ -197,12 +195,6 @@ class SharedAttention:
                 stop = end if span.causal else min(span.stop - start, end)
                 if first < stop:
                     yield span, start + first, block[:, :, first - position : stop - position], stop - first
-
-    def _takes_blocks(self, q: Tensor, blocks: Tensor) -> bool:
-        """`takes_blocks`, asked once in a pass: the caches of one engine have blocks of one kind."""
-        if self._taken is None:
-            self._taken = takes_blocks(q, blocks)
-        return self._taken
 
     def _seeing(
         self, span: _Span, position: int, m: int, window: int | None
