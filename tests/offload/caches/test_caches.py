@@ -177,6 +177,29 @@ def test_sequences_that_share_a_text_keep_the_mass_that_each_has_alone(tmp_path,
             assert (got - want).abs().max() < 1e-5 * want.max()
 
 
+def test_sequences_that_share_a_text_may_have_blocks_of_other_sizes(tmp_path):
+    """Those of 264 tokens are no whole tiles of the compiled kernels, those of 768 are."""
+    save_llama(tmp_path, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048)
+    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+    def cache(block_size, prefix=None):
+        config, start = decoder.config, 768 if prefix else 0
+        blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=1536, block_size=block_size)
+        return FullCache(config, decoder.rope, blocks, chunk_size=24, prefix=prefix, start=start)
+
+    text, rest = random_tokens(768, seed=1), random_tokens(300, seed=2)
+    first, alone = cache(768), cache(768)
+    second = cache(264, first)
+    append(decoder, first, [*text, 5])
+    append(decoder, second, rest)
+    append(decoder, alone, text + rest)
+    joined = together([first, second])
+    joined.counts = [1, 3]
+    got = decoder.forward(torch.tensor([7, 8, 9, 10]), joined, num_logits=3)
+    want = decoder.forward(torch.tensor([8, 9, 10]), alone, num_logits=3)
+    assert (got - want).abs().max() < 1e-4
+
+
 def sized_cache(decoder, capacity, prefix=None):
     """On the CPU in blocks of 256 tokens; 512 of them may be those of `prefix`."""
     config, start = decoder.config, 512 if prefix else 0
