@@ -116,7 +116,7 @@ class Piece:
     m: int
     """The number of keys."""
     diagonal: int
-    """See `attend`, counted from `first`; so is `window`."""
+    """See `attend`, counted from `first`."""
     window: int | None = None
     mass: Tensor | None = None
     """Of all these rows, see `attend`; contiguous float32, see `sums_mass`."""
@@ -125,7 +125,8 @@ class Piece:
 def attend_compiled_pieces(
     q: Tensor, pieces: Sequence[Piece], *, scale: float, running: Tensor, out: Tensor
 ) -> list[Tensor]:
-    """`attend_compiled` for several pieces in one call: each is one thread's, unless one is most of the work.
+    """`attend_compiled` for several pieces in one call: each is one thread's, unless one is more than a
+    thread's share of the work.
 
     Args:
         q: `[num_heads, n, head_dim]`, the rows of all pieces.
