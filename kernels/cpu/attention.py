@@ -142,7 +142,7 @@ def attend_compiled_pieces(
     """
     num_heads, _, head_dim = q.shape
     (q_head, q_row, _), (out_head, out_row, _) = q.stride(), out.stride()
-    running_head, running_row, _ = running.stride()
+    running_head, running_row = running.stride(0), running.shape[2]  # its rows follow one another
     q_at, out_at, running_at = q.data_ptr(), out.data_ptr(), running.data_ptr()
     size, out_size, kind = q.element_size(), out.element_size(), _TYPES[q.dtype]
     wanted, level = threads(), cpu_level()
@@ -179,7 +179,7 @@ def sums_mass(mass: Tensor, m: int) -> bool:
 
 
 @functools.cache
-def _attend() -> Callable[[AttentionCall], Any]:
+def _attend() -> Callable[[Any, int], Any]:
     kernels = loaded()
     assert kernels is not None
     return kernels.triforce_attend

@@ -94,7 +94,7 @@ static void carry(const Attention *call, int64_t kv_head, int64_t first, int64_t
     }
 }
 
-/* The multiplications of a call, less what its diagonal and its window hide from single rows. */
+/* The multiplications of a call, as if every row saw all keys that one of them sees. */
 static int64_t work_of(const Attention *call)
 {
     int64_t start, stop, ignored;

@@ -31,7 +31,7 @@ enum { FLOAT32, BFLOAT16 };
 struct Attention {
     int64_t q, k, v, out, lse, mass; /* mass may be 0 */
     int64_t running; /* [num_heads][n][row_stride] the result over earlier keys, brought up to date; may be 0 */
-    int64_t running_head;
+    int64_t running_head; /* its stride; rows follow one another */
     int64_t q_head, q_row;
     int64_t out_head, out_row, rounded; /* `out` is float32, or with `rounded`, for bfloat16 inputs, bfloat16 */
     int64_t k_block, k_head, k_row;
