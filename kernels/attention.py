@@ -167,7 +167,6 @@ def attend_blocks(
     diagonal: int,
     window: int | None = None,
     mass: Tensor | None = None,
-    running: Tensor | None = None,
     rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` to the first `m` keys of a blocked cache, in one call.
@@ -177,7 +176,7 @@ def attend_blocks(
     """
     n = q.shape[1]
     hides = window is not None and window < diagonal + n
-    if _backend_of(q, flash_mask=not hides and running is None, plain_rows=True) == "flash_cpu":
+    if _backend_of(q, flash_mask=not hides, plain_rows=True) == "flash_cpu":
         out, lse = _attend_flash_segments(q, blocks, m, scale, diagonal)
         fused_mass = None
     else:
@@ -191,7 +190,6 @@ def attend_blocks(
             diagonal=diagonal,
             window=window,
             mass=fused_mass,
-            running=running,
             rounded=rounded,
         )
     if mass is not None and fused_mass is None:
