@@ -50,7 +50,10 @@ def test_json_of_models_goes_where_it_is_asked_for(capfd, tmp_path):
 
 
 def test_debug_changes_nothing_of_models_and_doctor(capfd):
-    assert run_here(capfd, "models", "--debug") == run_here(capfd, "models")
+    plain, debug = run_here(capfd, "models"), run_here(capfd, "models", "--debug")
+    assert (plain.code, plain.err) == (debug.code, debug.err) == (0, "")
+    told, _, behind = plain.out.partition("\nfits here:")  # the table's last columns follow the memory that is free now
+    assert debug.out.endswith(behind) and debug.out.splitlines()[0].split() == told.splitlines()[0].split()
     plain, debug = run_here(capfd, "doctor"), run_here(capfd, "doctor", "--debug")
     assert plain.code == debug.code and plain.err == debug.err
 
