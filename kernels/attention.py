@@ -1,4 +1,5 @@
-"""Attention of query rows to keys, and the choice of its implementation: `attend`, and `attend_blocks` for blocks.
+"""Attention of query rows to keys, and the choice of its implementation: `attend`; `attend_blocks` and `attend_pieces`
+for blocks.
 
 Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place; each
 part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Or places come in
@@ -151,8 +152,8 @@ def goes_on(q: Tensor, block: Tensor) -> bool:
 
 
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
-    """Whether `attend_blocks` can be called with them: on a CPU, where the compiled kernels compute `attend` for such
-    rows, at least with a window."""
+    """Whether `attend_blocks` and `attend_pieces` can be called with them: on a CPU, where the compiled kernels compute
+    `attend` for such rows, at least with a window."""
     if blocks.device.type != "cpu" or blocks.shape[3] % TILE:
         return False
     return _backend_of(q, flash_mask=False, plain_rows=has_plain_rows(q, blocks, blocks)) == "compiled"
@@ -206,7 +207,7 @@ def attend_pieces(q: Tensor, pieces: Sequence[Piece], *, scale: float, running: 
     Args:
         q: `[num_heads, n, head_dim]`, the rows of all pieces.
         running: of `q`, see `attend`; the rows of these pieces are brought up to date.
-        out: as `q`, in its dtype; the rows of these pieces are written.
+        out: as `q`, in its dtype, a head's elements one after another; the rows of these pieces are written.
 
     Returns:
         The log-sum-exp of the rows of each piece over all keys so far, `[num_heads, rows]`.

@@ -47,7 +47,7 @@ class _Holder:
     cache: FullCache
     spans: list[_Span] = field(default_factory=list)
     parts: list[tuple[_Span, int, int]] = field(default_factory=list)
-    """Of caches whose blocks lie together: spans, the first of whose keys they attend to in one call, counted from the
+    """For layers whose blocks lie together: spans, the first of whose keys they attend to in one call, counted from the
     cache's first, and how many."""
 
 

@@ -262,6 +262,21 @@ def test_pieces_give_what_their_rows_give_alone(dtype, chunk_size):
 
 
 @compiled
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_sums_of_pieces_are_float32_whatever_pytorch_makes_by_default(default):
+    q, blocks = torch.randn(6, 3, 64), torch.randn(2, 2, 2, 64, 64)
+    piece, out, before = Piece(slice(0, 3), blocks, 0, 100, 97), torch.empty_like(q), torch.get_default_dtype()
+    want = attend_pieces(q, [piece], scale=0.2, running=new_running(q), out=out)
+    torch.set_default_dtype(default)
+    try:
+        got = attend_pieces(q, [piece], scale=0.2, running=new_running(q), out=out)
+    finally:
+        torch.set_default_dtype(before)
+    assert got[0].dtype == torch.float32
+    assert torch.equal(got[0], want[0])
+
+
+@compiled
 def test_several_python_threads_can_attend_at_once():
     cases = [random_qkv((8, 2, 64), n, 2000 + 100 * n, torch.bfloat16, seed=n) for n in (1, 5, 13, 40)]
     wanted = [attend_compiled(*case, scale=0.1, diagonal=1000) for case in cases]

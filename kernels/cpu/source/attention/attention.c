@@ -204,8 +204,9 @@ int triforce_attend(const Attention *calls, int64_t count)
     }
     const int threads = whole < SMALL_WORK ? 1 : triforce_threads(calls->threads);
     int failed = 0;
-    if (longest <= whole / threads) { /* each call is one thread's */
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1) reduction(max : failed)
+    if (longest < SMALL_WORK || longest <= whole / threads) { /* each call is one thread's */
+        const int some = (int)smaller(threads, count);
+#pragma omp parallel for num_threads(some) if (some > 1) schedule(dynamic, 1) reduction(max : failed)
         for (int64_t i = 0; i < count; i++) {
             const int here = attend(calls + i, 1);
             failed = here > failed ? here : failed;
