@@ -59,7 +59,7 @@ def attend_flash(
         out, lse = flash(rows, k[:, shared:edge], v[:, shared:edge], scale, True)
         if shared:
             wide, wide_lse = flash(rows, k[:, :shared], v[:, :shared], scale, False)
-            out, lse = merge_partials([out.to(dtype), wide.to(dtype)], [lse, wide_lse])
+            out, lse = merge_partials([out, wide], [lse, wide_lse])
         outs.append(out.to(dtype))
         lses.append(lse)
     if n > corner:

@@ -75,7 +75,7 @@ def gated_mlp(
 
         def plain(rows: Tensor) -> Tensor:
             gate, up = F.linear(F.rms_norm(rows, norm.shape, norm, eps), gate_up).chunk(2, dim=-1)
-            return F.linear(F.silu(gate) * up, down)
+            return F.linear(F.silu(gate).mul_(up), down)
 
         result = _by_tiles(plain, x)
         return result if onto is None else onto.add_(result)

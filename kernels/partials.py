@@ -21,7 +21,8 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
         lses: their log-sum-exps, each `[num_heads, n]`.
 
     Returns:
-        The output and log-sum-exp over all keys; rows that see no key in any part have 0 and -inf.
+        The output, of several parts in the dtype of `lses`, and the log-sum-exp, over all keys; rows that see no key in
+        any part have 0 and -inf.
     """
     if len(outs) == 1:
         return outs[0], lses[0]

@@ -49,6 +49,16 @@ TILE_ROWS = 32
 """Rows of a step that general products compute together: on a GPU they take hardly longer than one, as reading weights,
 keys and values is what takes time."""
 
+KEYS_PER_SPLIT = 512
+"""Keys of which the Triton kernels compute partial results. With 8 key/value heads, 8,192 keys are 128 programs, about
+one for each multiprocessor of the GPUs of today. A split's results are `2 * group * n / KEYS_PER_SPLIT` of the bytes of
+its keys and values (written and read again in float32): 2 % for one row of a group of four, 27 % for 17 rows, which
+larger caches than that hold."""
+
+MOST_PARTS = 64 * 2**20
+"""Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
+launches, each going on from the one before."""
+
 _BY_DEVICE = Selection()
 
 _selection: ContextVar[Selection] = ContextVar("selection", default=_BY_DEVICE)

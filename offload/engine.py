@@ -147,7 +147,8 @@ class Engine:
         limits = system.limits
         request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size, limits=limits)
         store = store or user_store()
-        plan_here(request, where, ranks, free_disk=store.free_bytes).check()
+        memory = system.device_memory
+        plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks, tiling=limits.tiling)
         small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None

@@ -1,7 +1,7 @@
 """What owners of tensors hold on the compute device, by the part of the run plan that counts it.
 
-Whoever keeps tensors from one round to the next has `held()`, which gives each with its part: a field of `RunPlan`, or
-`scratch` for buffers of PyTorch's own operations that the plan leaves to its reserve. `Engine.held` gives all of them.
+Whoever keeps tensors from one round to the next has `held()`, which gives each with its part, a field of `RunPlan`, or
+`captured` of what captured passes keep, which its reserve is for. `Engine.held` gives all of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def held_bytes(held: Iterable[tuple[str, Tensor]], part: str | None = None) -> i
 
 
 def held_scratch(scratch: Scratch) -> Held:
-    """What `attend` and its callers keep between calls: shares of attention are a part of `retrieval`."""
+    """What `attend` and its callers keep between calls."""
     for name, buffer in scratch.held():
-        yield ("retrieval" if name.startswith("mass") else "scratch"), buffer
+        yield ("mass" if name.startswith("mass") else "scratch"), buffer

@@ -39,6 +39,15 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes of a GPU that are free, with what PyTorch keeps of tensors that are gone, and all bytes it has; `None` of a
+    CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
 def check_cpu_level() -> None:
     """Raises:
     UsageError: `TRIFORCE_CPU_LEVEL` names no level of the compiled kernels, or one that is not supported here.

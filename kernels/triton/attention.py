@@ -23,18 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..partials import EMPTY, new_running
+from ..selection import KEYS_PER_SPLIT, MOST_PARTS
 
 LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
-
-KEYS_PER_SPLIT = 512
-"""With 8 key/value heads, 8,192 keys are 128 programs, about one for each multiprocessor of the GPUs of today. A
-split's results are `2 * group * n / KEYS_PER_SPLIT` of the bytes of its keys and values (written and read again in
-float32): 2 % for one row of a group of four, 27 % for 17 rows, which larger caches than that hold."""
-
-_MOST_PARTS = 64 * 2**20
-"""Bytes of partial results at most, which bounds memory and keeps them in a large L2 cache: longer calls are several
-launches, each going on from the one before."""
 
 _MOST_SPLITS = 65535
 """Programs in the last dimension of a launch at most (CUDA)."""
@@ -54,7 +46,7 @@ def attend_triton(
     window: int | None = None,
     split: bool = True,
     running: Tensor | None = None,
-    most_parts: int = _MOST_PARTS,
+    most_parts: int = MOST_PARTS,
 ) -> tuple[Tensor, Tensor]:
     """`attention.attend` for tensors on a CUDA device (on the CPU under Triton's interpreter, `TRITON_INTERPRET=1`).
 

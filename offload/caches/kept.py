@@ -170,7 +170,10 @@ class KeptCache:
 
     def planned_alone(self, request: RunRequest) -> RunPlan:
         """The plan of a run as this rank alone sees the memory that is free."""
-        return plan_here(request, self._decoder.device, loaded=True, free_disk=self.disk.free_bytes)
+        memory = self._system.device_memory
+        return plan_here(
+            request, self._decoder.device, loaded=True, free_disk=self.disk.free_bytes, device_memory=memory
+        )
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
@@ -181,7 +184,7 @@ class KeptCache:
         """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included; what
         exceeds host memory may be on a disk, unless it says otherwise."""
         blocks, decoder = replaces.blocks if replaces else None, self._decoder
-        on_host = decoder.device.type == "cpu"
+        on_host = self._system.device_memory(decoder.device) is None
         others = (one for one in self._blocks if one is not blocks)
         return plan_here(
             request,
@@ -193,6 +196,7 @@ class KeptCache:
             given_back_on_disk=blocks.disk_bytes if blocks else 0,
             held=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
             free_disk=self.disk.free_bytes if on_disk else None,
+            device_memory=self._system.device_memory,
         )
 
     def _drop(self) -> None:

@@ -84,7 +84,7 @@ class RecentMass:
 
     def held(self) -> Held:
         """See `offload.held`."""
-        yield from (("retrieval", buffer) for buffer in self._buffers)
+        yield from (("mass", buffer) for buffer in self._buffers)
 
     def forget(self) -> None:
         """Drops all rows."""

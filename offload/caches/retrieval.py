@@ -21,6 +21,10 @@ from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
 from .token_slots import TokenSlots
 
+COPIED = 1024
+"""Tokens of a layer that are copied at a time where chunks are copied at once: what they are gathered in is no
+larger."""
+
 
 @dataclass(frozen=True)
 class _Selection:
@@ -161,10 +165,10 @@ class RetrievalCache:
         self._kept = chosen[0].shape[1] * self.chunk_size
         self._base = self._exact = base
         self._make_room(self._kept)
-        for layer, (keys, values) in enumerate(self._buffers):
-            if self._kept:
-                k, v = self.source.gather(layer, chosen[layer])
-                keys[:, : self._kept], values[:, : self._kept] = k, v
+        for layer in range(len(self._buffers) if self._kept else 0):
+            together = max(1, COPIED // self.chunk_size)
+            for first in range(0, chosen[layer].shape[1], together):
+                self._copy(layer, chosen[layer][:, first : first + together], first * self.chunk_size)
         self._filled = [self._base] * len(self._filled)
         self.update_tail()
 
@@ -197,12 +201,17 @@ class RetrievalCache:
             return [torch.zeros(shape, dtype=torch.int64, device=self.source.blocks.device)] * len(self._filled)
         layers = range(len(self._filled))
         masses = self._join([self.source.recent_mass(layer).mean(dim=1, dtype=torch.float32) for layer in layers])
-        scores = [chunk_scores(mass) for mass in masses]
         starts = [self._first_chunk(layer, length) for layer in layers]
         return [
-            self.select(of_layer[:, start:], self.max_chunks) + start
-            for of_layer, start in zip(scores, starts, strict=True)
+            self.select(chunk_scores(mass)[:, start:], self.max_chunks) + start
+            for mass, start in zip(masses, starts, strict=True)
         ]
+
+    def _copy(self, layer: int, chunks: Tensor, first: int) -> None:
+        """Copies `chunks` `[num_kv_heads, count]` to a layer's buffer, from token `first` of it on."""
+        place = slice(first, first + chunks.shape[1] * self.chunk_size)
+        for buffer, tokens in zip(self._buffers[layer], self.source.gather(layer, chunks), strict=True):
+            buffer[:, place] = tokens
 
     def _collect(self, layer: int, position: int, block: Tensor) -> None:
         """Copies the chosen chunks of a block over the old ones, which nothing reads during a pass of `source`."""

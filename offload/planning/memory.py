@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from ...kernels.packing import packs_fast
+from ...tp.devices import device_memory
 from ...tp.errors import CapacityError
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
@@ -31,6 +32,7 @@ def plan_here(
     given_back_on_disk: int = 0,
     held: int = 0,
     free_disk: Callable[[], int] | None = None,
+    device_memory: Callable[[torch.device], tuple[int, int] | None] = device_memory,
 ) -> RunPlan:
     """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
     ranks find, the least counts for all, so that every rank makes the same plan.
@@ -42,9 +44,10 @@ def plan_here(
             that the run will not need any more.
         held: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
         free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
+        device_memory: see `System`.
     """
-    kernels = packs_fast(device)
-    request = replace(request, kernels=kernels)
+    kernels, found = packs_fast(device), device_memory(device)
+    request = replace(request, kernels=kernels, gpu_bytes=found and found[0], gpu_total_bytes=found and found[1])
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
     host += request.limits.runtime_bytes if loaded else 0
@@ -52,8 +55,8 @@ def plan_here(
     most = sys.maxsize
     if request.settings.host_memory is not None:
         most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held)
-    if device.type == "cuda":
-        free, total = available_bytes(device) + own + CUDA_CONTEXT, torch.cuda.mem_get_info(device)[1]
+    if found:
+        free, total = found[0] + own + CUDA_CONTEXT, found[1]
         free, total, host, everywhere = ranks.least([free, total, min(host, most), int(kernels)])
         request = replace(request, gpu_bytes=free, gpu_total_bytes=total, kernels=bool(everywhere))
     else:
@@ -93,10 +96,8 @@ def shortage_explained(device: torch.device) -> Iterator[None]:
 
 def available_bytes(device: torch.device) -> int:
     """Free memory where tensors of `device` live; on a GPU with what PyTorch keeps of tensors that are gone."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return psutil.virtual_memory().available
+    found = device_memory(device)
+    return found[0] if found else psutil.virtual_memory().available
 
 
 def host_peak_bytes() -> int:

@@ -11,14 +11,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ...kernels.plain_attention import scratch_bytes
+from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS
 from ...tp.errors import CapacityError
 from ...tp.model.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
+from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
 from ..settings import Settings
 from ..speculation.lengths import DraftTokens
 from ..speculation.refresh import RefreshPolicy
+from ..speculation.sampling import CPU_NUMBERS, GPU_NUMBERS
 from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
@@ -89,13 +93,19 @@ class RunPlan:
     tail: int
     """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
     retrieval: int
-    """The retrieval cache and the attention mass that chunks are chosen by."""
+    """The retrieval cache."""
+    mass: int
+    """The attention mass that its chunks are chosen by, and what it is computed from."""
     ring: int
     open_stretches: int
     """Of what streams, and the tails of further sequences over the same text."""
     prefill: int
-    """Activations of a long forward and, where blocks stream, the layer it works on. A prefill and the retrieval cache
-    never take their memory at the same time."""
+    """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
+    on. A prefill comes before its sequence's retrieval cache and beside those of others."""
+    step: int
+    """What a pass over few tokens takes while it lasts: activations, logits, distributions, chunks that are copied."""
+    scratch: int
+    """What attention by PyTorch's operations keeps from call to call."""
     draft_kv: int
     """The draft's caches: sinks and a recent window."""
     rope: int
@@ -136,7 +146,12 @@ class RunPlan:
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
-        return self.ring + self.open_stretches + self.rope + self.draft_kv + max(self.retrieval, self.prefill)
+        lasting, drafting = self.ring + self.open_stretches + self.rope + self.draft_kv, self.retrieval + self.mass
+        sequences = self.request.sequences
+        if sequences == 1:
+            return lasting + self.scratch + max(drafting + self.step, self.prefill)
+        others = drafting * (sequences - 1) // sequences
+        return lasting + self.scratch + self.step + max(drafting, others + self.prefill)
 
     @property
     def cuda_context(self) -> int:
@@ -259,7 +274,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
         verify_draft = _verify_draft(request, placement)
         tail = _tail(request, verify_draft) if budget else 0
-        retrieval = (budget + tail) * token_bytes + _mass_bytes(request, placement, verify_draft.longest)
+        mass = _mass_bytes(request, placement, verify_draft.longest)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
@@ -273,10 +288,13 @@ def make_plan(request: RunRequest) -> RunPlan:
             staging=placement.staging_bytes(part, request.dtype),
             room_for_unpacked=room_for_unpacked,
             tail=tail,
-            retrieval=request.sequences * retrieval if budget else 0,
+            retrieval=request.sequences * (budget + tail) * token_bytes,
+            mass=request.sequences * mass if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
-            prefill=activations + workspace,
+            prefill=activations + workspace + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
+            step=_step_bytes(request, placement, verify_draft.longest + 1 if budget else 1),
+            scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
             rope=rope_bytes(part.head_dim, placement.capacity)
             + (rope_bytes(request.small.head_dim, STREAMING_POSITIONS) if request.small else 0),
@@ -391,18 +409,61 @@ def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) ->
     """The attention mass of the last rows over all chunks, where so many draft tokens are verified at most; and what a
     pass computes it from in one layer: the shares of every query head (float32), by block and joined."""
     part, verified = request.part, draft_tokens + 1
-    chunks = -(-(request.shared + placement.capacity) // request.settings.planned_chunk_size)
+    chunks = _num_chunks(request, placement)
     rows = max(verified, ROOM) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks * request.dtype.itemsize
     return mass + 2 * part.num_heads * verified * chunks * 4
 
 
+def _num_chunks(request: RunRequest, placement: Placement) -> int:
+    return -(-(request.shared + placement.capacity) // request.settings.planned_chunk_size)
+
+
 def _activation_bytes(request: RunRequest) -> int:
-    """Hidden states of the tokens that are read together, and one tile of rows inside a layer (float32)."""
-    part, context = request.part, request.own
-    heads = 2 * part.num_heads + part.num_kv_heads
-    width = part.hidden_size + 3 * part.intermediate_size + heads * part.head_dim * 3 // 2
-    tiling = request.limits.tiling
-    rows = min(tiling.prefill_rows, context)
-    together = min(tiling.prefill_tokens + tiling.prefill_rows, context)
-    return together * part.hidden_size * request.dtype.itemsize + rows * width * 4
+    """Hidden states of the tokens that are read together, and one tile of rows inside a layer."""
+    tiling, item = request.limits.tiling, request.dtype.itemsize
+    rows = min(tiling.prefill_rows, request.own)
+    together = min(tiling.prefill_tokens + tiling.prefill_rows, request.own)
+    return together * request.part.hidden_size * item + rows * _row_bytes(request)
+
+
+def _row_bytes(request: RunRequest) -> int:
+    """Of a row inside a layer at most: its gate, up, their product and the result of the MLP; or its query, key and
+    value, the rotated query, and three results in float32, two of which are merged."""
+    part, item = request.part, request.dtype.itemsize
+    mlp = (3 * part.intermediate_size + part.hidden_size) * item
+    heads = 2 * part.num_heads + 2 * part.num_kv_heads
+    return max(mlp, part.head_dim * (heads * item + 3 * part.num_heads * 4))
+
+
+def _step_bytes(request: RunRequest, placement: Placement, rows: int) -> int:
+    """Beside the distributions of what was drafted, the most that one of three things takes: a layer of a verification
+    of so many `rows` of each sequence, with partial results of its attention; logits, and the target's distributions or
+    what some rows of them are computed from, sorting included; where chunks are chosen anew, their mass in all layers,
+    and some on their way to the cache."""
+    part, rows = request.part, rows * request.sequences
+    partial = rows * part.num_heads * (part.head_dim + 2) * 4
+    layer = rows * _row_bytes(request) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
+    numbers = rows * request.target.vocab_size
+    together = min(numbers, GPU_NUMBERS if request.on_gpu else CPU_NUMBERS)
+    sampling = 4 * (numbers + max(2 * numbers, 8 * together))
+    mass = part.num_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
+    choosing = mass + COPIED * request.token_bytes // part.num_layers if rows > request.sequences else 0
+    return 4 * numbers + max(layer, sampling, choosing)
+
+
+def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) -> int:
+    """Of the full caches, the retrieval caches and the draft's, where a GPU runs no kernels of this project: passes
+    over few rows, and in float32 a prefill."""
+    if not request.on_gpu:
+        return 0
+    part, small, dtype = request.part, request.small, request.dtype
+    target = part.num_heads, part.num_kv_heads
+
+    def few(keys: int, heads: tuple[int, int] = target, head_dim: int = part.head_dim) -> int:
+        return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, few_rows=True)
+
+    block = placement.block_size
+    many = scratch_bytes(*target, block, part.head_dim, dtype, few_rows=False) if dtype.itemsize > 2 else 0
+    draft = few(STREAMING_POSITIONS, (small.num_heads, small.num_kv_heads), small.head_dim) if small else 0
+    return request.sequences * (max(many, few(block)) + few(retrieved) + draft)

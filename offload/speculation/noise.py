@@ -16,15 +16,12 @@ from torch import Tensor
 
 from ...kernels.cpu.sampling import likeliest_compiled, pick_compiled, race_compiled, samples_compiled
 from ...kernels.selection import on_cpu
-from .sampling import running_sum
+from .sampling import rows_at_once, running_sum
 
 _STEP = 0x9E3779B97F4A7C15
 """What SplitMix64 adds for each number: 2^64 over the golden ratio, made odd."""
 
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-_AT_ONCE = {"cpu": 2**15, "cuda": 2**22}
-"""Numbers that are computed together: as many as stay in a CPU's cache, and in some tens of MB of a GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,9 @@ def race(weights: Tensor, keys: Tensor) -> Tensor:
     """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
     if samples_compiled(weights):
         return race_compiled(weights, keys)
-    vocab = weights.shape[1]
     if _mostly_zero(weights):
         return _race_of_some(weights, keys)
-    tokens = torch.arange(vocab, device=weights.device)
-    rows = max(1, _AT_ONCE[weights.device.type] // vocab)
+    tokens, rows = torch.arange(weights.shape[1], device=weights.device), rows_at_once(weights)
     parts = [
         _exponential(some.unsqueeze(1), tokens).div_(part).min(dim=-1)
         for part, some in zip(weights.split(rows), keys.split(rows), strict=True)

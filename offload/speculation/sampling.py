@@ -20,6 +20,10 @@ _LIKELY = 256
 """The most likely tokens, which nearly always reach top-p together: finding so many takes a tenth of the time that
 sorting 4,096 takes."""
 
+CPU_NUMBERS, GPU_NUMBERS = 2**15, 2**21
+"""Numbers of rows `[n, vocab]` that are computed together: as many as stay in a CPU's cache, and as take, with what is
+computed from them, some tens of MB of a GPU's memory."""
+
 _COLDEST, _HOTTEST = 1e-30, 1e30
 """Temperatures beyond make no other distributions, and in float32 they would be 0 or infinite."""
 
@@ -88,6 +92,9 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if samples_compiled(logits):
         return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p)
+    together = rows_at_once(logits)
+    if logits.shape[0] > together:
+        return torch.cat([distribution(some, sampling) for some in logits.split(together)])
     peak = logits.amax(dim=-1, keepdim=True)
     if sampling.greedy:
         one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
@@ -98,6 +105,11 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     probabilities = logits.softmax(dim=-1)
     return _nucleus(probabilities, sampling.top_p) if sampling.top_p < 1.0 else probabilities
+
+
+def rows_at_once(rows: Tensor) -> int:
+    """How many of the rows `[n, vocab]` are computed together."""
+    return max(1, (CPU_NUMBERS if on_cpu(rows.device) else GPU_NUMBERS) // rows.shape[-1])
 
 
 def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -124,8 +136,8 @@ def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
     ordered, order = _likeliest(probabilities, top_p)
-    before = running_sum(ordered) - ordered
-    kept = ordered.masked_fill(before >= top_p, 0.0)
+    before = running_sum(ordered).sub_(ordered)
+    kept = ordered.masked_fill_(before >= top_p, 0.0)
     kept /= kept.sum(dim=-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter_(-1, order, kept)
 
@@ -150,14 +162,13 @@ def _likeliest(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
         if enough.all():
             order, ascending = order.sort(dim=-1)
             return _by_probability(ordered.gather(-1, ascending), order)
-    ids = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    return _by_probability(probabilities, ids.expand_as(probabilities))
+    return _by_probability(probabilities)
 
 
-def _by_probability(probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the order of falling probability, and of equal ones as they were."""
+def _by_probability(probabilities: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Both in the order of falling probability, and of equal ones as they were; `ids` are the places by themselves."""
     ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
-    return ordered, ids.gather(-1, places)
+    return ordered, places if ids is None else ids.gather(-1, places)
 
 
 def read(tokens: Tensor) -> list[int]:

@@ -187,6 +187,8 @@ class Simulator:
         self.operations = 0
         self.races: list[str] = []
         """Of memory that was freed too early: said at the next operation, as an exception where it is freed is lost."""
+        self.live = self.peak = 0
+        """Bytes of the device's memory that are taken now, and that were taken at most since `peak` was set."""
         self._memories: dict[int, Memory] = {}
         self._modes: list[Any] = []
         self._open = False
@@ -231,12 +233,15 @@ class Simulator:
             found = Memory(self.current.number, storage.data_ptr(), storage.nbytes(), host=pinned, pinned=pinned)
             self._memories[key] = found
             weakref.finalize(storage, self._freed, key)
+            if not pinned:
+                self._take(found.size)
         return found
 
     def forget(self, address: int) -> None:
         """Forgets who used memory that turns out to be the host's."""
         for memory in self._memories.values():
             if memory.address <= address < memory.address + memory.size:
+                self._take(0 if memory.host else -memory.size)
                 memory.host = memory.pinned = True
                 memory.accesses.clear()
 
@@ -251,6 +256,8 @@ class Simulator:
         return [memory.host for memory in memories]
 
     def put(self, memory: Memory, host: bool) -> None:
+        if host and not memory.host:
+            self._take(-memory.size)
         memory.host = host
         if host:
             memory.accesses.clear()
@@ -260,11 +267,17 @@ class Simulator:
         yet."""
         yield from ((key, memory) for key, memory in self._memories.items() if not memory.host)
 
+    def _take(self, size: int) -> None:
+        """Counts memory of the device that is taken or, below 0, given back."""
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
     def _is_locked(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.locked.items())
 
     def _freed(self, key: int) -> None:
         memory = self._memories.pop(key, None)
+        self._take(0 if memory is None or memory.host else -memory.size)
         if memory is None or not self._open or (memory.host and not memory.pinned):
             return
         owner = self.host if memory.pinned else _join(dict(self.streams[memory.allocated_on].clock), self.host)

@@ -45,7 +45,7 @@ class Calls(TorchFunctionMode):
                 return func(*args, **kwargs)
         with simulator_off(simulator):
             copy = tensor.clone()
-        simulator.memory(copy).host = True
+        simulator.put(simulator.memory(copy), True)
         return copy
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,7 +54,7 @@ class Calls(TorchFunctionMode):
         simulator.access(tensor, HOST, simulator.tick_host(), False, "to")
         with simulator_off(simulator):
             result = tensor.to(dtype)
-        simulator.memory(result).host = True
+        simulator.put(simulator.memory(result), True)
         return result
 
 
@@ -101,8 +101,10 @@ class Operations(TorchDispatchMode):
         for x in _tensors([result]):
             if x.untyped_storage()._cdata not in known:
                 made = simulator.memory(x)
-                if not made.pinned:
-                    made.host = on_host if any(host is not None for host in hosts) else None
+                if not made.pinned and any(host is not None for host in hosts):
+                    simulator.put(made, on_host)
+                elif not made.pinned:
+                    made.host = None
                 if not kind.leaves_unwritten:
                     simulator.access(x, stream, clock, True, kind.name)
         if kind.name == "_local_scalar_dense" and not on_host:
@@ -115,7 +117,7 @@ class Operations(TorchDispatchMode):
         target, source = args[0], args[1]
         to, source_memory = simulator.memory(target), simulator.memory(source)
         for memory in (to, source_memory):
-            memory.host = bool(memory.host)
+            memory.host = bool(memory.host)  # what may be anywhere is on the device
         what = "copy_"
         if to.host and source_memory.host:
             clock = simulator.tick_host()

@@ -1,0 +1,88 @@
+"""What lasts for a part of a pass only is planned too: runs of true shapes take as much as their plan says."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from computing_nothing import ComputingNothing, UnwrittenWeights, launching_nothing
+from cuda_simulator import Simulator
+from simulated_gpu import simulated_system
+from triforce.kernels import use_kernels
+from triforce.offload import Engine, Sampling
+from triforce.offload.held import bytes_by_part
+from triforce.offload.planning.run_plan import RunPlan, make_plan
+from triforce.offload.settings import Settings
+from triforce.tp.model.config import ModelConfig
+from triforce.tp.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+TOKENS, NEW_TOKENS = 32768, 27
+PLENTY = 2**42
+
+COMMON = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "bos_token_id": 1}
+COMMON |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "eos_token_id": 2}
+DRAFT = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+SHAPES = {  # of two layers, and with the vocabulary, of Llama 2 7B, Llama 3.1 8B and Qwen3 32B
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256},
+    "32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "vocab_size": 151936},
+}
+SHAPES["8B"]["num_key_value_heads"] = SHAPES["32B"]["num_key_value_heads"] = 8
+SHAPES["32B"]["head_dim"] = 128
+
+
+def config(directory, **shape):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(COMMON | shape))
+    return ModelConfig.load(directory)
+
+
+@dataclass
+class Taken:
+    """Bytes that a prefill and the rounds took at most beside what is held from round to round."""
+
+    plan: RunPlan
+    prefill: int
+    rounds: list[int]
+
+
+def measured(directory, name, dtype, resident, packages=("triton",)) -> Taken:
+    simulator = Simulator()
+    vocabulary = SHAPES[name]["vocab_size"]
+    shapes = config(directory / "target", **SHAPES[name]), config(directory / "draft", vocab_size=vocabulary, **DRAFT)
+    system = replace(simulated_system(simulator), device_memory=lambda device: (PLENTY, PLENTY))
+    with launching_nothing(), use_kernels(as_gpu=packages), ComputingNothing(), simulator:
+        weights = UnwrittenWeights(dtype)
+        decoders = [Decoder(shape, weights, CPU) for shape in shapes]  # pyright: ignore[reportArgumentType]
+        settings = Settings(resident=resident, block_length=24, draft_length=4, pack="off")
+        engine = Engine(decoders[0], decoders[1], settings, system=system)
+        for _, tensor in engine.held():
+            simulator.memory(tensor)
+        run = engine.stream([7] * TOKENS, Sampling(0.8, top_p=0.9), NEW_TOKENS, ignore_eos=True)
+        request = replace(engine._models.request(TOKENS + NEW_TOKENS, answer=NEW_TOKENS), gpu_bytes=PLENTY)
+        plan, found = make_plan(replace(request, kernels="triton" in packages)), []
+        simulator.peak = simulator.live
+        for event in run:
+            held = bytes_by_part(engine.held())
+            if not event.index:  # neither the retrieval cache nor the draft's were there
+                held |= {"retrieval": 0, "mass": 0}
+            found.append(simulator.peak - sum(held.values()))
+            simulator.peak = simulator.live
+            if event.index == 2:
+                break
+        run.close()
+    return Taken(plan, found[0], found[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "resident"),
+    [(name, torch.bfloat16, resident) for name in SHAPES for resident in (None, 0)]
+    + [("8B", torch.float32, 0), ("7B", torch.float32, None)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+@pytest.mark.slow(keep=("7B-bfloat16-0", "8B-bfloat16-None"))
+def test_a_prefill_and_a_round_take_what_is_planned(tmp_path, name, dtype, resident):
+    taken = measured(tmp_path, name, dtype, resident)
+    assert 0.7 <= taken.prefill / taken.plan.prefill <= 1
+    assert 0.7 <= max(taken.rounds) / taken.plan.step <= 1
