@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...kernels.plain_attention import scratch_bytes
-from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS
+from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS
 from ...tp.errors import CapacityError
 from ...tp.model.rope import rope_bytes
 from ...tp.units import gib
@@ -144,14 +144,25 @@ class RunPlan:
         return self.resident_kv + self.streamed_kv + self.disk_kv
 
     @property
-    def working(self) -> int:
-        """The most that is held beside weights and full cache."""
-        lasting, drafting = self.ring + self.open_stretches + self.rope + self.draft_kv, self.retrieval + self.mass
+    def decoding(self) -> int:
+        """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
+        return self.retrieval + self.mass + self.step
+
+    @property
+    def reading(self) -> int:
+        """The most that a prefill takes beside what lasts: that of the text comes before anything is decoded, that of
+        a further sequence's own tokens beside the others and their rounds."""
         sequences = self.request.sequences
         if sequences == 1:
-            return lasting + self.scratch + max(drafting + self.step, self.prefill)
-        others = drafting * (sequences - 1) // sequences
-        return lasting + self.scratch + self.step + max(drafting, others + self.prefill)
+            return self.prefill
+        others = (self.retrieval + self.mass) * (sequences - 1) // sequences
+        return max(self.prefill, _further_prefill_bytes(self.request) + self.step + others)
+
+    @property
+    def working(self) -> int:
+        """The most that is held beside weights and full cache."""
+        lasting = self.ring + self.open_stretches + self.rope + self.draft_kv + self.scratch
+        return lasting + max(self.decoding, self.reading)
 
     @property
     def cuda_context(self) -> int:
@@ -261,7 +272,7 @@ def make_plan(request: RunRequest) -> RunPlan:
         while budget > LEAST_BUDGET and request.sequences * budget * token_bytes > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
     weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
-    activations = _activation_bytes(request)
+    activations = _activation_bytes(request, request.own)
 
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
@@ -271,10 +282,12 @@ def make_plan(request: RunRequest) -> RunPlan:
         room_for_unpacked = unpacked * block // part.num_layers
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
         if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
-            workspace += (request.shared + 2 * request.context) * token_bytes // part.num_layers
+            workspace += _prefix_bytes(request, request.shared)
         verify_draft = _verify_draft(request, placement)
         tail = _tail(request, verify_draft) if budget else 0
-        mass = _mass_bytes(request, placement, verify_draft.longest)
+        mass, shorter = _mass_bytes(request, placement, verify_draft.longest), verify_draft.longest
+        if request.sequences > 1:  # whose rows are not more in all
+            shorter = min(shorter, FEW_ROWS // request.sequences)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
@@ -289,7 +302,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             room_for_unpacked=room_for_unpacked,
             tail=tail,
             retrieval=request.sequences * (budget + tail) * token_bytes,
-            mass=request.sequences * mass if budget else 0,
+            mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
             prefill=activations + workspace + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
@@ -419,12 +432,22 @@ def _num_chunks(request: RunRequest, placement: Placement) -> int:
     return -(-(request.shared + placement.capacity) // request.settings.planned_chunk_size)
 
 
-def _activation_bytes(request: RunRequest) -> int:
-    """Hidden states of the tokens that are read together, and one tile of rows inside a layer."""
-    tiling, item = request.limits.tiling, request.dtype.itemsize
-    rows = min(tiling.prefill_rows, request.own)
-    together = min(tiling.prefill_tokens + tiling.prefill_rows, request.own)
-    return together * request.part.hidden_size * item + rows * _row_bytes(request)
+def _activation_bytes(request: RunRequest, tokens: int) -> int:
+    """Hidden states of the tokens, of `tokens`, that are read together, and one tile of rows inside a layer."""
+    tiling = request.limits.tiling
+    rows, together = min(tiling.prefill_rows, tokens), min(tiling.prefill_tokens + tiling.prefill_rows, tokens)
+    return together * request.part.hidden_size * request.dtype.itemsize + rows * _row_bytes(request)
+
+
+def _prefix_bytes(request: RunRequest, shared: int) -> int:
+    """A layer of the `shared` tokens of another sequence, and all of a layer copied into one piece, as flash kernels
+    want it."""
+    return (shared + 2 * request.context) * request.token_bytes // request.part.num_layers
+
+
+def _further_prefill_bytes(request: RunRequest) -> int:
+    """Of the tokens that a further sequence over the same text has of its own."""
+    return _activation_bytes(request, TAIL_TOKENS) + _prefix_bytes(request, request.context)
 
 
 def _row_bytes(request: RunRequest) -> int:
@@ -441,14 +464,14 @@ def _step_bytes(request: RunRequest, placement: Placement, rows: int) -> int:
     of so many `rows` of each sequence, with partial results of its attention; logits, and the target's distributions or
     what some rows of them are computed from, sorting included; where chunks are chosen anew, their mass in all layers,
     and some on their way to the cache."""
-    part, rows = request.part, rows * request.sequences
+    part, rows = request.part, rows if request.sequences == 1 else min(rows * request.sequences, FEW_ROWS)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
     numbers = rows * request.target.vocab_size
     together = min(numbers, GPU_NUMBERS if request.on_gpu else CPU_NUMBERS)
     sampling = 4 * (numbers + max(2 * numbers, 8 * together))
     mass = part.num_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
-    choosing = mass + COPIED * request.token_bytes // part.num_layers if rows > request.sequences else 0
+    choosing = mass + COPIED * request.token_bytes // part.num_layers if request.settings.tiers > 1 else 0
     return 4 * numbers + max(layer, sampling, choosing)
 
 

@@ -59,8 +59,9 @@ def _memory_table(plan: Plan) -> Table:
     packed = ", packed" if placement.packed else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens{packed}"
     draft = ", draft included" if request.small else ""
-    larger = max(run.retrieval, run.prefill)  # only this one counts: they are never there together
-    others = {f"retrieval cache, {run.budget:,} tokens": run.retrieval, "prefill": run.prefill}
+    larger = max(run.decoding, run.reading)  # only this one counts: they are never there together
+    retrieval = f", with a retrieval cache of {run.budget:,} tokens" if run.budget else ""
+    others = {f"decoding{retrieval}": run.decoding, "prefill": run.reading}
     streaming = {"ring": run.ring, "open stretches": run.open_stretches}
     host = "(not given)" if request.host_bytes is None else gib(request.host_bytes)
     rows = [
@@ -74,6 +75,7 @@ def _memory_table(plan: Plan) -> Table:
         ),
         *([("KV cache of the draft", _size(run.draft_kv), "-")] if run.draft_kv else []),
         ("RoPE table", _size(run.rope), "-"),
+        *([("attention in PyTorch's operations", _size(run.scratch), "-")] if run.scratch else []),
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
