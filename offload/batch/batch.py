@@ -202,6 +202,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """The saved contexts that the first sequence starts from and saves, if any."""
         return next((one.saved for one in self.sequences if one.saved), None)
 
+    @torch.inference_mode()  # in which the memory of a cache that is kept may have been made
     def open_first(self) -> None:
         """Takes the memory of the first sequence, before anything is read.
 
