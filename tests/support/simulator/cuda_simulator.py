@@ -258,7 +258,7 @@ class Simulator:
     def device_memories(self) -> Iterator[tuple[int, Memory]]:
         """What lives on the device, each with its storage's address; so does what was made of nothing and is not used
         yet."""
-        yield from ((key, memory) for key, memory in self._memories.items() if not memory.host)
+        yield from ((key, memory) for key, memory in list(self._memories.items()) if not memory.host)
 
     def _is_locked(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.locked.items())
