@@ -2,6 +2,8 @@
 its owners say they hold (`Engine.held`).
 
     python tests/support/simulator/ledger.py --histories 2000
+
+plays so many, every tenth on two ranks.
 """
 
 from __future__ import annotations
@@ -289,7 +291,7 @@ def main() -> None:
         models = save_models(Path(directory))
         for seed in range(options.first, options.first + options.histories):
             try:
-                checks += play(models, seed).checks
+                checks += sum(play_on_ranks(models, seed)) if seed % 10 == 7 else play(models, seed).checks
             except BaseException:
                 print(f"seed {seed}")
                 raise
