@@ -1,4 +1,4 @@
-"""Runs everything that only a GPU can show, in order and within eight minutes: tests, bandwidths, steps, whole runs.
+"""Runs everything that only a GPU can show, in order and within eight minutes: memory, tests, bandwidths, steps, runs.
 
     python examples/gpu_results.py --out gpu-results
 
@@ -81,6 +81,7 @@ def parts(device: str, quick: bool) -> list[Part]:
 
     to_file = ["--device", device, "--json", "{json}"]
     made = [
+        Part("memory", inner("memory"), 90),
         Part("machine", inner("machine"), 60),
         Part("link", inner("link"), 60),
         Part("tests", tests("tests/offload/test_gpu.py"), 120, ("pytest",)),
@@ -275,12 +276,93 @@ def figures(done: dict[str, Any]) -> dict[str, float]:
         if f"{name}: retrieval ms" in found and retrieval and memory:
             floor_ms = retrieval / memory / 1e6
             found[f"{name}: retrieval step / floor"] = round(found[f"{name}: retrieval ms"] / floor_ms, 3)
+    memory = results.get("memory") or {}
+    for phase, at in memory.items():
+        if isinstance(at, dict) and "most_allocated" in at and "planned" in at:
+            found[f"memory: {phase}, most allocated / planned"] = round(
+                at["most_allocated"] / at["planned"]["device"], 4
+            )
     for name in ("link", "prefill"):
         found |= {f"{name}: {key}": value for key, value in (results.get(name) or {}).items()}
     return found
 
 
 # Parts that are no command: what goes into the JSON, name and value, as it is found.
+
+
+def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
+    """Bytes by phase of a run, of a shape with random weights: what was planned, what the engine says it holds, what
+    PyTorch has allocated and reserved, and what is used of the GPU by whomever. On a CPU only the first two, and the
+    most that the process has held."""
+    yield "shape", "embedded" if quick else SHAPE  # before anything can fail
+    import torch
+    from triforce.offload import Engine, Sampling
+    from triforce.offload.held import bytes_by_part
+    from triforce.offload.planning.memory import host_peak_bytes
+    from triforce.offload.planning.run_plan import RunPlan
+    from triforce.offload.planning.shape_steps import RandomWeights
+    from triforce.offload.settings import Settings
+    from triforce.tp.model.decoder import Decoder
+    from triforce.tp.weights.registry import PRESETS
+
+    where = torch.device(device)
+    tokens, new_tokens, budget = (400, 16, 64) if quick else (32768, 128, BUDGET)
+
+    def on_device() -> dict[str, int]:
+        """The device's figures; the next ones have the most that was allocated since these."""
+        if where.type != "cuda":
+            return {"process_at_most": host_peak_bytes()}
+        free, total = torch.cuda.mem_get_info(where)
+        found = {
+            "allocated": torch.cuda.memory_allocated(where),
+            "most_allocated": torch.cuda.max_memory_allocated(where),
+            "reserved": torch.cuda.memory_reserved(where),
+            "used": total - free,
+        }
+        torch.cuda.reset_peak_memory_stats(where)
+        return found
+
+    def planned(plan: RunPlan) -> dict[str, int]:
+        """Its parts on the device; of a prefill and the retrieval cache the larger one counts in their sum."""
+        parts = "weights", "rope", "resident_kv", "ring", "open_stretches", "draft_kv", "retrieval", "prefill"
+        outside = {"cuda_context": plan.cuda_context, "reserve": plan.reserve if plan.request.on_gpu else 0}
+        total = plan.weights + plan.resident_kv + plan.working
+        return {part: getattr(plan, part) for part in parts} | {"device": total} | outside
+
+    torch.zeros(1, device=where)  # after which the process has what CUDA takes for itself
+    yield "before", on_device()
+    target, draft = PRESETS["embedded" if quick else SHAPE].configs()
+    weights = RandomWeights(target.dtype, where)
+    decoders = [Decoder(config, weights, where) for config in (target, draft)]  # pyright: ignore[reportArgumentType]
+    engine = Engine(decoders[0], decoders[1], Settings(budget=budget))
+    plan = engine.plan(tokens + new_tokens, answer=new_tokens)
+    yield "tokens", {"prompt": tokens, "new": new_tokens, "budget": plan.budget, "streamed_kv": plan.streamed_kv}
+
+    def phase() -> dict[str, Any]:
+        return {"planned": planned(plan), "held": bytes_by_part(engine.held())} | on_device()
+
+    yield "weights_loaded", phase()
+    reading: dict[str, Any] = {}
+
+    def note(share: float) -> None:
+        before = reading.get("most_allocated", 0)
+        reading.update(phase())
+        if where.type == "cuda":
+            reading["most_allocated"] = max(before, reading["most_allocated"])
+
+    prompt = torch.randint(target.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
+    run = engine.stream(prompt, Sampling(0.0), new_tokens, ignore_eos=True, on_prefill=note)
+    try:
+        next(run)
+    finally:
+        yield "prefill", reading  # also where memory did not suffice
+    yield "first_refresh", phase()
+    for _ in run:
+        pass
+    yield "decoding", phase()
+    run.close()
+    engine.close()  # frees what was captured
+    yield "after_the_run", phase()
 
 
 def machine(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
@@ -361,6 +443,7 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
 
 
 INNER: dict[str, Callable[[str, bool], Iterator[tuple[str, Any]]]] = {
+    "memory": memory,
     "machine": machine,
     "link": link,
     "prefill": prefill,

@@ -426,7 +426,10 @@ class Engine:
         loaded = self.target, self.draft, self.settings, self._names
         return Models(*loaded, self._kept, self.contexts, self.system)
 
-    def plan(self, context: int) -> RunPlan:
+    def plan(self, context: int, answer: int | None = None) -> RunPlan:
         """The plan of a run over `context` tokens, prompt and answer, as this rank alone sees the memory that is free
-        now. The run's own plan is agreed between ranks, and takes over the cache that is kept."""
-        return self._kept.planned_alone(self._models.request(context))
+        now. The run's own plan is agreed between ranks, and takes over the cache that is kept.
+
+        Args: `answer` is how many of the tokens are generated, at most; `None`: any may be, which may take more room.
+        """
+        return self._kept.planned_alone(self._models.request(context, answer=answer))

@@ -109,6 +109,7 @@ def test_a_plan_counts_weights_and_keys_and_values(load, oracle):
         plan = engine.plan(context)
         assert plan.weights == 4 * model.num_parameters()
         assert context * of_a_token <= plan.resident_kv < (context + 2048) * of_a_token, "more than a block too much"
+        assert engine.plan(context, answer=1).retrieval < plan.retrieval, "an answer's room is that of its tokens"
 
 
 def test_what_is_held_is_what_was_planned(load, oracle):

@@ -202,6 +202,7 @@ class Batch(Iterator[tuple[int, Round]]):
         """The saved contexts that the first sequence starts from and saves, if any."""
         return next((one.saved for one in self.sequences if one.saved), None)
 
+    @torch.inference_mode()  # in which the memory of a cache that is kept may have been made
     def open_first(self) -> None:
         """Takes the memory of the first sequence, before anything is read.
 
@@ -305,7 +306,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 with shortage_explained(self._target.device):
                     self._open(sequence)
             except TriforceError as error:
-                found = error
+                found = _without_frames(error)  # this one would hold the error, and it the frame
             none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
             if none_failed:
                 return True
@@ -370,9 +371,7 @@ class Batch(Iterator[tuple[int, Round]]):
                 sequence.forget_prompt()
 
     def _fail(self, sequence: BatchSequence, error: TriforceError) -> None:
-        # Without the frames that it came through, which hold caches and activations.
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        sequence.state, sequence.failure = "ended", error
+        sequence.state, sequence.failure = "ended", _without_frames(error)
 
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
@@ -448,3 +447,9 @@ class Batch(Iterator[tuple[int, Round]]):
         joined = [BatchSequence(order, now) for order in self._target.ranks.share(orders)]
         self._live |= dict(enumerate(joined, len(self.sequences)))
         self.sequences += joined
+
+
+def _without_frames(error: TriforceError) -> TriforceError:
+    """An error that is kept, without the frames it came through: they hold caches and activations."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import gpu_results
 import pytest
+import torch
 from gpu_results import Part, figures, import_path, run_parts
+from triforce.tp import CapacityError
 
 SCRIPT = Path(gpu_results.__file__)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -113,17 +116,54 @@ def test_parts_fit_into_the_time(quick):
 
 @pytest.mark.slow
 def test_its_own_parts_and_a_command_run_on_a_cpu(tmp_path):
-    chosen = ["machine", "link", "prefill", "steps-32k-streamed"]
+    chosen = ["memory", "machine", "link", "prefill", "steps-32k-streamed"]
     command = [sys.executable, SCRIPT, "--device", "cpu", "--quick", "--out", tmp_path, "--only", *chosen]
     asked = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert asked.returncode == 0, asked.stdout + (tmp_path / "log.txt").read_text()
     done = json.loads((tmp_path / "results.json").read_text())
     assert set(done["parts"]) == set(chosen)
+    assert done["parts"]["memory"]["result"]["after_the_run"]["planned"]["weights"] > 0
     assert done["figures"]["link: in_1_mib_gb_per_s"] > 0
     assert done["figures"]["prefill: streamed_300_tokens_per_s"] > 0
     assert done["parts"]["steps-32k-streamed"]["result"]["contexts"][0]["floor"]["streamed_bytes"] > 0
     assert done["figures"]["steps-32k-streamed: verification / floor"] > 0
     assert done["figures"]["steps-32k-streamed: retrieval step / floor"] > 0
+
+
+def test_memory_comes_first_and_is_said_by_phase():
+    """On a CPU what was planned and what is held; figures of an allocator come from a GPU alone."""
+    assert [part.name for part in gpu_results.parts("cuda", False)][:2] == ["memory", "machine"]
+    found = dict(gpu_results.memory("cpu", quick=True))
+    phases = ["weights_loaded", "prefill", "first_refresh", "decoding", "after_the_run"]
+    assert list(found) == ["shape", "before", "tokens", *phases]
+    for phase in phases:
+        planned, held = found[phase]["planned"], found[phase]["held"]
+        assert held["weights"] == planned["weights"]
+        assert found[phase]["process_at_most"] > held["weights"]
+        if phase != "weights_loaded":
+            for part in ("rope", "resident_kv", "draft_kv"):
+                assert held[part] == planned[part] > 0, (phase, part)
+            assert 0 < held["retrieval"] <= planned["retrieval"]
+            assert sum(held.values()) - held.get("captured", 0) <= planned["device"]
+    assert found["prefill"]["held"]["retrieval"] < found["first_refresh"]["held"]["retrieval"]
+
+
+def test_what_memory_was_planned_for_a_run_that_fails_is_known(monkeypatch):
+    def fails(*given: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "index_select", fails)
+    found: dict[str, Any] = {}
+    with pytest.raises(CapacityError):
+        for name, value in gpu_results.memory("cpu", quick=True):
+            found[name] = value
+    assert list(found) == ["shape", "before", "tokens", "weights_loaded", "prefill"]
+
+
+def test_the_most_that_was_allocated_is_a_figure():
+    at = {"planned": {"device": 200}, "most_allocated": 150}
+    done = {"memory": {"status": "ok", "result": {"shape": "x", "before": {"most_allocated": 3}, "prefill": at}}}
+    assert figures(done) == {"memory: prefill, most allocated / planned": 0.75}
 
 
 def test_figures_of_nothing_are_none():

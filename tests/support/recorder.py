@@ -127,6 +127,16 @@ class Recorder:
     def counts(self) -> dict[str, int]:
         return {"warm_ups": self.warm_ups, "captures": self.captures, "replays": self.replays}
 
+    def held(self, results: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """What captured passes compute on the way, of those whose results somebody holds: see `offload.held`.
+
+        Args: `results` are storages, by `_cdata`.
+        """
+        for tape in self._tapes:
+            made = [x for *_, made in tape.operations for _, x in made]
+            if any(x.untyped_storage()._cdata in results for x in made):
+                yield from (("captured", x) for x in made)
+
     def clear(self) -> None:
         for tape in self._tapes:
             tape.operations.clear()

@@ -7,6 +7,9 @@ import pytest
 from tiny import greedy_oracle, random_tokens
 from triforce.offload import Request, Sampling
 from triforce.offload.held import held_bytes
+from triforce.offload.system import System
+from triforce.offload.transfer.make import make_blocks
+from triforce.tp import CapacityError
 from triforce.tp.model.decoder import Decoder
 
 TAIL_ROWS = 1024
@@ -94,3 +97,30 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
     assert [sequence.error for sequence in batch.sequences] == [None] * 3
     for prompt, sequence in zip(prompts, batch.sequences, strict=True):
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
+
+
+def test_a_batch_in_which_one_waited_for_memory_is_gone_when_the_next_run_begins(models):
+    """Its caches would be on the device until the next garbage collection, which here comes only by hand."""
+    import gc
+    import weakref
+
+    refused = [False, True]
+
+    def make_once_refused(*given, **named):
+        if refused and refused.pop(0):
+            raise CapacityError("none is left")
+        return make_blocks(*given, **named)
+
+    engine = models.engine("llama", system=System(make_blocks=make_once_refused))
+    gc.collect()
+    gc.disable()
+    try:
+        batch = engine.batch([Request(random_tokens(90, seed=i), GREEDY, 4, ignore_eos=True) for i in range(2)])
+        gone = weakref.ref(batch)
+        waited = {index for _ in batch for index, one in enumerate(batch.sequences) if one.waits_for}
+        assert waited == {1} and batch.sequences[1].error is None
+        del batch
+        engine.generate(random_tokens(40), GREEDY, 1)
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -3,7 +3,7 @@
 import pytest
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
 
 PROMPT = random_tokens(900, seed=3)
 
@@ -67,6 +67,18 @@ def test_follow_up_question_finds_its_book(models):
         fresh = load(models, budget=64).generate(prompt, Sampling(temperature=0.0), NEW_TOKENS // 2)
         assert again.token_ids == fresh.token_ids
         assert again.stats["reused_tokens"] >= len(PROMPT)
+
+
+@pytest.mark.parametrize("before", ["logits", "batch"])
+def test_a_run_goes_back_to_the_middle_of_what_logits_or_a_batch_have_read(models, before):
+    engine, prompt = load(models, resident=0, budget=64), [*PROMPT[:300], 5, 6, 7]
+    if before == "logits":
+        engine.logits(PROMPT, [1])
+    else:
+        list(engine.batch([Request(PROMPT, Sampling(0.0), 2)]))
+    again = engine.generate(prompt, Sampling(0.0), 4)
+    assert again.token_ids == load(models, budget=64).generate(prompt, Sampling(0.0), 4).token_ids
+    assert again.stats["reused_tokens"] >= 290
 
 
 @pytest.mark.slow

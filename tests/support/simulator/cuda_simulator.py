@@ -265,7 +265,7 @@ class Simulator:
     def device_memories(self) -> Iterator[tuple[int, Memory]]:
         """What lives on the device, each with its storage's address; so does what was made of nothing and is not used
         yet."""
-        yield from ((key, memory) for key, memory in self._memories.items() if not memory.host)
+        yield from ((key, memory) for key, memory in list(self._memories.items()) if not memory.host)
 
     def _take(self, size: int) -> None:
         """Counts memory of the device that is taken or, below 0, given back."""

@@ -2,34 +2,51 @@
 its owners say they hold (`Engine.held`).
 
     python tests/support/simulator/ledger.py --histories 2000
+
+plays so many, every tenth on two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_simulator import Simulator
+from cuda_simulator import Memory, Simulator
 from simulated_gpu import as_on_a_gpu, simulated_system
+from staged_runs import staged
 from torch import Tensor
 from triforce.offload import ContextRequest, ContextStore, Engine, Request, Sampling
 from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits
+from triforce.offload.planning.request import RunRequest
+from triforce.offload.planning.run_plan import make_plan
+from triforce.offload.settings import Settings
+from triforce.offload.transfer.host import HOST
+from triforce.tp import CapacityError
+from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Tiling
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
+from recorder import Recorder
+from spmd import run_forks
 from tiny import random_tokens, save_llama
 
 LIMITS = Limits(largest_block=1024, tiling=Tiling(64, 16, 256))
 """So small that tokens of a few hundred are several blocks, several parts of a prefill, and shared."""
+
+FEW_BUFFERS = replace(LIMITS, ring_buffers=1, staging_buffers=3, disk_buffers=3, open_slack=160, runtime_bytes=0)
+"""Where host memory is limited: more buffers would take more of it than a disk gives back of a few hundred tokens."""
 
 
 class Uncounted(AssertionError):
@@ -53,17 +70,29 @@ class Ledger:
             Uncounted: what lives on the device is not what is held.
         """
         held = [*self.engine.held(), *self._of_a_prefill()]
+        if isinstance(self.engine._capture, Recorder):
+            held += self.engine._capture.held({tensor.untyped_storage()._cdata for _, tensor in held})
         known = {tensor.untyped_storage()._cdata for _, tensor in held}
-        lost = [memory for key, memory in self.simulator.device_memories() if key not in known and memory.size]
+        lost = self._beside(known)
+        until = time.monotonic() + (2 if self.engine.target.ranks.size > 1 else 0)
+        while lost and time.monotonic() < until:
+            time.sleep(1e-3)  # Gloo's threads let go of what ranks have sent one another a moment later
+            lost = self._beside(known)
         if lost:
             uses = (memory.accesses[-1].what if memory.accesses else "nothing" for memory in lost)
             found = ", ".join(
                 f"{memory.size} bytes, last used by {use}" for memory, use in zip(lost, uses, strict=True)
             )
             raise Uncounted(f"{where}: nobody holds {found}")
-        for part, size in bytes_by_part(held).items():
+        cache = self.engine._kept.cache
+        sizes = bytes_by_part(held) | {"disk_kv": cache.blocks.disk_bytes if cache else 0}
+        for part, size in sizes.items():
             self.peaks[part] = max(size, self.peaks.get(part, 0))
         self.checks += 1
+
+    def _beside(self, known: set[int]) -> list[Memory]:
+        """What lives on the device besides the storages that are known."""
+        return [memory for key, memory in self.simulator.device_memories() if key not in known and memory.size]
 
     def _of_a_prefill(self) -> Iterator[tuple[str, Tensor]]:
         """What a prompt that is read in slices has between two of them: local variables of its generators."""
@@ -94,15 +123,34 @@ def save_models(root: Path) -> Path:
 
 
 def play(models: Path, seed: int, steps: int = 4) -> Ledger:
-    """Answers, follow-ups, batches that sequences join and leave, texts that are saved and restored, and runs that are
-    broken off, with settings of all kinds; checks after each round.
+    """Answers, conversations, batches that sequences join and leave, texts that are saved and restored, and runs that
+    are broken off, with settings of all kinds; checks after each round. With every fourth seed, host memory is so
+    limited that keys and values are on a disk, and some runs are refused; with every third, passes are captured.
 
     Raises:
         Uncounted: see `Ledger.check`.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        return _play(models, seed, steps, Path(folder))
+
+
+def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> list[int]:
+    """A history on several ranks, each with a simulated GPU of its own; how many checks each has made. Nothing is
+    captured: what stands for CUDA's graphs does not repeat what ranks send one another.
+
+    Raises:
+        AssertionError: a rank's memory is not what is held there, or the rank failed otherwise.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        call = lambda: print(_play(models, seed, steps, Path(folder), ranks).checks, flush=True)  # noqa: E731
+        return [int(line) for line in run_forks(call, ranks).split()]
+
+
+def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> Ledger:
+    """Args: `folder` is for saved contexts, and for blocks on a disk."""
     chance = random.Random(seed)
     settings: dict[str, Any] = {
-        "dtype": chance.choice(["float32", "bfloat16"]),
+        "dtype": chance.choice(["float32", "bfloat16", "float16"]),
         "tiers": chance.choice([1, 2, 3, 3]),
         "resident": chance.choice([None, 0, 0, 1e-4]),
         "budget": chance.choice([16, 64, 128]),
@@ -114,13 +162,19 @@ def play(models: Path, seed: int, steps: int = 4) -> Ledger:
     }
     if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
         settings["pack"] = chance.choice(["on", "off"])
-    simulator = Simulator()
-    system = simulated_system(simulator, limits=LIMITS)
-    with tempfile.TemporaryDirectory() as folder, as_on_a_gpu(), simulator:
-        store = ContextStore(Path(folder))
-        engine = Engine.load(models / "target", device="cpu", system=system, store=store, **settings)
+    simulator, limits, host, length = Simulator(), LIMITS, HOST, chance.randint(40, 300)
+    if seed % 4 == 1:
+        limits, host, length = FEW_BUFFERS, staged(simulator, random.Random(seed), HOST), chance.randint(500, 900)
+        settings |= {"resident": 0, "block_length": chance.choice([1, 6, 24])}
+        settings["host_memory"] = chance.uniform(1.0, 1.2) * least_memory(models, settings, length + 100, ranks) / 2**30
+    system = simulated_system(simulator, limits=limits, host=host)
+    with without_collection(), as_on_a_gpu(), simulator:
+        given = {"device": "cpu", "gpus": ranks, "system": system, "store": ContextStore(folder)} | settings
+        engine = Engine.load(models / "target", **given)
+        if seed % 3 == 0 and ranks == 1:
+            engine._capture = Recorder()
         ledger = Ledger(engine, simulator)
-        history = _History(engine, ledger, chance)
+        history = _History(engine, ledger, chance, length)
         try:
             for _ in range(steps):
                 history.step()
@@ -129,22 +183,55 @@ def play(models: Path, seed: int, steps: int = 4) -> Ledger:
     return ledger
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Within, what refers to itself is not freed: nothing on the device may last until Python looks for such things."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def least_memory(models: Path, settings: dict[str, Any], length: int, ranks: int = 1) -> int:
+    """Bytes of host memory that a run over so many tokens takes at least, all of its cache on a disk."""
+    configs = [ModelConfig.load(models / name) for name in ("target", "draft")]
+    names = {field.name for field in fields(Settings)}
+    planned = Settings(**{name: value for name, value in settings.items() if name in names})
+    dtype = getattr(torch, settings["dtype"])
+    request = RunRequest(configs[0], configs[1], dtype, length, planned, ranks, limits=FEW_BUFFERS)
+    return ranks * make_plan(replace(request, host_bytes=0, disk_bytes=2**40)).host_total
+
+
 class _History:
-    def __init__(self, engine: Engine, ledger: Ledger, chance: random.Random) -> None:
-        self.engine, self.ledger, self.chance = engine, ledger, chance
-        self.context = random_tokens(chance.randint(40, 300), seed=chance.randint(0, 9))
+    def __init__(self, engine: Engine, ledger: Ledger, chance: random.Random, length: int) -> None:
+        """Args: `length` is that of the text it begins with, in tokens."""
+        self.engine, self.ledger, self.chance, self.length = engine, ledger, chance, length
+        self.context = random_tokens(length, seed=chance.randint(0, 9))
         self.saved = 0
 
     def step(self) -> None:
-        kind = self.chance.choice(["answer", "answer", "long", "break", "batch", "batch", "save", "logits"])
+        kind = self.chance.choice(["answer", "answer", "long", "talk", "break", "batch", "batch", "save", "logits"])
+        try:
+            self.do(kind)
+        except CapacityError:
+            if self.engine.settings.host_memory is None:
+                raise
+        self.ledger.check(f"after {kind}")
+
+    def do(self, kind: str) -> None:
         if kind == "answer":
             self.answer(self.chance.randint(1, 20))
         elif kind == "long":
             self.answer(max(20, min(60, 1200 // (self.engine.settings.block_length or 24))))
+        elif kind == "talk":
+            for _ in range(50 if self.chance.random() < 0.1 else 4):
+                self.ask(self.context + self.new(6), self.chance.randint(1, 6))
         elif kind == "break":
             run = self.engine.stream(self.context, self.sampling(), 30, ignore_eos=True)
-            for _ in range(self.chance.randint(0, 3)):
-                next(run)
+            for _ in islice(run, self.chance.randint(0, 3)):
+                pass
             run.close()
         elif kind == "batch":
             self.batch()
@@ -153,7 +240,6 @@ class _History:
             self.engine.read(self.context, f"text-{self.saved}")
         else:
             self.engine.logits(self.context, self.new(5))
-        self.ledger.check(f"after {kind}")
 
     def sampling(self) -> Sampling:
         return self.chance.choice([Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(1.0, seed=4)])
@@ -163,9 +249,10 @@ class _History:
 
     def answer(self, new_tokens: int) -> None:
         if self.chance.random() < 0.3:
-            self.context = self.new(300)  # another text
-        prompt = self.context + self.new(40)
-        reuse = self.chance.choice([None, None, 0])
+            self.context = self.new(self.length)  # another text
+        self.ask(self.context + self.new(40), new_tokens, self.chance.choice([None, None, 0]))
+
+    def ask(self, prompt: list[int], new_tokens: int, reuse: int | None = None) -> None:
         run = self.engine.stream(prompt, self.sampling(), new_tokens, ignore_eos=True, reuse=reuse)
         for _ in run:
             self.ledger.check("in an answer")
@@ -204,7 +291,7 @@ def main() -> None:
         models = save_models(Path(directory))
         for seed in range(options.first, options.first + options.histories):
             try:
-                checks += play(models, seed).checks
+                checks += sum(play_on_ranks(models, seed)) if seed % 10 == 7 else play(models, seed).checks
             except BaseException:
                 print(f"seed {seed}")
                 raise

@@ -10,6 +10,7 @@ from triforce.kernels import use_kernels
 from triforce.offload.limits import LIMITS, Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.cuda_link import CudaLink
+from triforce.offload.transfer.host import HOST, Host
 
 
 def as_on_a_gpu() -> AbstractContextManager[None]:
@@ -17,11 +18,12 @@ def as_on_a_gpu() -> AbstractContextManager[None]:
     return use_kernels(attention="plain", as_gpu=())
 
 
-def simulated_system(simulator: Simulator, limits: Limits = LIMITS) -> System:
+def simulated_system(simulator: Simulator, limits: Limits = LIMITS, host: Host = HOST) -> System:
     """A simulator's link and its waits."""
     cpu = torch.device("cpu")
     return System(
         synchronize=simulator.synchronize,
         make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()),
+        host=host,
         limits=limits,
     )
