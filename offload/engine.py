@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -364,8 +363,7 @@ class Engine:
         tokens = checked_prompt([*prompt_ids, *answer_ids], self.target.config, 1)
         self._end_run()
         self._kept.rotate_for(len(prompt_ids))
-        request = self._models.request(len(tokens), replace(self.settings, tiers=1))
-        full, plan = self._kept.prepare(tokens, request, reuse=0)
+        full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)), reuse=0)
         full.begin(mass_rows=plan.mass_rows)
         rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
         self._kept.context = tokens

@@ -86,7 +86,7 @@ class Batch(Iterator[tuple[int, Round]]):
     @torch.inference_mode()
     def __next__(self) -> tuple[int, Round]:
         self.broken = True
-        with shortage_explained(self._target.device):
+        with shortage_explained(self._target.device, self._system.device_memory):
             event = next(self._steps, None)
         self.broken = False
         if event is None:
@@ -303,7 +303,7 @@ class Batch(Iterator[tuple[int, Round]]):
         while True:
             found: TriforceError | None = None
             try:
-                with shortage_explained(self._target.device):
+                with shortage_explained(self._target.device, self._system.device_memory):
                     self._open(sequence)
             except TriforceError as error:
                 found = _without_frames(error)  # this one would hold the error, and it the frame
@@ -335,7 +335,7 @@ class Batch(Iterator[tuple[int, Round]]):
             if ends:
                 return self._drop(reading)
         try:
-            with shortage_explained(self._target.device):
+            with shortage_explained(self._target.device, self._system.device_memory):
                 event = self._first_round(reading) if reading.go_on(count) else None
         except (CapacityError, ContextError) as error:
             if self._alone or (self._target.ranks.size > 1 and isinstance(error, CapacityError)):

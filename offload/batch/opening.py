@@ -69,12 +69,14 @@ class Models:
         device = self.target.device
         return hardware_of(device, device_name(device), self.settings.link_gbps)
 
-    def request(self, context: int, settings: Settings | None = None, answer: int | None = None) -> RunRequest:
-        """A run over `context` tokens, `answer` of them generated, without the memory it may take."""
+    def request(self, context: int, answer: int | None = None) -> RunRequest:
+        """A run over `context` tokens, `answer` of them generated, without the memory it may take; with all tiers, as a
+        later run may want them on the same cache."""
         draft = self.draft.config if self.draft else None
-        settings = settings or self.settings  # of all tiers, as a later run may want them on the same cache
         models = self.target.config, draft, self.target.dtype
-        return RunRequest(*models, context, settings, self.target.ranks.size, answer=answer, limits=self.system.limits)
+        return RunRequest(
+            *models, context, self.settings, self.target.ranks.size, answer=answer, limits=self.system.limits
+        )
 
 
 class Opening:

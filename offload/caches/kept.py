@@ -79,7 +79,8 @@ class KeptCache:
         old, shared = self.cache, self.shared_tokens(prompt)
         shared = shared if reuse is None else min(shared, reuse)
         plan = self._plan(request, replaces=old)
-        if old and old.capacity >= request.context and (shared or old.blocks.block_size == plan.placement.block_size):
+        same = old and (shared or old.blocks.block_size == plan.placement.block_size)
+        if old and same and old.capacity >= request.context and self._leaves_room(old, plan):
             old.rollback(shared)
             return old, plan
         asked, request = request, self._with_room(request, plan, old)
@@ -135,7 +136,7 @@ class KeptCache:
             self._link = self._system.make_link(decoder.device, self._link_gbps)
         blocks = failure = None
         try:
-            with shortage_explained(decoder.device):
+            with shortage_explained(decoder.device, self._system.device_memory):
                 where = {"dtype": decoder.dtype, "device": decoder.device, "host": self._system.host, "disk": self.disk}
                 blocks = self._system.make_blocks(decoder.part, placement, self._link, **where, on_memory=on_memory)
         except CapacityError as error:
@@ -159,6 +160,16 @@ class KeptCache:
         found = self._plan(larger, replaces=old)
         as_planned = found.placement.streams == plan.placement.streams and found.disk_kv <= _MORE_ON_DISK * plan.disk_kv
         return larger if found.fits and as_planned else request
+
+    def _leaves_room(self, cache: FullCache, plan: RunPlan) -> bool:
+        """Whether a cache that was made for another run leaves a GPU what this one's plan wants beside it, but for a
+        hundredth of its memory, by which what is free may vary. Every rank calls it."""
+        request = plan.request
+        if request.gpu_bytes is None or request.gpu_total_bytes is None:
+            return True
+        more = held_bytes(cache.blocks.held()) - plan.resident_kv - plan.ring - plan.open_stretches
+        spare = request.gpu_bytes - plan.device_total + request.gpu_total_bytes // 100
+        return bool(self._decoder.ranks.least([int(more <= spare)])[0])
 
     def fits(self, request: RunRequest) -> bool:
         """Whether there is memory for such a run, in place of the cache that is kept, with hardly more on a disk than

@@ -70,8 +70,12 @@ def plan_here(
 
 
 @contextmanager
-def shortage_explained(device: torch.device) -> Iterator[None]:
+def shortage_explained(
+    device: torch.device, device_memory: Callable[[torch.device], tuple[int, int] | None] = device_memory
+) -> Iterator[None]:
     """Turns PyTorch's failure to allocate, within, into an error that says what is taken and what helps.
+
+    Args: `device_memory`: see `System`.
 
     Raises:
         CapacityError: memory ran out.
@@ -81,12 +85,14 @@ def shortage_explained(device: torch.device) -> Iterator[None]:
     except RuntimeError as error:  # a CPU's allocator has no class of its own for it
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
+        found = device_memory(device)
+        if found:
+            free, total = found
+            peak = device_peak_bytes(device)
+            of_these = f", {gib(peak)} at most by this run" if peak else ""
             raise CapacityError(
-                f"GPU memory ran out: {gib(total - free)} of {gib(total)} are taken, "
-                f"{gib(device_peak_bytes(device))} at most by this run; keep less of the KV cache there (--resident), "
-                "lower --budget, shorten the prompt (--truncate), or free memory"
+                f"GPU memory ran out: {gib(total - free)} of {gib(total)} are taken{of_these}; keep less of the KV "
+                "cache there (--resident), lower --budget, shorten the prompt (--truncate), or free memory"
             ) from error
         raise CapacityError(
             f"memory ran out: this process takes {gib(host_peak_bytes())} and {gib(available_bytes(device))} are "

@@ -435,7 +435,8 @@ def _num_chunks(request: RunRequest, placement: Placement) -> int:
 def _activation_bytes(request: RunRequest, tokens: int) -> int:
     """Hidden states of the tokens, of `tokens`, that are read together, and one tile of rows inside a layer."""
     tiling = request.limits.tiling
-    rows, together = min(tiling.prefill_rows, tokens), min(tiling.prefill_tokens + tiling.prefill_rows, tokens)
+    rows = min(max(tiling.prefill_rows, FEW_ROWS), tokens)
+    together = min(tiling.prefill_tokens + tiling.prefill_rows, tokens)
     return together * request.part.hidden_size * request.dtype.itemsize + rows * _row_bytes(request)
 
 

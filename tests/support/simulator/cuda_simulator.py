@@ -189,6 +189,12 @@ class Simulator:
         """Of memory that was freed too early: said at the next operation, as an exception where it is freed is lost."""
         self.live = self.peak = 0
         """Bytes of the device's memory that are taken now, and that were taken at most since `peak` was set."""
+        self.limit = math.inf
+        """Bytes beyond which the device refuses, as CUDA's allocator does."""
+        self.others = 0
+        """Bytes that other processes have of them."""
+        self.refused: list[str] = []
+        """What was refused so far."""
         self._memories: dict[int, Memory] = {}
         self._modes: list[Any] = []
         self._open = False
@@ -268,9 +274,16 @@ class Simulator:
         yield from ((key, memory) for key, memory in list(self._memories.items()) if not memory.host)
 
     def _take(self, size: int) -> None:
-        """Counts memory of the device that is taken or, below 0, given back."""
+        """Counts memory of the device that is taken or, below 0, given back.
+
+        Raises:
+            torch.OutOfMemoryError: there is not so much.
+        """
         self.live += size
         self.peak = max(self.peak, self.live)
+        if size > 0 and self.live + self.others > self.limit:
+            self.refused.append(f"{size} bytes beside {self.live - size} and others' {self.others} of {self.limit}")
+            raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
 
     def _is_locked(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.locked.items())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from triforce.offload import ContextRequest, ContextStore, Engine, Request, Samp
 from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits
 from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import make_plan
+from triforce.offload.planning.run_plan import RESERVE, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.host import HOST
 from triforce.tp import CapacityError
@@ -162,12 +163,16 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
     }
     if settings["dtype"] == "bfloat16" and settings["resident"] is not None:
         settings["pack"] = chance.choice(["on", "off"])
-    simulator, limits, host, length = Simulator(), LIMITS, HOST, chance.randint(40, 300)
+    simulator, limits, host, length, device_bytes = Simulator(), LIMITS, HOST, chance.randint(40, 300), None
     if seed % 4 == 1:
         limits, host, length = FEW_BUFFERS, staged(simulator, random.Random(seed), HOST), chance.randint(500, 900)
         settings |= {"resident": 0, "block_length": chance.choice([1, 6, 24])}
         settings["host_memory"] = chance.uniform(1.0, 1.2) * least_memory(models, settings, length + 100, ranks) / 2**30
-    system = simulated_system(simulator, limits=limits, host=host)
+    if seed % 4 == 3:
+        settings |= {"resident": None, "dtype": "float32"}  # in PyTorch's operations 16 bits take more than on a GPU
+        settings.pop("pack", None)
+        device_bytes, simulator.limit = device_memory(models, settings, length + 100, chance, ranks)
+    system = simulated_system(simulator, limits, host, device_bytes)
     with without_collection(), as_on_a_gpu(), simulator:
         given = {"device": "cpu", "gpus": ranks, "system": system, "store": ContextStore(folder)} | settings
         engine = Engine.load(models / "target", **given)
@@ -180,6 +185,8 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
                 history.step()
         finally:
             engine.close()
+    if simulator.refused:
+        raise Uncounted(f"more than planned: {simulator.refused[0]}")
     return ledger
 
 
@@ -196,12 +203,29 @@ def without_collection() -> Iterator[None]:
 
 def least_memory(models: Path, settings: dict[str, Any], length: int, ranks: int = 1) -> int:
     """Bytes of host memory that a run over so many tokens takes at least, all of its cache on a disk."""
+    request = replace(request_of(models, settings, length, ranks), limits=FEW_BUFFERS)
+    return ranks * make_plan(replace(request, host_bytes=0, disk_bytes=2**40)).host_total
+
+
+def device_memory(
+    models: Path, settings: dict[str, Any], length: int, chance: random.Random, ranks: int
+) -> tuple[int, int]:
+    """The memory of a GPU in bytes that holds none, some or all of the keys and values of so many tokens, and the
+    memory beyond which it refuses: what is left of it without the plan's reserve, and one in a hundred more."""
+    request = request_of(models, settings, length, ranks)
+    plan = make_plan(replace(request, gpu_bytes=2**40, kernels=False))
+    needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
+    total = int(needed / (1 - RESERVE)) + 1
+    return total, int(1.01 * (total - int(RESERVE * total)))
+
+
+def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
+    """A run over so many tokens."""
     configs = [ModelConfig.load(models / name) for name in ("target", "draft")]
     names = {field.name for field in fields(Settings)}
     planned = Settings(**{name: value for name, value in settings.items() if name in names})
     dtype = getattr(torch, settings["dtype"])
-    request = RunRequest(configs[0], configs[1], dtype, length, planned, ranks, limits=FEW_BUFFERS)
-    return ranks * make_plan(replace(request, host_bytes=0, disk_bytes=2**40)).host_total
+    return RunRequest(configs[0], configs[1], dtype, length, planned, ranks, limits=LIMITS)
 
 
 class _History:
@@ -216,7 +240,7 @@ class _History:
         try:
             self.do(kind)
         except CapacityError:
-            if self.engine.settings.host_memory is None:
+            if self.engine.settings.host_memory is None and self.ledger.simulator.limit == math.inf:
                 raise
         self.ledger.check(f"after {kind}")
 

@@ -18,10 +18,16 @@ def as_on_a_gpu() -> AbstractContextManager[None]:
     return use_kernels(attention="plain", as_gpu=())
 
 
-def simulated_system(simulator: Simulator, limits: Limits = LIMITS, host: Host = HOST) -> System:
-    """A simulator's link and its waits."""
+def simulated_system(
+    simulator: Simulator, limits: Limits = LIMITS, host: Host = HOST, device_bytes: int | None = None
+) -> System:
+    """A simulator's link and its waits.
+
+    Args: `device_bytes` is the memory that the GPU is said to have; `None`: runs are planned as on a CPU.
+    """
     cpu = torch.device("cpu")
     return System(
+        device_memory=lambda _: device_bytes and (device_bytes - simulator.live - simulator.others, device_bytes),
         synchronize=simulator.synchronize,
         make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()),
         host=host,
