@@ -323,8 +323,10 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
         return found
 
     def planned(plan: RunPlan) -> dict[str, int]:
-        """Its parts on the device; of a prefill and the retrieval cache the larger one counts in their sum."""
-        parts = "weights", "rope", "resident_kv", "ring", "open_stretches", "draft_kv", "retrieval", "prefill"
+        """Its parts on the device; in their sum the larger one of a prefill and what rounds take (retrieval, mass,
+        step) counts."""
+        parts = "weights", "rope", "resident_kv", "ring", "open_stretches", "draft_kv", "scratch", "prefill"
+        parts += "retrieval", "mass", "step"
         outside = {"cuda_context": plan.cuda_context, "reserve": plan.reserve if plan.request.on_gpu else 0}
         total = plan.weights + plan.resident_kv + plan.working
         return {part: getattr(plan, part) for part in parts} | {"device": total} | outside

@@ -133,7 +133,7 @@ def test_a_saved_context_goes_to_the_disk_and_comes_from_there(models, little, m
 
 def test_several_sequences_share_what_is_on_the_disk(models, little):
     questions = [random_tokens(n, seed=n) for n in (9, 60, 20)]
-    engine = load(models, host_memory=1.1 * little)
+    engine = load(models, host_memory=1.05 * little)
     batch = engine.batch([Request(PROMPT + question, GREEDY, 20, ignore_eos=True) for question in questions])
     list(batch)
     assert batch.stats()["disk"]["bytes_read"] > 0
