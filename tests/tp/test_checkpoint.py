@@ -128,6 +128,20 @@ FORMATS = {
 }
 
 
+def test_a_pickle_is_read_once_for_all_tensors_of_a_shard(tmp_path, monkeypatch):
+    model = save_llama(tmp_path)
+    in_shards(tmp_path, model)
+    to_bin(tmp_path)
+    load_file, opened = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda path, **options: opened.append(path) or load_file(path, **options))
+    checkpoint = Checkpoint(tmp_path, torch.float32, CPU)
+    headers = len(opened)
+    for name in sorted(checkpoint._paths, key=checkpoint._paths.__getitem__):
+        checkpoint.read(name, *model.state_dict()[name].shape)
+    assert 1 < headers == len(list(tmp_path.glob("*.bin")))
+    assert len(opened) - headers <= headers
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow(keep=2)
 def test_every_format_gives_every_tensor_and_any_part_of_it(tmp_path, name):

@@ -118,6 +118,7 @@ class Ranks:
 
     def before_leaving(self, act: Callable[[], None]) -> None:
         """Has a bound method called before the group ends, by `leave` or with the process, if its object is alive."""
+        _before_leaving[:] = [known for known in _before_leaving if known()]  # a run's objects end with it
         _before_leaving.append(weakref.WeakMethod(act))
 
     def leave(self) -> None:

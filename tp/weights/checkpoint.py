@@ -3,9 +3,11 @@ holds."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +35,11 @@ class _Stored:
 class Checkpoint:
     """The tensors of a model directory by name; every read checks name, shape and number format.
 
-    Tensors are copied, and a file is mapped into memory only while one of its tensors is read, because the pages of a
-    mapping count as resident memory once they were read. So memory holds the parts that were read, and during a read at
-    most one tensor more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in memory as a whole
-    until another is read.) Replacing a file later has no effect on what was read.
+    Tensors are copied. Pages of a file that is mapped into memory count as resident once they were read, so safetensors
+    are mapped only while one of their tensors is read, and of a `.bin`, whose pickle would have to be read again, the
+    pages of a tensor are given back. So memory holds the parts that were read, and during a read at most one tensor
+    more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in memory as a whole until another is
+    read.) Replacing a file later has no effect on what was read.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -46,7 +49,7 @@ class Checkpoint:
             ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
         """
         self._directory, self._dtype, self._device = directory, dtype, device
-        self._unmapped: tuple[Path, dict[str, Tensor]] | None = None
+        self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
             with self._opened(path) as stored:
@@ -105,15 +108,18 @@ class Checkpoint:
                     f"{path} is damaged or is not a safetensors file ({error}); download it again"
                 ) from error
         else:
+            tensors = self._bin_tensors(path)
             yield {
                 name: _Stored(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.__getitem__)
-                for name, tensor in self._bin_tensors(path).items()
+                for name, tensor in tensors.items()
             }
+            if _is_zip(path):
+                _give_back_pages(tensors.values())
 
     def _bin_tensors(self, path: Path) -> dict[str, Tensor]:
-        if self._unmapped and self._unmapped[0] == path:
-            return self._unmapped[1]
-        self._unmapped = None
+        if self._bin and self._bin[0] == path:
+            return self._bin[1]
+        self._bin = None
         try:
             mapped = _is_zip(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -131,8 +137,7 @@ class Checkpoint:
             ) from error
         if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
             raise ModelError(f"{path} holds something else than tensors by name; it is not the weights of a model")
-        if not mapped:
-            self._unmapped = path, loaded
+        self._bin = path, loaded
         return loaded
 
 
@@ -155,6 +160,20 @@ def _is_zip(path: Path) -> bool:
     """Whether this is PyTorch's format since 1.6; only files in that can be mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
+
+
+def _give_back_pages(mapped: Iterable[Tensor]) -> None:
+    """Has the system forget what it has in memory of mapped tensors, where it can: it is read again when it is asked
+    for."""
+    storages = [tensor.untyped_storage() for tensor in mapped if tensor.numel()]
+    if not storages or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first = min(storage.data_ptr() for storage in storages)
+    stop = max(storage.data_ptr() + storage.nbytes() for storage in storages)
+    first = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages of this mapping alone
+    if stop - first >= mmap.PAGESIZE:
+        size = (stop - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _first_line(error: Exception) -> str:

@@ -25,7 +25,7 @@ from ..requests.body import BodyError
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .access import Access
-from .answering.jobs import RANK_ENDED, STOPPING
+from .answering.jobs import rank_ended, stopping
 from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .limits import ServerLimits
@@ -61,7 +61,7 @@ def run(
     _allow_many_connections()
     server.start()
     ended: BaseException | None = None
-    why = STOPPING
+    why = stopping()
     try:
         with signals.allowed():
             server.worker.ended.wait()
@@ -93,17 +93,17 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     worker.stop()
     signals.take(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
-        return STOPPING
+        return stopping()
     if server.lacks_a_rank:
         tell("a rank has ended: answers are cut")
-        return RANK_ENDED
+        return rank_ended()
     tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
     try:
         with signals.allowed():
             worker.ended.wait(grace_s)
     except Stop:
         pass
-    return RANK_ENDED if server.lacks_a_rank else STOPPING
+    return rank_ended() if server.lacks_a_rank else stopping()
 
 
 def _leave(stop: Stop) -> NoReturn:
@@ -167,9 +167,10 @@ class Server:
         if load:
             self.worker.start()
 
-    def cut(self, why: BodyError = STOPPING) -> bool:
-        """Breaks off what is under way, and tells those who wait `why`; whether all threads have ended."""
-        stopped = self.worker.cut(_CUT_S, why)
+    def cut(self, why: BodyError | None = None) -> bool:
+        """Breaks off what is under way, and tells those who wait `why`, or that the server stops; whether all threads
+        have ended."""
+        stopped = self.worker.cut(_CUT_S, why or stopping())
         stopped = self._http.stop(_CUT_S) and stopped
         self.service.close()
         return stopped

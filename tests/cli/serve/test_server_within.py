@@ -5,10 +5,12 @@ import time
 import pytest
 from served_within import serving_within
 from triforce.cli.serve import run
+from triforce.cli.serve.answering import jobs
 from triforce.cli.serve.answering.batching import RunningBatch
 from triforce.cli.serve.limits import ServerLimits
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Batch, Engine
+from triforce.tp.errors import PeerError
 
 COMPLETION = "/v1/completions"
 
@@ -115,3 +117,13 @@ def test_answers_that_a_lost_rank_cuts_are_told_so(pair, slow_rounds):
         reply, _ = server.at_once(lambda: server.complete(max_tokens=900, stream=True), stop)
         told = reply.events[-1] if reply.status == 200 else reply.json  # it may end before it has begun
         assert told["error"]["code"] == "rank_ended"
+
+
+@pytest.mark.parametrize("make", [jobs.stopping, jobs.rank_ended, lambda: jobs.as_body_error(PeerError("gone"))])
+def test_what_everybody_is_told_at_the_end_is_made_anew(make):
+    """What is raised again and again collects the frames of every request."""
+    first, second = make(), make()
+    assert first is not second and str(first) == str(second)
+    with pytest.raises(jobs.BodyError):
+        raise first
+    assert second.__traceback__ is None

@@ -117,3 +117,11 @@ def test_graphs_that_broke_are_reset_too(monkeypatch):
     monkeypatch.setattr(CudaCapture, "_broken", [released, broken])
     capture.clear()
     assert (good.resets, broken.resets, released.resets) == (1, 1, 1)
+
+
+def test_what_is_done_before_ranks_part_does_not_grow_by_a_run():
+    before = len(ranks_module._before_leaving)
+    for _ in range(20):
+        graphs = Graphs(Recorder(), Ranks(0, 2, 2))
+    assert len(ranks_module._before_leaving) <= before + 2
+    del graphs

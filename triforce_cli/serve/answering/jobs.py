@@ -204,7 +204,7 @@ def as_body_error(error: BaseException) -> BodyError:
     if isinstance(error, BodyError):
         return error
     if isinstance(error, PeerError):
-        return RANK_ENDED
+        return rank_ended()
     if isinstance(error, CapacityError):
         return BodyError(str(error), code="out_of_memory", status=503)
     if isinstance(error, ContextError):
@@ -214,6 +214,11 @@ def as_body_error(error: BaseException) -> BodyError:
     return BodyError(f"the server failed ({type(error).__name__})", code="internal_error", status=500)
 
 
-RANK_ENDED = BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
+def rank_ended() -> BodyError:
+    """What those are told who wait when another rank has ended."""
+    return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
 
-STOPPING = BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)
+
+def stopping() -> BodyError:
+    """What those are told who wait when the server stops, or ask then."""
+    return BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)

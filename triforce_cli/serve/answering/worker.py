@@ -16,7 +16,7 @@ from ...requests.body import BodyError
 from ..request import ServeRequest
 from .batching import RunningBatch
 from .fair_queue import FairQueue
-from .jobs import STOPPING, Job, Upload
+from .jobs import Job, Upload, stopping
 from .metrics import Metrics
 
 
@@ -56,7 +56,7 @@ class Worker:
         if self.state != "failed":
             self.state = "stopping"
         for work in self.queue.close(keeps=lambda work: work.begun > 0):
-            work.fail(STOPPING)
+            work.fail(stopping())
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
         """Breaks off what is under way, and tells those who wait `why`; whether the thread has ended within `wait_s`
@@ -87,7 +87,7 @@ class Worker:
         finally:
             self.stop()
             for work in self.queue.close():
-                work.fail(STOPPING)
+                work.fail(stopping())
             self.ended.set()
 
     def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
