@@ -146,7 +146,10 @@ class KeptCache:
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if blocks is None or short is not None:
             blocks = None  # or the error would hold it
-            raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
+            try:
+                raise failure or CapacityError(f"rank {short}: {reasons[short or 0]}")
+            finally:
+                failure = None  # or the error and this frame would hold each other, and the frames of who catches it
         self._blocks.add(blocks)
         sizes = {"chunk_size": plan.chunk_size, "few_rows": self._system.limits.few_rows}
         return FullCache(decoder.part, decoder.rope, blocks, **sizes, prefix=prefix, start=plan.request.shared)

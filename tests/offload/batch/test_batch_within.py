@@ -1,6 +1,9 @@
 """A batch from within: passes that serve all sequences, and memory that is given back."""
 
+import gc
 import itertools
+import weakref
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -48,7 +51,6 @@ def test_a_pass_serves_all_sequences(models, monkeypatch):
 @pytest.mark.slow
 def test_sequences_that_leave_give_back_what_they_held(models):
     """Blocks and descriptors return to where they were."""
-    import gc
     import os
 
     from triforce.offload.caches.full import FullCache
@@ -99,11 +101,18 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
         assert sequence.statistics.token_ids == greedy_oracle(models["llama"][1], prompt, 8)
 
 
-def test_a_batch_in_which_one_waited_for_memory_is_gone_when_the_next_run_begins(models):
-    """Its caches would be on the device until the next garbage collection, which here comes only by hand."""
-    import gc
-    import weakref
+@pytest.fixture
+def uncollected():
+    """What refers to itself is not freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_batch_in_which_one_waited_for_memory_is_gone_when_the_next_run_begins(models):
+    """Its caches would be on the device until the next garbage collection."""
     refused = [False, True]
 
     def make_once_refused(*given, **named):
@@ -112,15 +121,28 @@ def test_a_batch_in_which_one_waited_for_memory_is_gone_when_the_next_run_begins
         return make_blocks(*given, **named)
 
     engine = models.engine("llama", system=System(make_blocks=make_once_refused))
-    gc.collect()
-    gc.disable()
-    try:
-        batch = engine.batch([Request(random_tokens(90, seed=i), GREEDY, 4, ignore_eos=True) for i in range(2)])
-        gone = weakref.ref(batch)
-        waited = {index for _ in batch for index, one in enumerate(batch.sequences) if one.waits_for}
-        assert waited == {1} and batch.sequences[1].error is None
-        del batch
-        engine.generate(random_tokens(40), GREEDY, 1)
-        assert gone() is None
-    finally:
-        gc.enable()
+    batch = engine.batch([Request(random_tokens(90, seed=i), GREEDY, 4, ignore_eos=True) for i in range(2)])
+    gone = weakref.ref(batch)
+    waited = {index for _ in batch for index, one in enumerate(batch.sequences) if one.waits_for}
+    assert waited == {1} and batch.sequences[1].error is None
+    del batch
+    engine.generate(random_tokens(40), GREEDY, 1)
+    assert gone() is None
+
+
+class Local:
+    """Stands for what the caller of an engine holds, such as the run before."""
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_refusal_that_was_caught_holds_nothing_of_who_caught_it(models):
+    def refuse(*given, **named):
+        raise CapacityError("none is left")
+
+    def ask(engine):
+        held = Local()
+        with suppress(CapacityError):
+            engine.generate(random_tokens(40), GREEDY, 1)
+        return weakref.ref(held)
+
+    assert ask(models.engine("llama", system=System(make_blocks=refuse)))() is None

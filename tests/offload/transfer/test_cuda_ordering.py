@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_simulator import Race, Simulator
 from profiles import profile_name
+from second_judge import JudgedSimulator
 from simulated_runs import make_decoders, play
 from triforce.offload import Sampling
 from triforce.offload.planning.placement import Placement
@@ -110,6 +111,60 @@ def test_a_run_without_one_of_the_waits_is_noticed(decoders, mutation):
         found = any(is_noticed(decoders, seed) for seed in (*RARE, *range(20)))
         found = found or any(is_noticed(decoders, seed, MOVED) for seed in range(100))
         assert found or any(is_noticed(decoders, seed) for seed in range(20, 200)), f"no history needs {mutation}"
+
+
+HOST = "the host waits, and what it reads then is not told to the sanitizer"
+FREED = "without it memory is freed while a copy uses it, and the sanitizer forgets what is freed"
+
+SEEN_BY_THE_SANITIZER = (
+    ("self._inwards.wait_stream(self._runtime.current_stream())", None),
+    ("self._inwards.wait_stream(self._outwards)", None),
+    ("self._outwards.wait_stream(self._runtime.current_stream())", None),
+    ("self._outwards.synchronize()", HOST),
+    ("self._runtime.synchronize()", FREED),
+    ("self._runtime.current_stream().wait_event(done)", None),
+    ("done = self._runtime.record_event()", None),
+    ("done = self._runtime.record_event()", None),
+    ("self._link.wait(self._done)", None),
+    ("departure.wait()", None),
+    ("arrival.wait()", FREED),
+    ("arrival.wait()", None),
+    ("self._ring.wait_for_stores()", HOST),
+    ("self._ring.wait_for_stores()", "it only says that a copy failed: another wait orders what follows"),
+    ("self._ring.wait_for_stores()", HOST),
+    (
+        "self._link.fetch(picked, picks).wait()",
+        "the copy is left out with its wait, and what is not there races nothing",
+    ),
+    ("self._ring.stop()", FREED),
+)
+"""All of `wait_statements`, in their order, and why the sanitizer cannot see that one is missing; `None`: it orders two
+streams of the device, and the sanitizer must."""
+
+
+def reports(decoders, seed):
+    """What PyTorch's sanitizer of streams says of a history."""
+    play(decoders, seed, simulator=(simulator := JudgedSimulator()))
+    return simulator.reports
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.slow(keep=1)
+def test_the_sanitizer_of_pytorch_has_no_objection(decoders, part):
+    for seed in (*RARE, *range(20))[part::4]:
+        assert reports(decoders, seed) == []
+
+
+def test_it_is_known_of_every_wait_whether_the_sanitizer_sees_that_it_is_missing():
+    assert [mutation.source for mutation in wait_statements()] == [source for source, _ in SEEN_BY_THE_SANITIZER]
+
+
+@pytest.mark.parametrize("index", [i for i, (_, unseen) in enumerate(SEEN_BY_THE_SANITIZER) if unseen is None])
+@pytest.mark.slow(keep=2)
+def test_the_sanitizer_of_pytorch_sees_that_a_wait_between_streams_is_missing(decoders, index):
+    mutation = wait_statements()[index]
+    with mutation.applied():
+        assert any(reports(decoders, seed) for seed in (*RARE, *range(20))), f"no history needs {mutation}"
 
 
 def is_noticed(decoders, seed, kinds=(None,) * 8):

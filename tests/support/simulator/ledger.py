@@ -75,7 +75,7 @@ class Ledger:
             held += self.engine._capture.held({tensor.untyped_storage()._cdata for _, tensor in held})
         known = {tensor.untyped_storage()._cdata for _, tensor in held}
         lost = self._beside(known)
-        until = time.monotonic() + (2 if self.engine.target.ranks.size > 1 else 0)
+        until = time.monotonic() + (10 if self.engine.target.ranks.size > 1 else 0)
         while lost and time.monotonic() < until:
             time.sleep(1e-3)  # Gloo's threads let go of what ranks have sent one another a moment later
             lost = self._beside(known)

@@ -80,6 +80,7 @@ def play(
     deferred: bool = False,
     kinds: Sequence[str | None] = (None,) * 8,
     away: bool = False,
+    simulator: Simulator | None = None,
 ) -> Simulator:
     """One random history of a streamed cache: prefills, verifications, rollbacks, refreshes with drafts, interrupts,
     saving and restoring, and moves to a larger cache, over a ring of 1 to 3 buffers. The kind `beside`, a prefill of
@@ -89,13 +90,14 @@ def play(
         deferred: run copies at random times instead of at once; memory freed too early is then not found.
         kinds: of its steps; `None` is a random one.
         away: whether blocks are on a disk, or in memory that is not page-locked, or both.
+        simulator: which judges it, in place of a new one.
 
     Raises:
         Race: two accesses are not ordered.
         AssertionError: logits are not those of a cache that is all on the device.
     """
     chance = random.Random(seed)
-    simulator = Simulator(seed if deferred else None)
+    simulator = simulator or Simulator(seed if deferred else None)
     with ExitStack() as stack:
         stack.enter_context(as_on_a_gpu())
         # On a disk few, too, or blocks of a pass as short as these would hardly use one twice.
