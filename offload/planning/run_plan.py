@@ -30,8 +30,19 @@ CUDA_CONTEXT = 2**29
 """Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090 0.49 GiB: what an out-of-memory message
 of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8)."""
 
-RESERVE = 0.05
-"""Share of a GPU's memory that is left alone: fragmentation, libraries, CUDA graphs."""
+WORKSPACE = 32 * 2**20
+"""Of cuBLAS, and again of cuBLASLt, for each stream that multiplies, of which there are two: of passes, and of those
+that are being captured. On Hopper and later; 8.1 and 4 MiB before (github.com/pytorch/pytorch, pull request 120925;
+discuss.pytorch.org/t/178671)."""
+
+NCCL_BUFFERS = 16 * 2 * (4 * 2**20 + 2**20)
+"""Of 16 channels with the two connections that a ring has (github.com/NVIDIA/nccl, issue 986), each with a FIFO of 4
+MiB (issue 391), and an estimated 1 MiB for other protocols. Few channels go over PCIe, 24 or more over NVLink."""
+
+FRAGMENTED = 1 / 32
+"""Share of a GPU's memory that PyTorch's allocator may have and nobody can use: an estimate. Of memory from 1 to 10 MiB
+it takes 20 MiB at a time, of more multiples of 2 MiB (c10/cuda/CUDACachingAllocator.cpp), and what is free in between
+may be too small for the next request."""
 
 
 VERIFY_DRAFT_TOKENS = 24
@@ -171,7 +182,23 @@ class RunPlan:
     @property
     def reserve(self) -> int:
         """What stays free on a GPU."""
-        return _reserve(self.request)
+        return sum(self.reserve_parts.values())
+
+    @property
+    def reserve_parts(self) -> dict[str, int]:
+        """What that is for: `workspaces` of cuBLAS, `nccl`'s buffers, outputs and temporaries of captured passes
+        (`graphs`), and `fragmentation`. Nothing where the CPU computes."""
+        request = self.request
+        if not request.on_gpu:
+            return {}
+        rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
+        logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
+        return {
+            "workspaces": 4 * WORKSPACE,
+            "nccl": NCCL_BUFFERS if request.gpus > 1 else 0,
+            "graphs": logits + rows * _row_bytes(request),
+            "fragmentation": int(FRAGMENTED * (request.gpu_total_bytes or request.gpu_bytes or 0)),
+        }
 
     @property
     def device_total(self) -> int:
@@ -381,10 +408,6 @@ def largest_whole(most: int, works: Callable[[int], bool]) -> int:
         else:
             most = middle - 1
     return least
-
-
-def _reserve(request: RunRequest) -> int:
-    return int(RESERVE * (request.gpu_total_bytes or request.gpu_bytes or 0))
 
 
 def _verify_draft(request: RunRequest, placement: Placement) -> DraftTokens:

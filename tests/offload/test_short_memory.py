@@ -11,7 +11,9 @@ from tiny import random_tokens
 from triforce.offload import Engine, Sampling
 from triforce.tp import CapacityError
 
-GPU_BYTES = 8 * 2**20
+GPU_BYTES = 200 * 2**20
+"""Most of which is left free for cuBLAS and others."""
+
 NEW_TOKENS = 24
 
 
@@ -38,7 +40,7 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
             want = engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids
             run = engine.stream(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True, reuse=chance.choice([None, 0]))
             rounds = chance.randint(0, 3)
-            with pytest.raises(CapacityError, match=r"GPU memory ran out: .* of 8\.0 MiB are taken; .*--resident"):
+            with pytest.raises(CapacityError, match=r"GPU memory ran out: .* of 200\.0 MiB are taken; .*--resident"):
                 for event in run:
                     if event.index == rounds:
                         simulator.limit, simulator.others = (
@@ -67,8 +69,10 @@ def test_what_another_process_takes_between_runs_is_planned_for(models, first):
         with as_on_a_gpu(), simulator:
             engine = Engine.load(models / "target", models / "draft", device="cpu", system=system, **settings)
             want = engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids
+            reserve = engine.plan(len(prompt) + NEW_TOKENS, NEW_TOKENS).reserve
             for _ in range(3):
-                simulator.others = int(chance.uniform(0, GPU_BYTES - simulator.live))
+                left = int(chance.uniform(0.2, 2.5) * 2**20) + chance.choice([0, reserve, reserve])
+                simulator.others = GPU_BYTES - simulator.live - left
                 try:
                     assert engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids == want, seed
                     answered += 1

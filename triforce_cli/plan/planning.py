@@ -93,6 +93,7 @@ class Plan:
                 "scratch": run.scratch,
                 "cuda_context": run.cuda_context,
                 "reserve": run.reserve,
+                "reserve_parts": run.reserve_parts,
                 "total": run.device_total,
             },
             "host_bytes": {

@@ -52,6 +52,14 @@ def show(plan: Plan) -> None:
             console.print("  no single change makes it fit; choose a smaller model")
 
 
+_RESERVED = {
+    "workspaces": "cuBLAS",
+    "nccl": "NCCL",
+    "graphs": "captured passes",
+    "fragmentation": "fragmentation, estimated",
+}
+
+
 def _memory_table(plan: Plan) -> Table:
     request, run = plan.run.request, plan.run
     placement = run.placement
@@ -80,7 +88,7 @@ def _memory_table(plan: Plan) -> Table:
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
         ("process", _size(run.cuda_context), _size(request.limits.runtime_bytes * request.gpus)),
-        ("left free", _size(run.reserve), "-"),
+        *((f"left free for {_RESERVED[part]}", _size(size), "-") for part, size in run.reserve_parts.items() if size),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
         ("available", gib(request.gpu_bytes or 0), host),
         *([("on a disk, of the KV cache", "-", f"({gib(run.disk_kv * request.gpus)})")] if run.disk_kv else []),

@@ -31,7 +31,7 @@ from triforce.offload import ContextRequest, ContextStore, Engine, Request, Samp
 from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits
 from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import RESERVE, make_plan
+from triforce.offload.planning.run_plan import FRAGMENTED, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.host import HOST
 from triforce.tp import CapacityError
@@ -215,8 +215,8 @@ def device_memory(
     request = request_of(models, settings, length, ranks)
     plan = make_plan(replace(request, gpu_bytes=2**40, kernels=False))
     needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
-    total = int(needed / (1 - RESERVE)) + 1
-    return total, int(1.01 * (total - int(RESERVE * total)))
+    fixed = sum(size for part, size in plan.reserve_parts.items() if part != "fragmentation")
+    return int((needed + fixed) / (1 - FRAGMENTED)) + 1, int(1.01 * needed)
 
 
 def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
