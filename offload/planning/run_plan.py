@@ -476,11 +476,11 @@ def _further_prefill_bytes(request: RunRequest) -> int:
 
 def _row_bytes(request: RunRequest) -> int:
     """Of a row inside a layer at most: its gate, up, their product and the result of the MLP; or its query, key and
-    value, the rotated query, and three results in float32, two of which are merged."""
+    value, the rotated query, and results in float32, of which two are merged into a third, but for a CPU's kernels."""
     part, item = request.part, request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
-    heads = 2 * part.num_heads + 2 * part.num_kv_heads
-    return max(mlp, part.head_dim * (heads * item + 3 * part.num_heads * 4))
+    heads, results = 2 * part.num_heads + 2 * part.num_kv_heads, 1 if request.kernels and not request.on_gpu else 3
+    return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
 
 
 def _step_bytes(request: RunRequest, placement: Placement, rows: int) -> int:

@@ -214,7 +214,9 @@ def device_memory(
     memory beyond which it refuses: what is left of it without the plan's reserve, and one in a hundred more."""
     request = request_of(models, settings, length, ranks)
     plan = make_plan(replace(request, gpu_bytes=2**40, kernels=False))
+    least = make_plan(replace(plan.request, context=1))  # what is checked before weights are loaded
     needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
+    needed = max(needed, least.weights + least.working + least.resident_kv)
     fixed = sum(size for part, size in plan.reserve_parts.items() if part != "fragmentation")
     return int((needed + fixed) / (1 - FRAGMENTED)) + 1, int(1.01 * needed)
 
@@ -224,6 +226,7 @@ def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) 
     configs = [ModelConfig.load(models / name) for name in ("target", "draft")]
     names = {field.name for field in fields(Settings)}
     planned = Settings(**{name: value for name, value in settings.items() if name in names})
+    planned = replace(planned, lookup=str(settings["draft"]).endswith(",lookup"))
     dtype = getattr(torch, settings["dtype"])
     return RunRequest(configs[0], configs[1], dtype, length, planned, ranks, limits=LIMITS)
 
