@@ -13,6 +13,7 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import RunPlan, make_plan
 from triforce.offload.settings import Settings
+from triforce.offload.speculation import sampling
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
 
@@ -86,3 +87,28 @@ def test_a_prefill_and_a_round_take_what_is_planned(tmp_path, name, dtype, resid
     taken = measured(tmp_path, name, dtype, resident)
     assert 0.7 <= taken.prefill / taken.plan.prefill <= 1
     assert 0.7 <= max(taken.rounds) / taken.plan.step <= 1
+
+
+def held_too_long(monkeypatch):
+    """A copy of what an MLP is computed from, as large as its gate and up, while it is computed."""
+    mlp = Decoder._mlp
+
+    def and_copies(self, layer, rows):
+        copy = rows.new_empty(rows.shape[0], 2 * self.part.intermediate_size)
+        mlp(self, layer, rows)
+        del copy
+
+    monkeypatch.setattr(Decoder, "_mlp", and_copies)
+
+
+def drawn_together(monkeypatch):
+    """All rows of a verification are sorted at once."""
+    monkeypatch.setattr(sampling, "GPU_NUMBERS", 2**40)
+
+
+@pytest.mark.parametrize(("plant", "phase"), [(held_too_long, "prefill"), (drawn_together, "rounds")])
+def test_a_copy_too_many_is_noticed(tmp_path, monkeypatch, plant, phase):
+    plant(monkeypatch)
+    taken = measured(tmp_path, "32B", torch.bfloat16, None)
+    assert (taken.prefill > taken.plan.prefill) == (phase == "prefill")
+    assert (max(taken.rounds) > taken.plan.step) == (phase == "rounds")
