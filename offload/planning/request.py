@@ -71,6 +71,11 @@ class RunRequest:
         return self.gpu_bytes is not None
 
     @property
+    def taken_by_others(self) -> int:
+        """Bytes of a GPU that other processes have; 0 where it is not known what there is in all."""
+        return max(0, (self.gpu_total_bytes or 0) - self.gpu_bytes) if self.gpu_bytes is not None else 0
+
+    @property
     def ranks_per_host(self) -> int:
         return self.local_ranks or self.gpus
 

@@ -271,9 +271,12 @@ class RunPlan:
                 f"({parts}), but --host-memory leaves it {gib(shortage.available)}; give --host-memory {least:.2f} or "
                 f"more, or {remedy}"
             )
+        taken = ""
+        if shortage.where == "GPU memory" and request.taken_by_others:
+            taken = f" (other processes have {gib(request.taken_by_others)})"
         return (
             f"a context of {request.context:,} tokens needs {gib(shortage.needed)} of {shortage.where}{per_rank} "
-            f"({parts}), but {gib(shortage.available)} is available; {remedy}"
+            f"({parts}), but {gib(shortage.available)} is available{taken}; {remedy}"
         )
 
 

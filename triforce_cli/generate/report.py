@@ -58,6 +58,8 @@ def report_choices(
         "tiers": " → ".join(tiers),
         "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
     }
+    if plan.request.taken_by_others > 0.02 * (plan.request.gpu_total_bytes or 0):
+        rows["memory"] += f"; other processes have {gib(plan.request.taken_by_others)} of the GPU"
     if plan.disk_kv:
         folder = f" ({engine.contexts.store.root})" if engine.contexts else ""
         rows["memory"] += f"; {gib(plan.disk_kv)} of it on disk{folder}, read in every verification"

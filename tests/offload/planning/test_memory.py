@@ -69,6 +69,16 @@ def request_of(directory, **changes):
     return replace(RunRequest(config, None, torch.float32, 1000, Settings(tiers=1)), **changes)
 
 
+def test_what_other_processes_have_of_a_gpu_is_said(tmp_path):
+    request = request_of(tmp_path, gpu_bytes=2**29, gpu_total_bytes=2**30)
+    with pytest.raises(CapacityError, match=r"0\.50 GiB is available \(other processes have 0\.50 GiB\); .*would|fre"):
+        make_plan(request).check()
+    half = replace(request, gpu_bytes=12 * 2**30, gpu_total_bytes=24 * 2**30)
+    assert make_plan(half).fits and half.taken_by_others == 12 * 2**30
+    assert make_plan(half).reserve == make_plan(replace(half, gpu_bytes=24 * 2**30)).reserve
+    assert replace(half, gpu_bytes=None).taken_by_others == 0
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
     request = request_of(tmp_path)
     needed = make_plan(request).host_total
