@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -178,7 +179,7 @@ def test_a_rank_that_hangs_in_a_round_ends_the_run_of_the_others(model, hanging)
 @pytest.mark.slow
 def test_what_rank_0_begins_next_may_be_waited_for(model):
     prompt = random_tokens(100, seed=3)
-    settings = {"device": "cpu", "dtype": "float32", "tiers": 2, "budget": 32}
+    settings: Any = {"device": "cpu", "dtype": "float32", "tiers": 2, "budget": 32}
 
     def call():
         engine = Engine.load(model, gpus=2, **settings, system=System(wait_limit_s=LIMIT_S))
