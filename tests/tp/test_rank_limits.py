@@ -248,6 +248,38 @@ def test_what_a_gpu_does_not_finish_ends_the_process_and_is_named(done):
         assert "rank 1 waited 0 s for the other ranks in a captured pass" in str(ended[0])
 
 
+def test_a_call_that_does_not_return_ends_the_process_too():
+    told = threading.Event()
+    watch = DeviceWatch(0, 0.3, lambda error: told.set())
+    with watch.call("all_gather"):
+        pass
+    assert not told.wait(1.0)
+    with watch.call("all_reduce"):
+        assert told.wait(30.0)
+    watch.stop()
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_a_gpu_is_given_is_watched_but_not_what_is_captured(monkeypatch, captures):
+    noted = []
+
+    class Event(Mark):
+        def __init__(self):
+            super().__init__(done=True)
+
+        def record(self, stream):
+            noted.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    ranks = Ranks(0, 2, _watch=DeviceWatch(0, 60.0))
+    ranks.note_replay(torch.device("cuda", 0))
+    ranks.note_replay(torch.device("cpu"))
+    Ranks(0, 2).note_replay(torch.device("cuda", 0))
+    assert noted == ([] if captures else ["stream of cuda:0"])
+
+
 def test_the_launcher_tells_who_waited_and_not_who_was_lost():
     lost = launch.Failure(0, PeerError.exit_code, "rank 0 lost the other ranks: one of them has ended")
     waited = launch.Failure(1, HangError.exit_code, "rank 1 waited 600 s for the other ranks in all_reduce")

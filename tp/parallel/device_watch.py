@@ -2,7 +2,7 @@
 
 NCCL's collectives wait for the other ranks on the device, and the host waits for the device, where no error can be
 raised: a rank that hangs would have the others wait for ever. PyTorch's own watch sees no collective of a captured
-pass, and aborts the process without saying in which operation.
+pass, and aborts the process without saying in words what it waited for.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from ..errors import HangError
@@ -41,9 +41,19 @@ class DeviceWatch:
             ends with its exit code.
         """
         self._rank, self._limit_s, self._end = rank, limit_s, end or _end_process
+        self._called: tuple[str, float] | None = None
         self._under_way: deque[tuple[str, float, Event]] = deque()
         self._stopped = threading.Event()
         threading.Thread(target=self._watch, name="device watch", daemon=True).start()
+
+    @contextmanager
+    def call(self, kind: str) -> Iterator[None]:
+        """A block that calls an operation, in which the host may wait too: at the first NCCL connects the ranks."""
+        self._called = kind, time.monotonic()
+        try:
+            yield
+        finally:
+            self._called = None
 
     def note(self, kind: str, event: Event) -> None:
         """Is told that the device was just given an operation, and `event` behind it."""
@@ -57,12 +67,10 @@ class DeviceWatch:
         while not self._stopped.wait(min(_CHECK_S, self._limit_s / 10)):
             while self._under_way and _is_done(self._under_way[0][2]):
                 self._under_way.popleft()
-            if self._under_way:
-                kind, began, _ = self._under_way[0]
-                waited = time.monotonic() - began
-                if waited > self._limit_s:
-                    self._end(HangError(hang_message(self._rank, waited, kind)))
-                    return
+            oldest = self._under_way[0][:2] if self._under_way else self._called
+            if oldest and (waited := time.monotonic() - oldest[1]) > self._limit_s:
+                self._end(HangError(hang_message(self._rank, waited, oldest[0])))
+                return
 
 
 def hang_message(rank: int, seconds: float, kind: str) -> str:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 WAIT_LIMIT_S = 600.0
 """Seconds that a rank waits for the others inside a round or a slice of a prefill. Ranks compute the same and differ by
-seconds; ten minutes also bear a machine that swaps, and are the time after which PyTorch gives NCCL up by default."""
+seconds; ten minutes also bear a machine that swaps, and are PyTorch's default for NCCL alone."""
 
 _PATIENCE = timedelta(days=365)
 """How long ranks wait for what rank 0 begins next: people leave a conversation or a server alone for days."""
@@ -76,6 +77,7 @@ class Ranks:
             meeting_point = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
+                # PyTorch's time limit for these two, 30 minutes, is for the meeting; in collectives ours comes first.
                 dist.init_process_group(backend, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
@@ -154,7 +156,8 @@ class Ranks:
     def note_replay(self, device: torch.device) -> None:
         """Is told that a captured pass, with all its collectives, was just given to `device`, which has it within the
         time limit like a single collective."""
-        self._note("a captured pass", device)
+        if device.type == "cuda":
+            self._note("a captured pass", device)
 
     def _group_of(self, x: Tensor) -> dist.ProcessGroup | None:
         """The group that works on `x`: NCCL's has no time limit of ours, see `DeviceWatch`."""
@@ -169,9 +172,11 @@ class Ranks:
             RuntimeError: anything else, such as memory that ran out, as PyTorch raises it.
         """
         self.collectives[kind] += 1
+        on_device = device is not None and device.type == "cuda"
         began = time.monotonic()
         try:
-            collective()
+            with self._watch.call(kind) if self._watch and on_device else nullcontext():
+                collective()
         except RuntimeError as error:
             text = str(error)
             if _TIMED_OUT in text:
@@ -179,11 +184,12 @@ class Ranks:
             if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) or _LOST.search(text):
                 raise PeerError(f"rank {self.rank} lost the other ranks: one of them has ended ({error})") from error
             raise
-        if device is not None:
+        if device is not None and on_device:
             self._note(kind, device)
 
     def _note(self, kind: str, device: torch.device) -> None:
-        if self._watch and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        """Has the watch see to it that `device` finishes what it was given so far."""
+        if self._watch and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             self._watch.note(kind, event)
