@@ -141,7 +141,7 @@ class Engine:
             check_draft(target_config, draft_config)
         check_split(target_config, place.size if place else 1)
         where = resolve_device(device, place.local_rank if place else 0)
-        ranks = Ranks.join(place, where) if place else ALONE
+        ranks = Ranks.join(place, where, system.wait_limit_s) if place else ALONE
         kind = resolve_dtype(dtype, target_config)
         limits = system.limits
         request = RunRequest(target_config, draft_config, kind, capacity or 1, settings, ranks.size, limits=limits)
@@ -294,7 +294,7 @@ class Engine:
             raise ContextError("this engine was not loaded from files, so its model has no saved contexts")
         prompt = checked_prompt(token_ids, self.target.config, 1)
         ranks = self.target.ranks
-        if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0):
+        if ranks.share(self.contexts.missing(name, prompt) if ranks.rank == 0 else 0, patiently=True):
             for _ in self.reading(prompt, name, on_prefill=on_prefill):
                 pass
         return self.contexts.store.load(name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..tp.devices import device_memory, synchronize
+from ..tp.parallel.ranks import WAIT_LIMIT_S
 from .limits import LIMITS, Limits
 from .transfer.device_blocks import Blocks
 from .transfer.host import HOST, Host
@@ -36,6 +37,8 @@ class System:
     host: Host = HOST
     """What streaming asks of the host."""
     limits: Limits = LIMITS
+    wait_limit_s: float = WAIT_LIMIT_S
+    """How long a rank waits for the others inside a round or a slice of a prefill."""
 
 
 THIS_MACHINE = System()

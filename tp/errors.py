@@ -28,3 +28,9 @@ class PeerError(TriforceError):
     """Another rank has ended, so this one cannot go on. The error that caused it is that rank's."""
 
     exit_code = 69  # EX_UNAVAILABLE of sysexits.h, by which the launcher knows that another rank failed first
+
+
+class HangError(PeerError):
+    """Another rank has not done its part within the time limit, so this one cannot go on. None has failed."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h, by which the launcher tells it from what follows when a rank ends

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import typer
 
+from ..tp import gpu_links
+from ..tp.gpu_links import GpuPair, PcieLink
 from ..tp.units import gib
 from ..tp.weights.registry import EMBEDDED, find_pair
 from .call import Call
@@ -87,7 +90,9 @@ def examine() -> Findings:
     else:
         _look_at_gpus(found, torch)
         if found.cuda:
+            found.versions["nccl"] = gpu_links.nccl_version()
             _look_at_page_locking(found, torch)
+            look_at_links(found, torch)
         _look_at_kernels(found)
         _look_at_embedded(found, torch)
     if found.versions["psutil"]:
@@ -174,6 +179,56 @@ def _look_at_page_locking(found: Findings, torch: Any) -> None:
         )
 
 
+def _measured_link(index: int) -> dict[str, float]:
+    """Bytes a second of copies from and to page-locked memory."""
+    import torch
+
+    from ..offload.transfer.bandwidth import link_bandwidth
+    from ..offload.transfer.link import make_link
+
+    device = torch.device("cuda", index)
+    link = make_link(device)
+    try:
+        return link_bandwidth(link, device)
+    finally:
+        link.close()
+
+
+def look_at_links(
+    found: Findings,
+    torch: Any,
+    measure: Callable[[int], dict[str, float]] = _measured_link,
+    pci_devices: Path = gpu_links.PCI_DEVICES,
+) -> None:
+    """How each GPU is connected to the host and to the others.
+
+    Args:
+        measure: gives the bytes a second of copies `in` to the GPU of this number and `out` of it.
+        pci_devices: see `pcie_link`.
+    """
+    for device in found.cuda:
+        index = device["index"]
+        try:
+            carried = {f"{way}_gb_per_s": speed / 1e9 for way, speed in measure(index).items()}
+        except Exception as error:  # of a driver, in many ways
+            carried = None
+            found.missing.append(f"the link to CUDA device {index} could not be measured: {error}")
+        # Behind the copies: a card that has had nothing to do may have lowered its generation.
+        address = gpu_links.pci_address(torch.cuda.get_device_properties(index))
+        pcie = gpu_links.pcie_link(address, pci_devices) if address else None
+        device |= {"pcie": asdict(pcie) if pcie else None, "link": carried, "peers": []}
+        if pcie and (pcie.width < pcie.max_width or (carried and pcie.generation < pcie.max_generation)):
+            found.missing.append(
+                f"CUDA device {index} runs at {pcie}: what streams to it takes longer by as much; another slot may "
+                "give it all lanes, or firmware settings the generation (a second slot often has fewer lanes, or "
+                "shares them with a disk; the board's manual tells)"
+            )
+    devices = {device["index"]: device for device in found.cuda}
+    for pair in gpu_links.gpu_pairs(list(devices), torch.cuda.can_device_access_peer):
+        for index, other in ((pair.first, pair.second), (pair.second, pair.first)):
+            devices[index]["peers"].append({"index": other, "access": pair.access, "transport": pair.transport})
+
+
 def _look_at_kernels(found: Findings) -> None:
     """The compiled kernels for this processor, which are optional."""
     try:
@@ -221,6 +276,15 @@ def describe(found: Findings) -> str:
     for device in found.cuda:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
         rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
+        rows[f"  link of {device['index']}"] = _link_in_words(device["pcie"], device["link"])
+    pairs = [
+        GpuPair(device["index"], peer["index"], peer["access"], peer["transport"])
+        for device in found.cuda
+        for peer in device["peers"]
+        if device["index"] < peer["index"]
+    ]
+    if pairs:
+        rows["between GPUs"] = gpu_links.pairs_in_words(pairs)
     if found.page_locking and found.page_locking["locked_bytes"]:
         size, seconds = found.page_locking["locked_bytes"], found.page_locking["seconds"]
         limit = "at least " if size == found.page_locking["tried_bytes"] else ""
@@ -234,3 +298,17 @@ def describe(found: Findings) -> str:
         if entries:
             lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]
     return "\n".join([*lines, "", "something needed is broken" if found.broken else "triforce generate can run here"])
+
+
+def _link_in_words(pcie: dict[str, int] | None, carried: dict[str, float] | None) -> str:
+    """What connects a GPU with the host."""
+    words = []
+    if pcie:
+        words.append(str(PcieLink(**pcie)))
+        if pcie["width"] < 16:
+            words[0] += f", below x16{', all that this card has' if pcie['width'] == pcie['max_width'] else ''}"
+        if not carried and pcie["generation"] < pcie["max_generation"]:
+            words[0] += " now (a card that has nothing to do lowers the generation)"
+    if carried:
+        words.append(f"measured {carried['in_gb_per_s']:.1f} GB/s to the GPU, {carried['out_gb_per_s']:.1f} GB/s back")
+    return "; ".join(words) or "the system does not tell"

@@ -378,6 +378,7 @@ class Batch(Iterator[tuple[int, Round]]):
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
         token = reading.first_token(self._opening.looks_up)
         running = sum(one.state in ("running", "reading") for one in self._live.values())
+        self._opening.use_measured_link()
         self.tiers[0].choose_lengths(running)
         self._agree([sequence], [Drawn([token])])
         sequence.context.append(token)

@@ -64,10 +64,10 @@ class Models:
         """Whether tokens cannot depend on lengths and tiers."""
         return tokens_are_exact(self.target, self.settings.planned_chunk_size, self.padded)
 
-    @property
-    def hardware(self) -> Hardware:
+    def hardware(self, measured_link: float | None = None) -> Hardware:
+        """See `hardware_of`."""
         device = self.target.device
-        return hardware_of(device, device_name(device), self.settings.link_gbps)
+        return hardware_of(device, device_name(device), self.settings.link_gbps, measured_link)
 
     def request(self, context: int, answer: int | None = None) -> RunRequest:
         """A run over `context` tokens, `answer` of them generated, without the memory it may take; with all tiers, as a
@@ -97,6 +97,7 @@ class Opening:
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._first: BatchSequence | None = None
         self._expected, self._seeded = expected, seeded
+        self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
@@ -202,6 +203,18 @@ class Opening:
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
+    def use_measured_link(self) -> None:
+        """Has what a verification is expected to take follow from what the link carries, instead of a data sheet, once
+        a prompt was read, for which all that streams has crossed it. A card may have fewer lanes than its data sheet
+        says. Every rank calls it: they wait for the one with the slowest link. Where lengths do not adapt they must not
+        depend on it."""
+        plan, self._to_measure = self._to_measure, None
+        if plan is None:
+            return
+        (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
+        if carried:
+            self.tiers[0].cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
+
     def _check_rotation(self, order: Order) -> None:
         """Raises:
         UsageError: the prompt's rotation depends on its length.
@@ -294,7 +307,9 @@ class Opening:
         adapts = models.exact or not self._seeded  # what joins later has to take it as it is
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         lengths = plan if adapts else make_plan(request)
-        costs = PassTimes(replace(lengths, request=replace(lengths.request, sequences=1)), models.hardware).costs()
+        lengths = replace(lengths, request=replace(lengths.request, sequences=1))
+        costs = PassTimes(lengths, models.hardware()).costs()
+        self._to_measure = lengths if adapts and lengths.streamed_per_pass else None
         decoders = [("verify", models.target), ("retrieval", models.target)]
         if models.draft:
             decoders.append(("draft", models.draft))

@@ -97,16 +97,17 @@ class Saver:
             self._writing = self._thread.submit(self._write, first, stop, layers, computed_with)
 
     def _agree(self) -> bool:
-        """Waits until the segment before is written, by all ranks; whether that went well. All ranks call it.
+        """Waits until the segment before is written, by all ranks, however long their disks take; whether that went
+        well. All ranks call it.
 
         Rank 0 waits for the others' files, so it must learn of their failures before it waits for itself.
         """
         if self._ranks.rank:
             self._wait()
-        if not self._ranks.least([self.failure is None])[0]:
+        if not self._ranks.least([self.failure is None], patiently=True)[0]:
             self._deadline = 0.0
         self._wait()
-        if not self._ranks.least([self.failure is None])[0]:
+        if not self._ranks.least([self.failure is None], patiently=True)[0]:
             self.failure = self.failure or _OTHER_FAILED
         return self.failure is None
 

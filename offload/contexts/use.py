@@ -125,7 +125,7 @@ class ContextUse:
             except _Damage as damage:
                 wanted = damage.position
                 self.warnings.append(f"{damage.error}; it is read again from position {wanted:,} on")
-        wanted = self._ranks.least([wanted])[0]
+        wanted = self._ranks.least([wanted], patiently=True)[0]  # disks take their time, and not the same
         if wanted < good:
             self.warnings.append(
                 f"the context {prefix.name!r} could not be restored by another rank (damaged there, or not the same "
@@ -225,9 +225,9 @@ class ContextUse:
                 (order.directory / f".{order.salt}.probe").touch(0o600)
             except (ContextError, OSError) as error:
                 failure = str(error)
-        failure = self._ranks.share(failure)
+        failure = self._ranks.share(failure, patiently=True)  # it may have removed contexts
         probe = order.directory / f".{order.salt}.probe"
-        if not failure and not self._ranks.least([probe.exists()])[0]:
+        if not failure and not self._ranks.least([probe.exists()], patiently=True)[0]:
             failure = f"{self._store.root} is not the same directory on all machines; TRIFORCE_HOME must be shared"
         if self._ranks.rank == 0:
             with suppress(OSError):  # where there is no directory, there is no probe
@@ -237,7 +237,7 @@ class ContextUse:
         if failure:
             self.warnings.append(f"nothing is saved: {failure}")
             return None
-        kept, later = self._ranks.share((kept, later))
+        kept, later = self._ranks.share((kept, later), patiently=True)
         return Saver(self._store, self._ranks, self._heads, order, kept, later)
 
     def _own_segments(self, order: SaveOrder) -> list[Segment]:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.selection import FEW_ROWS, padded_rows
-from ...tp.errors import PeerError
 from ...tp.model.decoder import Cache, Decoder
 from ...tp.model.rope import Rows
 from ...tp.parallel.ranks import ALONE, Ranks
@@ -103,6 +102,10 @@ class Graphs:
         """Drops all captured passes, whose memory is not needed any more."""
         for passes in self._passes:
             passes.clear()
+
+    def replayed(self, device: torch.device) -> None:
+        """Is told that a captured pass was just given to `device`: its collectives are nowhere else seen."""
+        self._ranks.note_replay(device)
 
     def agree(self, failure: str | None) -> bool:
         """Whether every rank has captured a pass; each says why it has not. If not, no other will be."""
@@ -263,6 +266,7 @@ class _Captures:
         captured.place(token_ids, slots)
         if captured.replay is not None:
             captured.replay()
+            self._graphs.replayed(self._decoder.device)
         elif captured.passes < capture.passes_before:
             captured.passes += 1
             self.prepared += 1
@@ -279,6 +283,7 @@ class _Captures:
             assert captured.replay is not None
             if not capture.runs:
                 captured.replay()
+                self._graphs.replayed(self._decoder.device)
         self._advance(starts, counts)
         assert captured.logits is not None
         return captured.logits
@@ -367,7 +372,7 @@ class _CapturedPass:
         self._table = self._decoder.rope.rows(0, 1)  # a part keeps it whole, and a graph may have its address
         try:
             self.replay, self.logits = capture.capture(self.run, pool)
-        except (RuntimeError, PeerError) as error:
+        except RuntimeError as error:
             return _first_reason(error)
         return None
 

@@ -16,7 +16,7 @@ out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -123,16 +123,21 @@ class HostMachine:
         return layers * self.launch_seconds + read / self.memory_bandwidth
 
 
-def hardware_of(device: torch.device, name: str, link_gbps: float | None = None) -> Hardware:
-    """What is modelled of the device that a run computes on, before anything was measured.
+def hardware_of(
+    device: torch.device, name: str, link_gbps: float | None = None, measured_link: float | None = None
+) -> Hardware:
+    """What is modelled of the device that a run computes on, before its passes were measured.
 
     Args:
         name: the device's name; a GPU that is not in the table of cards is taken for the default one.
         link_gbps: on a CPU, what the link to streamed blocks may carry, in gigabytes a second.
+        measured_link: what the link was found to carry, in bytes a second; it takes the place of what is modelled.
     """
     if device.type == "cpu":
-        return HostMachine(link_gbps * 1e9 if link_gbps else math.inf)
-    return Machine.of(card_named(name))
+        host = HostMachine(link_gbps * 1e9 if link_gbps else math.inf)
+        return replace(host, link_bandwidth=measured_link or host.link_bandwidth)
+    card = Machine.of(card_named(name))
+    return replace(card, link_bandwidth=measured_link or card.link_bandwidth)
 
 
 @dataclass(frozen=True)

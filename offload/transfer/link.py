@@ -22,6 +22,9 @@ from torch import Tensor
 from ...tp.errors import TriforceError
 from .pages import aligned_memory
 
+MEASURED_BYTES = 2**26
+"""What a link must have carried for its speed to be known: four blocks and more, each copied in one piece."""
+
 
 class LinkError(TriforceError):
     """A copy between host and device failed."""
@@ -47,6 +50,11 @@ class Traffic:
     """Seconds in which it was read."""
     disk_waited_s: float = 0.0
     """Seconds in which computation waited for that."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What the link carries towards the device; `None` where too little has crossed it to tell."""
+        return self.bytes_in / self.busy_s if self.bytes_in >= MEASURED_BYTES and self.busy_s > 0 else None
 
     def since(self, earlier: Traffic) -> Traffic:
         """What crossed it after `earlier`."""

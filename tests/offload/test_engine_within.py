@@ -1,12 +1,17 @@
 """An engine from within: lengths that adapt, and the cache that it keeps between runs."""
 
+import json
+import os
+
 import pytest
+from spmd import run_forks
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
 from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.offload.system import System
+from triforce.offload.transfer.link import MEASURED_BYTES, ThreadLink, Traffic
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
 
@@ -44,6 +49,51 @@ def test_a_tier_that_stopped_drafting_tries_again_at_times_without_a_clock(pair)
         tries.append(retrieval.draft_tokens)
     assert set(tries) == {0, 1}
     assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
+
+
+class MeasuredLink(ThreadLink):
+    """A link that says it has carried so much, at so many bytes a second."""
+
+    def __init__(self, carried, speed):
+        super().__init__()
+        self._said = Traffic(bytes_in=carried, busy_s=carried / speed)
+
+    def traffic(self):
+        return self._said
+
+
+SLOW = 1e4
+"""Bytes a second: what streams takes seconds, and nothing else does."""
+
+
+def expected(model, carried, speed, **settings):
+    """What a verification is expected to take once the prompt is read, what is streamed for it, and the tokens."""
+    system = System(make_link=lambda device, gbps: MeasuredLink(carried, speed))
+    engine = Engine.load(model, "none", device="cpu", dtype="float32", resident=0, budget=64, **settings, system=system)
+    run = engine.stream(random_tokens(900), Sampling(temperature=0.0), 8, ignore_eos=True)
+    tokens = list(next(run).tokens)
+    found = run.batch.tiers[0].cost.seconds(1), engine.plan(908).streamed_per_pass
+    for event in run:
+        tokens += event.tokens
+    engine.close()
+    return *found, tokens
+
+
+def test_a_run_starts_from_the_link_that_was_measured(pair):
+    seconds, streamed, tokens = expected(pair[0], MEASURED_BYTES, SLOW)
+    assert seconds == pytest.approx(streamed / SLOW) and streamed
+    unmeasured, _, same = expected(pair[0], MEASURED_BYTES - 1, SLOW)
+    assert unmeasured < seconds / 100 and same == tokens
+
+
+def test_of_several_ranks_the_slowest_link_counts(pair):
+    def call():
+        speed = SLOW if os.environ["RANK"] == "1" else 4 * SLOW
+        os.write(1, (json.dumps(expected(pair[0], MEASURED_BYTES, speed, gpus=2)) + "\n").encode())
+
+    first, second = (json.loads(line) for line in run_forks(call, 2).splitlines() if line.startswith("["))
+    assert first == second
+    assert first[0] == pytest.approx(first[1] / SLOW)
 
 
 def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):

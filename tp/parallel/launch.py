@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import psutil
 
-from ..errors import PeerError, TriforceError, UsageError
+from ..errors import HangError, PeerError, TriforceError, UsageError
 from .siblings import has_ended, rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
@@ -170,13 +170,16 @@ def _recorded(failure: object) -> str:
 
 def _outcome(failures: list[Failure]) -> int:
     """The exit code of a run with these failures; raises the first failure's error where rank 0 has not printed it."""
-    own = sorted((f for f in failures if f.exit_code not in _FOLLOW_UPS), key=lambda f: f.rank)
+    hung = HangError.exit_code
+    own = [f for f in failures if f.exit_code not in _FOLLOW_UPS]
+    own.sort(key=lambda f: (f.exit_code == hung, f.rank))  # a rank that failed has others wait for it
     first = own[0] if own else failures[0]
-    if own and first.rank == 0 and first.exit_code > 0:
+    if own and first.rank == 0 and first.exit_code > 0 and first.exit_code != hung:
         return first.exit_code
     if first.exit_code > 0:
         kind = UsageError if first.exit_code == UsageError.exit_code else TriforceError
-        raise kind(f"rank {first.rank}: {first.message or f'ended with exit code {first.exit_code}'}")
+        message = first.message or f"ended with exit code {first.exit_code}"
+        raise kind(message if message.startswith(f"rank {first.rank} ") else f"rank {first.rank}: {message}")
     name = signal.Signals(-first.exit_code).name
     out_of_memory = "; the system does so when memory runs out" if name == "SIGKILL" else ""
     raise TriforceError(f"rank {first.rank} was killed by {name}{out_of_memory}; all other ranks were ended")

@@ -66,6 +66,15 @@ def report_choices(
     print_rows(console, rows)
 
 
+def report_ranks(engine: Engine) -> None:
+    """How several GPUs reach one another, on rank 0: said before they first do, as a run may hang there."""
+    ranks = engine.target.ranks
+    if ranks.size > 1 and ranks.rank == 0 and engine.target.device.type == "cuda":
+        from ...tp.gpu_links import connection_in_words
+
+        tell(f"{ranks.size} GPUs: {connection_in_words(ranks.local_size)}")
+
+
 def report_context(run: Generation | BatchSequence) -> None:
     """What a saved context saves a run from reading."""
     saved = run.saved

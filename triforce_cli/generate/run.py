@@ -24,7 +24,7 @@ from ..terminal.output import JsonFile, TextOutput
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import Unfailing
 from .prompt import Source, build_prompt
-from .report import report_choices, report_context, report_statistics, start_progress
+from .report import report_choices, report_context, report_ranks, report_statistics, start_progress
 from .request import GenerateRequest
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ ROOM = 4_096
 
 def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
     """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
-    return Engine.load(
+    engine = Engine.load(
         request.model,
         draft=request.draft,
         device=request.device,
@@ -113,6 +113,8 @@ def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> 
         threads=request.threads,
         **request.settings,
     )
+    report_ranks(engine)
+    return engine
 
 
 def follow(request: EngineOptions, *, goes_on: bool = False) -> None:

@@ -102,10 +102,12 @@ class _ThreadRank:
         self._meeting.wait(20)
         return found
 
-    def least(self, numbers):
+    def least(self, numbers, *, patiently):
+        assert patiently, "disks take any time"
         return [min(of_each) for of_each in zip(*self._gather(numbers), strict=True)]
 
-    def share(self, value):
+    def share(self, value, *, patiently):
+        assert patiently, "disks take any time"
         return self._gather(value)[0]
 
 
