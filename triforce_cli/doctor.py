@@ -34,6 +34,14 @@ _OPTIONAL = {
 _LOCKED_BYTES = 2**31
 """Host memory that is locked to see whether and how fast that goes."""
 
+_NOT_PLANNED = {
+    "cuda_context": "CUDA's context",
+    "workspaces": "cuBLAS",
+    "nccl": "NCCL",
+    "fragmentation": "fragmentation",
+}
+"""What a run leaves free on a GPU."""
+
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
 _NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "typer", "rich")
@@ -200,14 +208,18 @@ def look_at_links(
     measure: Callable[[int], dict[str, float]] = _measured_link,
     pci_devices: Path = gpu_links.PCI_DEVICES,
 ) -> None:
-    """How each GPU is connected to the host and to the others.
+    """How each GPU is connected to the host and to the others, and what of its memory runs leave free.
 
     Args:
         measure: gives the bytes a second of copies `in` to the GPU of this number and `out` of it.
         pci_devices: see `pcie_link`.
     """
+    from ..offload.planning.run_plan import CUDA_CONTEXT, left_free
+
     for device in found.cuda:
         index = device["index"]
+        parts = {"cuda_context": CUDA_CONTEXT} | left_free(device["total_bytes"], len(found.cuda))
+        device["not_planned_bytes"] = parts
         try:
             carried = {f"{way}_gb_per_s": speed / 1e9 for way, speed in measure(index).items()}
         except Exception as error:  # of a driver, in many ways
@@ -276,6 +288,8 @@ def describe(found: Findings) -> str:
     for device in found.cuda:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
         rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
+        parts = (f"{_NOT_PLANNED[part]} {gib(size)}" for part, size in device["not_planned_bytes"].items() if size)
+        rows[f"  left free on {device['index']}"] = ", ".join(parts)
         rows[f"  link of {device['index']}"] = _link_in_words(device["pcie"], device["link"])
     pairs = [
         GpuPair(device["index"], peer["index"], peer["access"], peer["transport"])

@@ -193,12 +193,8 @@ class RunPlan:
             return {}
         rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
         logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
-        return {
-            "workspaces": 4 * WORKSPACE,
-            "nccl": NCCL_BUFFERS if request.gpus > 1 else 0,
-            "graphs": logits + rows * _row_bytes(request),
-            "fragmentation": int(FRAGMENTED * (request.gpu_total_bytes or request.gpu_bytes or 0)),
-        }
+        graphs = {"graphs": logits + rows * _row_bytes(request)}
+        return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | graphs
 
     @property
     def device_total(self) -> int:
@@ -382,6 +378,12 @@ def make_plan(request: RunRequest) -> RunPlan:
         return within_host_memory(whole)
     bare = streamed(0.0)
     return within_host_memory(streamed(max(0, request.gpu_bytes - bare.device_total)))
+
+
+def left_free(gpu_bytes: int, gpus: int) -> dict[str, int]:
+    """What every run leaves free on each of so many GPUs with so much memory; see `RunPlan.reserve_parts`."""
+    fragmentation = int(FRAGMENTED * gpu_bytes)
+    return {"workspaces": 4 * WORKSPACE, "nccl": NCCL_BUFFERS if gpus > 1 else 0, "fragmentation": fragmentation}
 
 
 def planned_budget(settings: Settings, context: int) -> int:

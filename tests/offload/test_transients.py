@@ -13,7 +13,7 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import RunPlan, make_plan
 from triforce.offload.settings import Settings
-from triforce.offload.speculation import sampling
+from triforce.offload.speculation.tiers import Tier
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
 
@@ -101,12 +101,20 @@ def held_too_long(monkeypatch):
     monkeypatch.setattr(Decoder, "_mlp", and_copies)
 
 
-def drawn_together(monkeypatch):
-    """All rows of a verification are sorted at once."""
-    monkeypatch.setattr(sampling, "GPU_NUMBERS", 2**40)
+def logits_twice(monkeypatch):
+    """A copy of what a verification's rows are drawn from, and one of what the draft's were."""
+    step = Tier.step
+
+    def and_copies(self, sequences, limits, **more):
+        copy = torch.empty(2, 25 if self.name == "verify" else 0, SHAPES["32B"]["vocab_size"])
+        found = step(self, sequences, limits, **more)
+        del copy
+        return found
+
+    monkeypatch.setattr(Tier, "step", and_copies)
 
 
-@pytest.mark.parametrize(("plant", "phase"), [(held_too_long, "prefill"), (drawn_together, "rounds")])
+@pytest.mark.parametrize(("plant", "phase"), [(held_too_long, "prefill"), (logits_twice, "rounds")])
 def test_a_copy_too_many_is_noticed(tmp_path, monkeypatch, plant, phase):
     plant(monkeypatch)
     taken = measured(tmp_path, "32B", torch.bfloat16, None)

@@ -55,8 +55,8 @@ def show(plan: Plan) -> None:
 _RESERVED = {
     "workspaces": "cuBLAS",
     "nccl": "NCCL",
-    "graphs": "captured passes",
     "fragmentation": "fragmentation, estimated",
+    "graphs": "captured passes",
 }
 
 
