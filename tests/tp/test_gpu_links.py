@@ -76,7 +76,7 @@ def test_pairs_that_are_alike_are_said_together():
 def test_rank_0_says_how_gpus_are_connected_before_they_first_are(monkeypatch, capsys, rank, size, kind):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: False)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 3))
     monkeypatch.delenv("NCCL_SHM_DISABLE", raising=False)
     ranks = SimpleNamespace(rank=rank, size=size, local_size=size)
     engine: Any = SimpleNamespace(target=SimpleNamespace(ranks=ranks, device=torch.device(kind)))

@@ -82,9 +82,10 @@ class Ranks:
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
             atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
-        groups: Any = [dist.new_group(backend="gloo", timeout=most) for most in (timedelta(seconds=limit_s), _PATIENCE)]
+        limited: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+        patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         watch = DeviceWatch(place.rank, limit_s) if device.type == "cuda" else None
-        ranks = cls(place.rank, place.size, place.local_size, Counter(), *groups, watch)
+        ranks = cls(place.rank, place.size, place.local_size, Counter(), limited, patient, watch)
         if watch:
             ranks.before_leaving(watch.stop)
         return ranks

@@ -161,7 +161,7 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
     asked = []
 
     class TwoRanks(Ranks):
-        def least(self, numbers):
+        def least(self, numbers, *, patiently=False):
             asked.append(numbers)
             return [min(number, 5 * 2**30) for number in numbers]
 

@@ -26,8 +26,12 @@ def simulated_system(
     Args: `device_bytes` is the memory that the GPU is said to have; `None`: runs are planned as on a CPU.
     """
     cpu = torch.device("cpu")
+
+    def memory(_: torch.device) -> tuple[int, int] | None:
+        return None if device_bytes is None else (device_bytes - simulator.live - simulator.others, device_bytes)
+
     return System(
-        device_memory=lambda _: device_bytes and (device_bytes - simulator.live - simulator.others, device_bytes),
+        device_memory=memory,
         synchronize=simulator.synchronize,
         make_link=lambda *_: CudaLink(cpu, runtime=simulator.runtime()),
         host=host,
