@@ -27,7 +27,7 @@ LIMIT_S = 4.0
 
 GREEDY = Sampling(temperature=0.0)
 NEW_TOKENS = 12
-MEMORY = 2**27
+MEMORY = 2**28
 """Bytes of a message that one rank has no memory for."""
 
 
@@ -65,7 +65,7 @@ def no_memory_for_a_message():
     ranks = joined()
     if ranks.rank:
         taken = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY // 2, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY // 16, resource.RLIM_INFINITY))
     attempt(lambda: ranks.share(bytes(MEMORY) if ranks.rank == 0 else None))
 
 

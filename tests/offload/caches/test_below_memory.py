@@ -78,8 +78,8 @@ def unrested(engine, new_tokens=NEW_TOKENS):
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])
 @pytest.mark.slow(keep=2)
-def test_tokens_from_a_disk_equal_those_of_transformers(models, little, tiers):
-    engine = load(models, host_memory=little, tiers=tiers, refresh="round")
+def test_tokens_from_a_disk_equal_those_of_transformers(models, tiers):
+    engine = load(models, host_memory=least(models, tiers=tiers) + ROOM, tiers=tiers, refresh="round")
     stats = unrested(engine).stats()
     assert stats["token_ids"] == models[2]
     on_disk, resident = stats["settings"]["disk_bytes"], stats["settings"]["resident_bytes"]
@@ -133,7 +133,7 @@ def test_a_saved_context_goes_to_the_disk_and_comes_from_there(models, little, m
 
 def test_several_sequences_share_what_is_on_the_disk(models, little):
     questions = [random_tokens(n, seed=n) for n in (9, 60, 20)]
-    engine = load(models, host_memory=1.05 * little)
+    engine = load(models, host_memory=little)
     batch = engine.batch([Request(PROMPT + question, GREEDY, 20, ignore_eos=True) for question in questions])
     list(batch)
     assert batch.stats()["disk"]["bytes_read"] > 0
