@@ -32,6 +32,9 @@ class Limits:
     streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
     """Draft tokens for a pass over the full cache at most, where blocks stream, and it takes as long as they take to
     cross the link: the first of these whose attention mass is small."""
+    spare_share: float = 1 / 32
+    """Of a GPU's memory: resident blocks that host memory has room for as well, so that they can leave the GPU when
+    others take memory there."""
     runtime_bytes: int = 350 * 2**20
     """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
     tiling: Tiling = TILING

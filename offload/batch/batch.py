@@ -230,6 +230,8 @@ class Batch(Iterator[tuple[int, Round]]):
                     if len(self.sequences) == known:
                         break
                     continue
+                reading = self._reading and self._reading.sequence
+                self._opening.make_room([self.sequences[i] for i in running], reading)
                 decoded_s = self._decode_s
                 with self._opening.threads.in_use():
                     rounds = self._round([self.sequences[i] for i in running])
@@ -283,6 +285,8 @@ class Batch(Iterator[tuple[int, Round]]):
                 if sequence.state == "waiting":
                     return False  # those behind it wait too, or it might wait for ever
                 continue
+            running = [one for one in self._live.values() if one.state == "running"]
+            self._opening.make_room(running, sequence)
             sequence.state, sequence.waits_for = "reading", None
             report = self._on_prefill and partial(self._on_prefill, i)
             self._reading = Reading(i, sequence, slices_of(self._target, sequence, report), self._system)

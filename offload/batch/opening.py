@@ -11,6 +11,7 @@ import torch
 from ...tp.devices import device_name
 from ...tp.errors import UsageError
 from ...tp.model.decoder import Decoder
+from ...tp.units import gib
 from ..caches.full import FullCache
 from ..caches.kept import KeptCache, common_length, reusable
 from ..caches.refreshing import RefreshingCache
@@ -98,6 +99,7 @@ class Opening:
         self._first: BatchSequence | None = None
         self._expected, self._seeded = expected, seeded
         self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
+        self._made_room = 0  # bytes on this rank
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
@@ -111,7 +113,13 @@ class Opening:
     @property
     def warnings(self) -> list[str]:
         """What rounds had to do without so far, a line each."""
-        return self.threads.warnings + self._models.kept.disk.warnings
+        found = self.threads.warnings + self._models.kept.disk.warnings
+        if self._made_room:
+            moved = gib(self._made_room)
+            found.append(
+                f"GPU memory became short: {moved} of the KV cache went to host memory, and streams from there"
+            )
+        return found
 
     @property
     def kept(self) -> FullCache | None:
@@ -203,6 +211,23 @@ class Opening:
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
+    def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
+        """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken
+        memory that `next_bytes` may need. Every rank calls it."""
+        caches = (one.opened.full for one in [*running, *([reading] if reading else [])])
+        self._made_room += self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
+
+    def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
+        """What is to be free on the device before the next round of these sequences, and before the prefill of one that
+        is read or will be: what they may take, and half of what is left to fragmentation."""
+        caches = [one.opened for one in [*running, *([reading] if reading else [])]]
+        passing = max(one.plan.step for one in caches)
+        if reading:  # before its caches grow
+            passing = max(passing, reading.opened.plan.prefill - reading.opened.still_to_come)
+        if self._models.settings.resident is None:  # what is set by hand may take the reserve
+            passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
+        return passing + sum(one.still_to_come for one in caches)
+
     def use_measured_link(self) -> None:
         """Has what a verification is expected to take follow from what the link carries, instead of a data sheet, once
         a prompt was read, for which all that streams has crossed it. A card may have fewer lanes than its data sheet
@@ -285,6 +310,7 @@ class Opening:
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))
         return SequenceCaches(
+            plan=plan,
             full=full,
             retrieval=retrieval,
             streaming=streaming,

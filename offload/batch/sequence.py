@@ -13,8 +13,9 @@ from ..caches.full import FullCache, ReadCounter
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..contexts.use import ContextUse
-from ..held import Held
+from ..held import Held, bytes_by_part
 from ..planning.memory import device_peak_bytes, host_peak_bytes
+from ..planning.run_plan import RunPlan
 from ..run_document import run_document
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
@@ -45,6 +46,7 @@ class Round:
 class SequenceCaches:
     """What a sequence holds while it is decoded."""
 
+    plan: RunPlan
     full: FullCache
     retrieval: RetrievalCache | None
     streaming: StreamingCache | None
@@ -67,6 +69,13 @@ class SequenceCaches:
             yield from cache.held() if cache else ()
         for passes in self.tokens.passes.values():
             yield from passes.held()
+
+    @property
+    def still_to_come(self) -> int:
+        """Bytes that it may take on the device and keep, from its first rounds on, of those that are planned."""
+        held, plan = bytes_by_part(self.held()), self.plan
+        parts = {"retrieval": plan.retrieval, "mass": plan.mass, "scratch": plan.scratch}
+        return sum(max(0, size // plan.request.sequences - held.get(part, 0)) for part, size in parts.items())
 
 
 class BatchSequence:

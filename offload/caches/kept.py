@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -97,15 +97,17 @@ class KeptCache:
                 plan = self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
-        try:
-            self.cache = self._make(plan, on_memory=on_memory)
-        except CapacityError:
-            if old is None:
-                raise
-            old = None
-            self._drop()  # its memory may do, though not beside it
-            plan = self._plan(request, replaces=None)
-            self.cache = self._make(plan, on_memory=on_memory)
+        while True:
+            try:
+                self.cache = self._make(plan, on_memory=on_memory)
+                break
+            except CapacityError:
+                before, alone = plan, old is None
+                old = None
+                self._drop()  # its memory may do, though not beside it
+                plan = self._plan(request, replaces=None)
+                if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
+                    raise  # else others have taken memory since it was planned
         if old:
             self.cache.move_from(old, shared)
         return self.cache, plan if request is asked else self._plan(asked, replaces=self.cache)
@@ -166,13 +168,29 @@ class KeptCache:
 
     def _leaves_room(self, cache: FullCache, plan: RunPlan) -> bool:
         """Whether a cache that was made for another run leaves a GPU what this one's plan wants beside it, but for a
-        hundredth of its memory, by which what is free may vary. Every rank calls it."""
+        hundredth of its memory, by which what is free may vary; blocks leave for host memory that has room for them, if
+        they have to. Every rank calls it."""
         request = plan.request
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
             return True
         more = held_bytes(cache.blocks.held()) - plan.resident_kv - plan.ring - plan.open_stretches
-        spare = request.gpu_bytes - plan.device_total + request.gpu_total_bytes // 100
-        return bool(self._decoder.ranks.least([int(more <= spare)])[0])
+        left = request.gpu_bytes - plan.device_total + request.gpu_total_bytes // 100
+        (left,) = self._decoder.ranks.least([left - more])
+        return left >= 0 or cache.blocks.offload(-left) >= -left
+
+    def make_room(self, caches: Iterable[FullCache], needed: Callable[[], int]) -> int:
+        """Has blocks of these caches leave a GPU that has fewer bytes free than are `needed`, as far as host memory has
+        room for them; how many bytes have left. Every rank calls it, and the one with the least memory counts."""
+        holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
+        found = self._system.device_memory(self._decoder.device)
+        if found is None or not any(blocks.spare_bytes for blocks in holders):
+            return 0
+        (left,) = self._decoder.ranks.least([found[0] - needed()])
+        moved = 0
+        for blocks in holders:
+            if moved < -left:
+                moved += blocks.offload(-left - moved)
+        return moved
 
     def fits(self, request: RunRequest) -> bool:
         """Whether there is memory for such a run, in place of the cache that is kept, with hardly more on a disk than

@@ -40,6 +40,8 @@ class Placement:
     """Whether blocks in host memory or on a disk are packed (`transfer.host_blocks`)."""
     num_disk: int = 0
     """Of the blocks that are not resident, those on a disk: the first ones, so that the newest are in memory."""
+    num_spare: int = 0
+    """Of the resident blocks, those that host memory has room for as well: the last ones. They can leave the device."""
     limits: Limits = LIMITS
     """What buffers, and passes over few tokens, keep to."""
 
@@ -72,6 +74,11 @@ class Placement:
     def num_host(self) -> int:
         """Blocks of a layer in host memory."""
         return self.num_blocks - self.num_resident - self.num_disk
+
+    @property
+    def first_on_host(self) -> int:
+        """The first block of a layer that there is room for in host memory, or on a disk."""
+        return self.num_resident - self.num_spare
 
     @property
     def ring_buffers(self) -> int:

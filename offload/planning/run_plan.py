@@ -101,6 +101,9 @@ class RunPlan:
     room_for_unpacked: int
     """Memory for packed blocks that turn out not to fit into their slots. If there are more of them than
     `UNPACKED_SHARE`, memory is taken for each as it comes."""
+    spare: int
+    """Room in host memory for the last of the resident blocks, so that they can leave a GPU on which others take memory
+    while the run lasts. It is planned for where nothing else needs it."""
     tail: int
     """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
     retrieval: int
@@ -206,7 +209,7 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        everywhere = self.streamed_kv + self.staging + self.index + self.request.limits.runtime_bytes
+        everywhere = self.streamed_kv + self.spare + self.staging + self.index + self.request.limits.runtime_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
@@ -326,6 +329,7 @@ def make_plan(request: RunRequest) -> RunPlan:
             disk_kv=placement.num_disk * host_block,
             staging=placement.staging_bytes(part, request.dtype),
             room_for_unpacked=room_for_unpacked,
+            spare=placement.num_spare * host_block,
             tail=tail,
             retrieval=request.sequences * (budget + tail) * token_bytes,
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
@@ -345,16 +349,23 @@ def make_plan(request: RunRequest) -> RunPlan:
     def streamed(resident_bytes: float, num_disk: int = 0, *, packed: bool = request.packs(on_disk=False)) -> RunPlan:
         sizes = request.own, chunk_size, resident_bytes
         place = place_streamed(part, request.dtype, *sizes, on_gpu=request.on_gpu, packed=packed, limits=limits)
-        return plan(replace(place, num_disk=min(num_disk, place.num_host)))
+        spare_bytes = limits.spare_share * (request.gpu_total_bytes or request.gpu_bytes or 0)
+        spare = min(place.num_resident, math.ceil(spare_bytes / (place.block_size * token_bytes)))
+        return plan(replace(place, num_disk=min(num_disk, place.num_host), num_spare=0 if num_disk else spare))
 
     def within_host_memory(found: RunPlan) -> RunPlan:
-        """`found`, or as much of its cache on a disk as exceeds host memory."""
-        if request.host_bytes is None or request.disk_bytes is None:
+        """`found`, with as little spare, or as much of its cache on a disk, as host memory asks for."""
+        if request.host_bytes is None:
             return found
-        room = request.host_bytes // request.ranks_per_host
-        if found.host_total <= room or not (found.placement.streams or not request.on_gpu):
+        whole = request.host_bytes // request.ranks_per_host
+        room = whole - (int(LEFT_TO_OTHERS * whole) if settings.host_memory is None else 0)
+        if found.spare and found.host_total > room:
+            fitting = (room - found.host_total + found.spare) * found.placement.num_spare // found.spare
+            found = plan(replace(found.placement, num_spare=max(0, fitting)))
+        if request.disk_bytes is None or found.host_total <= whole:
             return found
-        room -= int(LEFT_TO_OTHERS * room) if settings.host_memory is None else 0
+        if not (found.placement.streams or not request.on_gpu):
+            return found
         if not found.placement.streams:  # where the CPU computes: what is not resident is on the disk
             everything, packed = found.placement.capacity, request.packs(on_disk=True)
             bare = streamed(0.0, everything, packed=packed)

@@ -7,7 +7,7 @@ whose memory holds the whole cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,16 @@ class Blocks(Protocol):
     @property
     def disk_bytes(self) -> int:
         """Bytes taken on a disk, by what exceeds host memory."""
+        ...
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes on the device of blocks that host memory has room for as well."""
+        ...
+
+    def offload(self, num_bytes: int) -> int:
+        """Moves blocks to host memory that it has room for, between two passes, until at least so many bytes of the
+        device are free or none is left; how many bytes are free then that were not. No token changes by it."""
         ...
 
     def traffic(self) -> Traffic:
@@ -165,6 +175,13 @@ class DeviceBlocks:
     def disk_bytes(self) -> int:
         return 0
 
+    @property
+    def spare_bytes(self) -> int:
+        return 0
+
+    def offload(self, num_bytes: int) -> int:
+        return 0
+
     def traffic(self) -> Traffic:
         return Traffic()
 
@@ -265,10 +282,12 @@ def read_tokens(blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def pieces_of(blocks: Tensor, start: int, stop: int) -> list[Tensor]:
+def pieces_of(blocks: Tensor | Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     """Tokens `start` to `stop` of `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]` where they lie, in
     pieces `[2, num_kv_heads, any, head_dim]`."""
-    block_size = blocks.shape[3]
+    if start >= stop:
+        return []
+    block_size = blocks[0].shape[2]
     return [
         blocks[index][:, :, max(start - index * block_size, 0) : stop - index * block_size]
         for index in range(start // block_size, -(-stop // block_size))

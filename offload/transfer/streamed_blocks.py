@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ..held import Held
 from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
-from .host_blocks import HostBlocks, RawBlocks
+from .host_blocks import RawBlocks
 from .link import Link, LinkError, Traffic
 from .ring import Ring
 from .staged.block_file import DiskSpace
@@ -31,7 +32,8 @@ from .staged.staging import Source
 
 
 class StreamedBlocks:
-    """Blocks whose home is host memory, but for the first `num_resident` of each layer. See `device_blocks.Blocks`."""
+    """Blocks whose home is host memory, but for the first `num_resident` of each layer. Of these the last ones have
+    room there, too, and can be moved to it when memory on the device becomes short. See `device_blocks.Blocks`."""
 
     all_on_device = False
 
@@ -60,6 +62,7 @@ class StreamedBlocks:
         block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.num_resident, self.packed = num_resident, placement.packed
+        self._first_on_host = placement.first_on_host
         self._link = link
         self._num_blocks, self._few_rows = placement.num_blocks, placement.limits.few_rows
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
@@ -71,7 +74,10 @@ class StreamedBlocks:
         self._disk = disk
         self._away = NotResident(config, link, placement, dtype, on_memory, disk, host)
         self._host, self._overflow, self._staging = self._away.host, self._away.overflow, self._away.staging
-        self._resident = [on_device(num_resident, *self._block) for _ in layers]
+        alone = range(placement.num_spare)  # what can leave is in memory of its own
+        self._resident = [
+            [*on_device(self._first_on_host, *self._block), *(on_device(*self._block) for _ in alone)] for _ in layers
+        ]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
         self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
@@ -89,7 +95,7 @@ class StreamedBlocks:
         return self._num_blocks * self.block_size
 
     def held(self) -> Held:
-        yield from (("resident_kv", blocks) for blocks in self._resident)
+        yield from (("resident_kv", block) for blocks in self._resident for block in blocks)
         yield from (("open_stretches", stretch) for stretch in self._open)
         yield from (("ring", buffer) for buffer in self._ring.memory)
         if self._workspace is not None:
@@ -103,33 +109,58 @@ class StreamedBlocks:
     def disk_bytes(self) -> int:
         return self._away.file.num_bytes if self._away.file else 0
 
+    @property
+    def spare_bytes(self) -> int:
+        return (self.num_resident - self._first_on_host) * len(self._resident) * prod(self._block) * self.dtype.itemsize
+
+    def offload(self, num_bytes: int) -> int:
+        before = self.spare_bytes
+        self.drain()
+        while self.spare_bytes and before - self.spare_bytes < num_bytes:
+            self.num_resident -= 1
+            for layer, blocks in enumerate(self._resident):
+                # Also where nothing is known to be in it: a prefill that is paused has come further in some layers.
+                self._send_home(layer, self.num_resident, blocks.pop())
+        return before - self.spare_bytes
+
+    def _source(self, layer: int, index: int) -> Source:
+        """What crosses the link of a block that is not resident."""
+        return self._host[layer].at(index - self._first_on_host)
+
+    def _send_home(self, layer: int, index: int, block: Tensor) -> None:
+        """Brings a block, on the device, to where it lives when it is not in use. It may be overwritten at once."""
+        if index < self.num_resident:
+            self._resident[layer][index].copy_(block)
+        else:
+            self._ring.send(block, self._host[layer], index - self._first_on_host)
+
     def move_from(self, other: Blocks, length: int) -> bool:
         if not isinstance(other, StreamedBlocks):
             return False
         other.rollback(length)
         other.drain()  # copies may be under way from memory that is freed here
         whole = length // self.block_size
-        resident = min(whole, self.num_resident)
         for layer, stretch in enumerate(self._open):
             k, v = other._on_host(layer, length)
             blocks = k.new_zeros(whole + 1, *self._block)
             write_tokens(blocks, 0, k, v, clean=whole + 1)
-            self._resident[layer][:resident] = blocks[:resident]
-            self._host[layer].write(blocks[resident:whole])
+            for place, block in zip(self._resident[layer], blocks[:whole], strict=False):
+                place.copy_(block)
+            self._host[layer].write(blocks[self._first_on_host : whole])
             stretch[:, :, : self.block_size] = blocks[whole]
-            other._resident[layer], other._host[layer] = blocks.new_empty(0), RawBlocks(blocks.new_empty(0))
+            other._resident[layer], other._host[layer] = [], RawBlocks(blocks.new_empty(0))
         self._base = whole * self.block_size
         return True
 
     def _on_host(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer's first `length` tokens, which reach into its open stretch, in host memory."""
         whole = self._base // self.block_size
-        resident = min(whole, self.num_resident)
-        blocks = torch.cat((self._resident[layer][:resident].cpu(), self._host[layer].read(0, whole - resident)))
         rest = self._open[layer][:, :, : length - self._base].cpu()
         if not whole:
             return rest[0], rest[1]
-        k, v = read_tokens(blocks, 0, self._base)
+        here, first = self._resident[layer][:whole], self._first_on_host
+        away = self._host[layer].read(len(here) - first, whole - first) if whole > len(here) else ()
+        k, v = read_tokens(torch.stack([*(block.cpu() for block in here), *away]), 0, self._base)
         return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
 
     def drain(self) -> None:
@@ -138,33 +169,33 @@ class StreamedBlocks:
 
     def export(self, layer: int, start: int, stop: int) -> Callable[[], list[Tensor]]:
         edge, size, base = self.num_resident * self.block_size, self.block_size, self._base
-        before = pieces_of(self._resident[layer], min(start, edge), min(stop, edge, base)) if start < edge else []
+        before = pieces_of(self._resident[layer], start, min(stop, edge, base))
         before = [place.cpu() for place in before]
         # A copy: the open stretch moves on with the tokens to come.
         after = [self._open[layer][:, :, max(start - base, 0) : stop - base].clone().cpu()] if stop > base else []
-        first, last, host = max(start, edge) - edge, min(stop, base) - edge, self._host[layer]
+        first, last, host = max(start, edge), min(stop, base), self._host[layer]
+        shift = self._first_on_host * size
 
         def pieces() -> list[Tensor]:
             if first >= last:
                 return before + after
-            whole = first // size
-            blocks = host.read(whole, -(-last // size))
-            return [*before, *pieces_of(blocks, first - whole * size, last - whole * size), *after]
+            whole = first // size * size
+            blocks = host.read((whole - shift) // size, -(-(last - shift) // size))
+            return [*before, *pieces_of(blocks, first - whole, last - whole), *after]
 
         return pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        whole = stop // self.block_size
-        resident = min(whole, self.num_resident)
-        before, host = self._resident[layer][:resident], self._host[layer]
+        whole, first = stop // self.block_size, self._first_on_host
+        blocks, host = self._resident[layer][:whole], self._host[layer]
         after = [self._open[layer][:, :, :rest]] if (rest := stop % self.block_size) else []
         self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
-        away = host.room(whole - resident)
-        places = [*before, *after]
+        away = host.room(max(0, whole - first))
+        places = [*blocks[:first], *after]
         pieces = [on_host(place) for place in places]
-        read([*pieces[:resident], *away, *pieces[resident:]])
+        read([*pieces[: len(blocks[:first])], *away, *pieces[len(blocks[:first]) :]])
         host.write(away)
-        for place, piece in zip(places, pieces, strict=True):
+        for place, piece in zip([*places, *blocks[first:]], [*pieces, *away], strict=False):
             if piece is not place:
                 place.copy_(piece)
         self._base, self._workspace = whole * self.block_size, None
@@ -188,7 +219,7 @@ class StreamedBlocks:
             return
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
-        self._ring.begin(block for layer, host in enumerate(self._host) for block in self._streamed(layer, host))
+        self._ring.begin(self._source(layer, i) for layer in range(len(self._host)) for i in range(*self._range(layer)))
 
     def pause(self) -> PausedPass:
         state = self._start, self._stop, self._first_row, self._seen, self._worked
@@ -199,10 +230,6 @@ class StreamedBlocks:
         assert paused
         self._start, self._stop, self._first_row, self._seen, self._worked = paused.state
         self._workspace = paused.workspace
-
-    def _streamed(self, layer: int, host: HostBlocks) -> Iterator[Source]:
-        first, stop = self._range(layer)
-        return map(host.at, range(first - self.num_resident, stop - self.num_resident))
 
     def _range(self, layer: int) -> tuple[int, int]:
         """The blocks that a pass over few tokens streams: those that some row attends to."""
@@ -216,11 +243,7 @@ class StreamedBlocks:
         """Moves the first block of every open stretch, which holds `filled` tokens, to its home."""
         index = self._base // self.block_size
         for layer, stretch in enumerate(self._open):
-            block = stretch[:, :, : self.block_size]
-            if index < self.num_resident:
-                self._resident[layer][index] = block
-            else:
-                self._ring.send(block, self._host[layer], index - self.num_resident)
+            self._send_home(layer, index, stretch[:, :, : self.block_size])
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
         self._base += self.block_size
 
@@ -251,9 +274,8 @@ class StreamedBlocks:
         resident = min(whole, self.num_resident)
         for index, block in enumerate(self._resident[layer][:resident]):
             self._worked_block(index).copy_(block)
-        away = whole - resident
-        self._ring.begin(map(self._host[layer].at, range(away)))
-        for index, block in enumerate(self._ring.next_blocks(away), resident):
+        self._ring.begin(self._source(layer, index) for index in range(resident, whole))
+        for index, block in enumerate(self._ring.next_blocks(whole - resident), resident):
             self._worked_block(index).copy_(block)
         if length > self._base:
             self._workspace[:, :, self._base : length] = self._open[layer][:, :, : length - self._base]
@@ -268,10 +290,7 @@ class StreamedBlocks:
         assert self._workspace is not None
         whole = self._stop // self.block_size
         for index in range(self._base // self.block_size, whole):
-            if index < self.num_resident:
-                self._resident[layer][index] = self._worked_block(index)
-            else:
-                self._ring.send(self._worked_block(index), self._host[layer], index - self.num_resident)
+            self._send_home(layer, index, self._worked_block(index))
         rest = self._workspace[:, :, whole * self.block_size : self._stop]
         self._open[layer][:, :, : rest.shape[2]] = rest
         if layer == len(self._open) - 1:
@@ -314,7 +333,7 @@ class StreamedBlocks:
         self._ring.wait_for_stores()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
         away = self._host[layer]
-        there = (chunks.cpu() - self.num_resident * per_block).clamp_(0, len(away) * per_block - 1)
+        there = (chunks.cpu() - self._first_on_host * per_block).clamp_(0, len(away) * per_block - 1)
         picked = away.gather(there, chunk_size)
         k, v = picks = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
         self._link.fetch(picked, picks).wait()
@@ -342,5 +361,5 @@ class StreamedBlocks:
             if index < self.num_resident:
                 stretch[:, :, : self.block_size] = self._resident[layer][index]
             else:
-                stretch[:, :, : self.block_size] = self._ring.bring(self._host[layer].at(index - self.num_resident))
+                stretch[:, :, : self.block_size] = self._ring.bring(self._source(layer, index))
         self._base = index * self.block_size

@@ -1,20 +1,27 @@
-"""A GPU that another process takes memory from: a run that finds none in mid-pass ends with its text so far."""
+"""A GPU that another process takes memory from: keys and values leave it between rounds if host memory has room for
+them; a run that finds no memory in mid-pass ends with its text so far."""
 
+import json
+import os
 import random
+from dataclasses import replace
 
 import ledger
 import pytest
 from cuda_simulator import Simulator
 from profiles import profile_name
 from simulated_gpu import as_on_a_gpu, simulated_system
+from spmd import run_forks
 from tiny import random_tokens
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
+from triforce.offload.planning.run_plan import make_plan
 from triforce.tp import CapacityError
 
 GPU_BYTES = 200 * 2**20
 """Most of which is left free for cuBLAS and others."""
 
 NEW_TOKENS = 24
+GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +60,101 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
             assert engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids == want, seed
             assert not simulator.refused
             engine.close()
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.slow(keep=("0",))
+def test_memory_that_becomes_short_between_rounds_changes_no_token(models, first):
+    """Blocks leave the GPU as others take its memory, time and again, in runs alone and in batches that are read in
+    slices or at once."""
+    moved = 0
+    for seed in histories(first, 4):
+        chance, simulator = random.Random(seed), Simulator()
+        limits = replace(ledger.LIMITS, largest_block=512, spare_share=chance.choice([0.01, 1.0]))
+        settings = {"tiers": chance.choice([1, 2, 3]), "budget": 64, "block_length": chance.choice([None, 6, 24])}
+        settings |= {"dtype": "float32", "draft": models / "draft", "resident": None}
+        length = chance.randint(1600, 2600)
+        prompt = random_tokens(length, seed=seed)
+        requests = [
+            Request(prompt + random_tokens(chance.randint(1, 200), seed=9 + i), GREEDY, NEW_TOKENS, ignore_eos=True)
+            for i in range(chance.randint(1, 3))
+        ]
+        in_slices, by_hand, gpu_bytes = chance.random() < 0.5, chance.random() < 0.5, GPU_BYTES
+        asked = ledger.request_of(models, settings | {"resident": 0}, length + 300, 1)
+        streamed = make_plan(replace(asked, limits=limits, gpu_bytes=gpu_bytes, kernels=False, sequences=len(requests)))
+        resident = int(chance.uniform(0.3, 0.8) * streamed.kv)
+        if by_hand:
+            settings["resident"] = resident / 2**30
+        else:
+            gpu_bytes = ledger.with_reserve(streamed, streamed.weights + streamed.working + resident)
+        simulator.limit = gpu_bytes
+        system = simulated_system(simulator, limits, device_bytes=gpu_bytes)
+        with as_on_a_gpu(), simulator:
+            want = None
+            for falls in (False, True):
+                engine = Engine.load(models / "target", device="cpu", system=system, **settings)
+                batch = engine.batch(requests, in_slices=in_slices, expected=len(requests))
+                for _ in batch:
+                    free = gpu_bytes - simulator.live - simulator.others
+                    spare = engine._kept.cache.blocks.spare_bytes
+                    begun = all(one.state != "waiting" for one in batch.sequences)
+                    if falls and begun and spare and chance.random() < 0.3:
+                        simulator.others += max(0, free + chance.randint(1, spare) - next_bytes(batch))
+                found = [one.statistics.token_ids for one in batch.sequences]
+                errors = [one.error for one in batch.sequences]
+                assert all(len(tokens) == NEW_TOKENS for tokens in found), (seed, errors)
+                want = want or found
+                assert found == want and not simulator.refused, seed
+                said = any("GPU memory became short" in line for line in batch.warnings)
+                assert falls or not said, seed
+                moved += said
+                engine.close()
+                del engine, batch
+                simulator.others = 0
+    assert moved
+
+
+def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
+    def call():
+        simulator = Simulator()
+        limits = replace(ledger.LIMITS, largest_block=512, spare_share=1.0)
+        system = simulated_system(simulator, limits, device_bytes=GPU_BYTES)
+        settings = {"dtype": "float32", "budget": 64, "resident": 5e-4, "gpus": 2, "system": system}
+        prompt = random_tokens(2000, seed=1)
+        with as_on_a_gpu(), simulator:
+            want, _ = answer(prompt, settings, lambda batch: None)
+
+            def fall(batch):
+                if batch.sequences[0].statistics.rounds == 2 and int(os.environ["RANK"]) == 1:
+                    spare = blocks_of(batch).spare_bytes
+                    assert spare
+                    simulator.others = GPU_BYTES - simulator.live - next_bytes(batch) + spare // 2
+
+            simulator.limit = GPU_BYTES
+            found, left = answer(prompt, settings, fall)
+        print(json.dumps({"same": found == want, "left": left, "refused": len(simulator.refused)}), flush=True)
+
+    def answer(prompt, settings, each):
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+        batch = engine.batch([Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True)])
+        for _ in batch:
+            each(batch)
+        left = blocks_of(batch).spare_bytes, [line for line in batch.warnings if "GPU memory became short" in line]
+        engine.close()
+        return batch.sequences[0].statistics.token_ids, left
+
+    def blocks_of(batch):
+        return batch._opening.kept.blocks
+
+    first, second = (json.loads(line) for line in run_forks(call, 2).splitlines() if line.startswith("{"))
+    assert first == second
+    assert first["same"] and not first["refused"] and first["left"][1]
+
+
+def next_bytes(batch):
+    """What is to be free before the next round."""
+    running, reading = ([one for one in batch.sequences if one.state == state] for state in ("running", "reading"))
+    return batch._opening.next_bytes(running, *reading)
 
 
 @pytest.mark.parametrize("first", [0, 1000, 2000])

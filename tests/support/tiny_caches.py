@@ -64,6 +64,8 @@ class Twin:
     packed: bool = False
     disk: int = 0
     """Blocks of a layer on a disk."""
+    spare: int = 0
+    """Of the resident blocks of a layer, those that can leave the device, and do at random."""
 
 
 class Twins:
@@ -79,7 +81,8 @@ class Twins:
 
     def make(self, capacity, twin) -> Any:
         placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, packed=twin.packed)
-        placement = replace(placement, num_disk=min(twin.disk, placement.num_host))
+        spare = min(twin.spare, placement.num_resident)
+        placement = replace(placement, num_disk=min(twin.disk, placement.num_host), num_spare=spare)
         given = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "disk": self.space}
         return StreamedBlocks(self.part, self.link, placement, **given)
 
@@ -101,7 +104,9 @@ class Twins:
         self.length += n
 
     def step(self):
-        kind = self.rng.choice(["few", "few", "few", "many", "rollback", "gather", "export", "restore", "grow"])
+        kind = self.rng.choice(
+            ["few", "few", "few", "many", "rollback", "gather", "export", "restore", "grow", "offload"]
+        )
         layer = self.rng.randrange(self.part.num_layers)
         if kind in ("few", "many") or not self.length:
             self.add(self.rng.randint(1, 90) if kind == "few" else self.rng.randint(513, 700))
@@ -120,6 +125,10 @@ class Twins:
             self.same(lambda blocks: [torch.cat(blocks.export(layer, start, self.length)(), dim=2)])
             if kind == "restore":
                 self.restore(self.rng.randint(1, self.length))
+        elif kind == "offload":
+            for blocks in self.all:
+                before = blocks.spare_bytes
+                assert blocks.offload(self.rng.choice([0, 1, before // 2])) == before - blocks.spare_bytes
         elif kind == "grow":
             grown = [self.make(CAPACITY, twin) for twin in self.twins]
             for blocks, old in zip(grown, self.all, strict=True):

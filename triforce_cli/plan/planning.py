@@ -98,6 +98,7 @@ class Plan:
             },
             "host_bytes": {
                 "streamed_kv": run.streamed_kv * request.gpus,
+                "spare": run.spare * request.gpus,
                 "runtime": request.limits.runtime_bytes * request.gpus,
                 "index": run.index * request.gpus,
                 "staging": run.staging * request.gpus,

@@ -1,4 +1,5 @@
-"""Where the blocks of a cache are that are not resident: host memory, page-locked or not, and a disk below it."""
+"""Where the blocks of a cache are that are not resident, or may leave the device: host memory, page-locked or not, and
+a disk below it."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class NotResident:
 
     def _blocks(self, layer: int) -> HostBlocks:
         """Host memory for the blocks of a layer, and slots in the file for those on a disk."""
-        count, num_disk = self._placement.num_host, self._placement.num_disk
+        count, num_disk = self._placement.num_host + self._placement.num_spare, self._placement.num_disk
         overflow: Overflow | None = None
         if self._placement.packed:
             overflow = self.overflow

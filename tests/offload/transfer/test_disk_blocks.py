@@ -134,7 +134,7 @@ def test_a_disk_that_fails_is_an_error_that_names_it_and_nothing_hangs(part, lin
         for _ in range(4):
             twins.add(60)
     with pytest.raises(DiskError):  # as long as nobody was told
-        blocks._ring.begin(blocks._streamed(1, blocks._host[1]))
+        blocks._ring.begin(blocks._source(1, index) for index in range(*blocks._range(1)))
         list(blocks._ring.next_blocks(9))
         blocks.drain()
     with suppress(DiskError):  # as whoever gives a broken cache back

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracles import kv_block
 from tiny import random_tokens, save_llama
-from tiny_caches import SIZE, Twins, bits
+from tiny_caches import SIZE, Twin, Twins, bits
 from triforce.kernels.packing import pack
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.placement import block_slot
@@ -49,6 +49,17 @@ def test_packed_blocks_are_the_raw_ones_whatever_is_done_with_them(part, link, k
     held = sum(len(host._raw) for host in packed._host)
     assert held + len(packed._overflow._free) == packed._overflow.blocks, "memory that is not used any more is kept"
     assert kind != "normal" or not packed._overflow.blocks
+
+
+@pytest.mark.parametrize("kind", ["normal", "any bits"])
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow(keep=4)
+def test_blocks_that_leave_the_device_are_those_that_stay(part, link, kind, seed):
+    made = (Twin(spare=9), Twin(packed=True, spare=2), Twin())
+    twins = Twins(part, link, random.Random(seed).choice([1, 3, 8]), kind, seed, made)
+    for _ in range(20):
+        twins.step()
+    twins.add(60)
 
 
 @pytest.mark.parametrize("resident", [0, 3])

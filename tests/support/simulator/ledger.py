@@ -31,7 +31,7 @@ from triforce.offload import ContextRequest, ContextStore, Engine, Request, Samp
 from triforce.offload.held import bytes_by_part
 from triforce.offload.limits import Limits
 from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import FRAGMENTED, make_plan
+from triforce.offload.planning.run_plan import FRAGMENTED, RunPlan, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.host import HOST
 from triforce.tp import CapacityError
@@ -119,7 +119,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def save_models(root: Path) -> Path:
     """A tiny target and a tiny draft."""
     save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-    save_llama(root / "target", seed=1, num_key_value_heads=2)
+    save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096)
     return root
 
 
@@ -217,8 +217,13 @@ def device_memory(
     least = make_plan(replace(plan.request, context=1))  # what is checked before weights are loaded
     needed = plan.weights + plan.working + int(chance.uniform(0.0, 1.1) * plan.kv)
     needed = max(needed, least.weights + least.working + least.resident_kv)
+    return with_reserve(plan, needed), int(1.01 * needed)
+
+
+def with_reserve(plan: RunPlan, needed: int) -> int:
+    """The memory in bytes of a GPU that has so much left without the plan's reserve."""
     fixed = sum(size for part, size in plan.reserve_parts.items() if part != "fragmentation")
-    return int((needed + fixed) / (1 - FRAGMENTED)) + 1, int(1.01 * needed)
+    return int((needed + fixed) / (1 - FRAGMENTED)) + 1
 
 
 def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) -> RunRequest:
