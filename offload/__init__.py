@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch.batch import Batch
     from .batch.request import Request
+    from .batch.run import Run
     from .contexts.manifest import ContextError
     from .contexts.model import ContextRequest
     from .contexts.store import ContextStore
@@ -29,6 +30,7 @@ __all__ = [
     "Request",
     "Result",
     "Round",
+    "Run",
     "Sampling",
 ]
 
@@ -42,6 +44,7 @@ _MODULES = {
     "Request": ".batch.request",
     "Result": ".generation",
     "Round": ".generation",
+    "Run": ".batch.run",
     "Sampling": ".speculation.sampling",
 }
 

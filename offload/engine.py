@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from ..tp.weights.registry import find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.opening import Models, Opening
 from .batch.reading import forward_in_parts
-from .batch.request import BatchOrder, Order, Request
+from .batch.request import Order, Request, RunOrder
+from .batch.run import Run
+from .batch.sequence import BatchSequence
 from .caches.kept import KeptCache, reusable
 from .checks import checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
-from .contexts.model import ContextPlan, ContextRequest, ModelContexts
+from .contexts.model import ContextRequest, ModelContexts
 from .contexts.store import ContextStore
 from .generation import Generation, Result
 from .graphs.capture import capture_for
@@ -73,7 +76,7 @@ class Engine:
         self._kept = KeptCache(target, settings.link_gbps, system)
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
-        self._running: Batch | None = None
+        self._running: Run | None = None
         self.contexts: ModelContexts | None = None
         """The saved contexts that runs may start from and save to; an engine that was loaded from files has them."""
         self._context = ContextRequest()
@@ -205,8 +208,7 @@ class Engine:
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos)
         orders = [Order.of(request, self.target.config)]
         order = self._ordered(orders, tiers, reuse, contexts, alone=True)
-        batch = self._start(order, on_prefill and (lambda _, share: on_prefill(share)), on_memory)
-        return Generation(batch)
+        return Generation(self._batch(order, on_prefill and (lambda _, share: on_prefill(share)), on_memory))
 
     def batch(
         self,
@@ -242,15 +244,56 @@ class Engine:
         """
         if not requests:
             raise UsageError("a batch needs at least one request")
-        if max_sequences < 1:
-            raise UsageError(f"max-sequences is {max_sequences}; it must be 1 or more")
         first, *others = requests
         saved = self.contexts if self.target.ranks.rank == 0 else None
         orders = [Order.or_error(first, self.target.config)]
         orders += [Order.or_error(request, self.target.config, saved) for request in others]
         limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
         order = self._ordered(orders, tiers, reuse, contexts, alone=False, **limits)
-        return self._start(order, on_prefill, on_memory)
+        return self._batch(order, on_prefill, on_memory)
+
+    def run(
+        self,
+        source: Callable[[bool], Request | None],
+        *,
+        tiers: int | None = None,
+        max_sequences: int = MOST_SEQUENCES,
+        expected: int = 1,
+        on_prefill: Callable[[BatchSequence, float], None] | None = None,
+        on_memory: Callable[[float], None] | None = None,
+    ) -> Run:
+        """Prepares a run that lasts as long as there are requests; iterating over it does the work. A request that
+        cannot be answered ends alone. Prompts are read in slices, between which rounds of others come.
+
+        Args:
+            source: asked between rounds, as long as one more may run: the next request, or `None` where there is none
+                now. Called with `True` where nothing else is left to be done: then it may wait, and `None` ends the
+                run. Its requests find saved contexts as they say, also those that were saved meanwhile.
+            max_sequences, expected: see `batch`.
+            tiers: see `stream`.
+            on_prefill: called with a sequence and the share of its prefill done, 0 to 1.
+            on_memory: see `stream`.
+
+        Raises:
+            UsageError: more tiers than the settings have, or no sequence at all.
+        """
+
+        def more(waits: bool) -> BatchSequence | None:
+            request = source(waits)
+            if request is None:
+                return None
+            checked = replace(request, contexts=request.contexts or self._context)
+            order = Order.or_error(checked, self.target.config, self.contexts)
+            return BatchSequence(order, self.system.clock(), request)
+
+        limits = {"most": max_sequences, "expected": expected, "in_slices": True}
+        order = self._ordered([], tiers, None, None, alone=False, **limits)
+        return self._run(order, more, on_prefill, on_memory)
+
+    def _run(self, order: RunOrder, *given: Any) -> Run:
+        self._end_run()
+        opening = self._opening(order)
+        return self._begin(Run(order, opening, self._graphs, *given, system=self.system), order)
 
     def _ordered(
         self,
@@ -263,23 +306,26 @@ class Engine:
         most: int = 1,
         expected: int = 1,
         in_slices: bool = False,
-    ) -> BatchOrder:
+    ) -> RunOrder:
         """What all ranks are to do: rank 0's order.
 
         Raises:
             ContextError, UsageError: see `stream`.
         """
+        if most < 1:
+            raise UsageError(f"max-sequences is {most}; it must be 1 or more")
         most_tiers = self.settings.tiers
         if tiers is not None and not 1 <= tiers <= most_tiers:
             raise UsageError(f"tiers is {tiers}; this engine was loaded for 1 to {most_tiers}")
         if reuse is not None and reuse < 0:
             raise UsageError(f"reuse is {reuse}; it must be 0 or more")
-        plan = ContextPlan()
-        first = next((order for order in orders if order.error is None), None)
-        if self.contexts and first and self.target.ranks.rank == 0:
-            plan = self.contexts.plan(first.prompt, contexts or self._context, reusable(first.prompt))
-        limits = tiers or most_tiers, reuse, plan, most, expected, in_slices
-        return self.target.ranks.share(BatchOrder(orders, alone, secrets.randbelow(2**31), *limits), patiently=True)
+        first = next((i for i, order in enumerate(orders) if order.error is None), None)
+        if self.contexts and first is not None and self.target.ranks.rank == 0:
+            prompt = orders[first].prompt
+            plan = self.contexts.plan(prompt, contexts or self._context, reusable(prompt))
+            orders[first] = replace(orders[first], contexts=plan)
+        limits = tiers or most_tiers, reuse, most, expected, in_slices
+        return self.target.ranks.share(RunOrder(orders, alone, secrets.randbelow(2**31), *limits), patiently=True)
 
     def read(
         self, token_ids: Sequence[int] | Tensor, name: str, *, on_prefill: Callable[[float], None] | None = None
@@ -331,12 +377,12 @@ class Engine:
         if self._running:
             yield from self._running.held()
 
-    def follow(self) -> Batch | None:
+    def follow(self) -> Run | None:
         """Prepares what rank 0 starts next, for a rank that is told nothing of it; `None` after `finish`."""
         if self.target.ranks.rank == 0:
             raise RuntimeError("follow is for ranks above 0: rank 0 starts the runs")
         order = self.target.ranks.share(None, patiently=True)
-        return None if order is None else self._start(order, forgets=True)
+        return None if order is None else self._run(order)
 
     def finish(self) -> None:
         """Tells ranks that `follow` that no further run comes; for rank 0."""
@@ -399,25 +445,28 @@ class Engine:
             self._running = None  # it holds the cache, whose memory may be wanted back
         self._graphs.clear()
 
-    def _start(
+    def _batch(
         self,
-        order: BatchOrder,
-        on_prefill: Callable[[int, float], None] | None = None,
-        on_memory: Callable[[float], None] | None = None,
-        *,
-        forgets: bool = False,
+        order: RunOrder,
+        on_prefill: Callable[[int, float], None] | None,
+        on_memory: Callable[[float], None] | None,
     ) -> Batch:
-        """Args: `forgets` is whether nobody asks what its sequences brought."""
         self._end_run()
-        graphs = self._graphs = Graphs(self._capture, self.target.ranks)
-        expected = max(1, min(order.most, max(order.expected, sum(one.error is None for one in order.orders))))
-        seeded = any(one.sampling.seed is not None for one in order.orders)
-        opening = Opening(self._models, graphs, order.tiers, order.fresh_seed, expected, seeded)
-        batch = Batch(order, opening, graphs, on_prefill, on_memory, self.system, forgets=forgets)
-        self._running = batch
-        if order.alone:
-            batch.open_first()
+        batch = Batch(order, self._opening(order), self._graphs, on_prefill, on_memory, self.system)
+        self._begin(batch.run, order)
         return batch
+
+    def _opening(self, order: RunOrder) -> Opening:
+        """What opens the sequences of a run that begins."""
+        self._graphs = Graphs(self._capture, self.target.ranks)
+        expected = max(1, min(order.most, order.expected))
+        return Opening(self._models, self._graphs, order.tiers, order.fresh_seed, expected)
+
+    def _begin(self, run: Run, order: RunOrder) -> Run:
+        self._running = run
+        if order.alone:
+            run.open_first()
+        return run
 
     @property
     def _models(self) -> Models:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...tp.devices import device_name
-from ...tp.errors import UsageError
+from ...tp.errors import CapacityError, UsageError
 from ...tp.model.decoder import Decoder
 from ...tp.units import gib
 from ..caches.full import FullCache
@@ -81,23 +81,20 @@ class Models:
 
 
 class Opening:
-    """Opens the sequences of one batch."""
+    """Opens the sequences of one run."""
 
-    def __init__(
-        self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1, seeded: bool = False
-    ) -> None:
+    def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
         """Args:
         tiers: 1 to 3.
         fresh_seed: starts the generator that tokens without a seed are drawn with.
-        expected: sequences that memory is planned for at the start.
-        seeded: whether some of them are drawn with a seed: times then decide nothing, where they could change a token.
+        expected: sequences that memory is planned for at least, where nobody runs.
         """
         self._models, self._graphs, self._num_tiers = models, graphs, tiers
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
         self._first: BatchSequence | None = None
-        self._expected, self._seeded = expected, seeded
+        self._expected = expected
         self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
         self._made_room = 0  # bytes on this rank
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
@@ -141,14 +138,6 @@ class Opening:
             if not alike:
                 self._models.kept.context = []
 
-    def begin_anew(self) -> bool:
-        """Lets the next sequence take the place of the first one, if that has ended; whether it has."""
-        if self._first is None or self._first.state != "ended":
-            return False
-        self._first.forget_prompt()
-        self._first = None
-        return True
-
     def forget(self, sequence: BatchSequence) -> None:
         """Sees to it that nobody goes on from what a sequence has read whose prefill failed: some layers may hold its
         tokens already where others hold those before."""
@@ -157,8 +146,17 @@ class Opening:
             self._models.kept.distrust()
 
     def is_kept(self, sequence: BatchSequence) -> bool:
-        """Whether the sequence's full cache stays when it ends."""
+        """Whether the sequence's full cache stays although it has ended."""
         return sequence is self._first
+
+    def keep_last(self, sequence: BatchSequence) -> None:
+        """Has the full cache of a sequence that ends stay in place of that of one before it, if it is whole."""
+        full, first = sequence.opened.full, self._first
+        if sequence is first or full.prefix or first is None or first.state != "ended":
+            return
+        first.forget_prompt()
+        self._models.kept.cache = full
+        self._keep(sequence)
 
     @property
     def looks_up(self) -> bool:
@@ -169,17 +167,17 @@ class Opening:
         self,
         sequence: BatchSequence,
         running: Sequence[BatchSequence],
+        waiting: Sequence[BatchSequence],
         *,
         reuse: int | None = None,
-        contexts: ContextPlan | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> None:
         """Gives a sequence its caches. Every rank calls it.
 
         Args:
             running: sequences that it may share tokens with.
-            reuse: leading tokens to take over from the batch before at most, for the first sequence.
-            contexts: what it does with saved contexts.
+            waiting: those that are to run beside it soon, itself included.
+            reuse: leading tokens of what is kept to take over at most.
             on_memory: see `StreamedBlocks`.
 
         Raises:
@@ -189,24 +187,24 @@ class Opening:
         models, order = self._models, sequence.order
         prompt = sequence.context
         request = models.request(len(prompt) + order.max_new_tokens, answer=order.max_new_tokens)
-        if self._first is None:
+        if not running:
+            self._budget = 0
             models.kept.rotate_for(len(prompt))
-            expected = self._expected
+            expected = max(self._expected, len(waiting))
             while expected > 1 and not models.kept.fits(replace(request, sequences=expected)):
                 expected //= 2  # further ones wait then, or take what is left
             full, plan = models.kept.prepare(prompt, replace(request, sequences=expected), reuse, on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
-            models.kept.context = prompt
-            self.tiers = self._make_tiers(request, plan)
+            self.tiers = self._make_tiers(request, plan, [*waiting, sequence])
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
-            self._first = sequence
+            self._keep(sequence)
         else:
             self._check_rotation(order)
-            others = [self._first, *(one for one in running if one is not self._first)]
-            full, plan = self._further(prompt, request, others, contexts or ContextPlan())
-        if contexts and full.prefix:  # its first tokens are another's already: nothing is restored in place of them
+            full, plan = self._beside(sequence, request, running)
+        contexts = order.contexts
+        if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
             contexts = replace(contexts, prefix=None)
         sequence.caches = self._caches(sequence, full, plan, contexts)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
@@ -253,12 +251,39 @@ class Opening:
                 "length: they cannot be answered together; ask it alone"
             )
 
-    def _further(
-        self, prompt: list[int], request: RunRequest, others: Sequence[BatchSequence], contexts: ContextPlan
+    def _keep(self, sequence: BatchSequence) -> None:
+        """Takes note that what is kept is now this sequence's."""
+        self._models.kept.context, self._first = sequence.context, sequence
+
+    def _beside(
+        self, sequence: BatchSequence, request: RunRequest, running: Sequence[BatchSequence]
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache beside those of `others`, and the plan of its sequence. It shares what they hold, unless much
-        more is saved, or it is to be saved."""
-        prefix, shared = self._prefix(prompt, others)
+        """A full cache beside those of others that run, and the plan of its sequence: what is kept and nobody uses any
+        more, if it holds more of the prompt than others do, or if there is no memory for another one.
+
+        Raises:
+            CapacityError: there is not so much memory.
+        """
+        kept, first = self._models.kept, self._first
+        used = any(kept.cache in one.opened.full.holders for one in running)
+        free = not used and (first is None or first.state == "ended")
+        others = [*([first] if first and not free else []), *(one for one in running if one is not first)]
+        prefix, shared = self._prefix(sequence.context, others)
+        if not free or kept.shared_tokens(sequence.context) <= shared:
+            try:
+                return self._further(request, sequence.order.contexts, prefix, shared)
+            except CapacityError:
+                if not free:
+                    raise
+        found = kept.prepare(sequence.context, request)
+        self._keep(sequence)
+        return found
+
+    def _further(
+        self, request: RunRequest, contexts: ContextPlan, prefix: FullCache | None, shared: int
+    ) -> tuple[FullCache, RunPlan]:
+        """A full cache of its sequence's own, and the plan. Of the prompt it shares so many tokens of `prefix`, unless
+        much more is saved, or it is to be saved."""
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if contexts.save or more > (self.target.tiling.prefill_rows if shared else 0):
             prefix, shared = None, 0
@@ -327,10 +352,11 @@ class Opening:
     def _passes(self, name: str, decoder: Decoder, cache: Any) -> Passes:
         return Passes(decoder, cache, self._graphs, padded=self._models.padded and name == "verify")
 
-    def _make_tiers(self, request: RunRequest, plan: RunPlan) -> list[Tier]:
+    def _make_tiers(self, request: RunRequest, plan: RunPlan, first: Sequence[BatchSequence]) -> list[Tier]:
         """The tiers, with what passes are expected to cost."""
         models = self._models
-        adapts = models.exact or not self._seeded  # what joins later has to take it as it is
+        # What joins these later has to take it as it is.
+        adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
         lengths = plan if adapts else make_plan(request)
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))

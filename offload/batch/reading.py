@@ -27,13 +27,12 @@ class Reading:
 
     def __init__(
         self,
-        index: int,
         sequence: BatchSequence,
         slices: Generator[bool, None, Tensor],
         system: System = THIS_MACHINE,
     ) -> None:
         """Args: `slices` are those of the prompt; see `slices_of`."""
-        self.index, self.sequence, self._system = index, sequence, system
+        self.sequence, self._system = sequence, system
         self.began = system.clock()
         self.seconds = 0.0
         """What it has taken so far; rounds between its slices are not counted."""
@@ -60,16 +59,16 @@ class Reading:
         """Ends it where it is."""
         self._slices.close()
 
-    def go_on(self, count: int | None) -> bool:
-        """Computes `count` further slices, or with `None` all that are left; whether the prompt is read."""
+    def go_on(self, count: int) -> bool:
+        """Computes `count` further slices, or fewer where others of another kind follow; whether the prompt is read."""
         began, done, whole, changes = self._system.clock(), 0, False, False
         try:
-            while done != count and not (changes and count is not None):
+            while done != count and not changes:
                 changes = next(self._slices)
                 done += 1
         except StopIteration as end:
             self._logits, whole = end.value, True
-        if count is not None and not whole:
+        if not whole:
             blocks = self.sequence.opened.full.blocks
             blocks.drain()  # or the next round would wait for what these slices have started, and be timed with it
             self._system.synchronize(blocks.device)

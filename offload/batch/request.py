@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -34,6 +35,10 @@ class Request:
     contexts: ContextRequest | None = None
     """What to do with saved contexts, of one that joins a batch; nothing by default. The first one's are the batch's.
     A `save` needs all of the prompt to be read for it alone."""
+    stops: Callable[[list[int]], bool] | None = None
+    """Called on rank 0 with the new tokens of each round; whether the answer ends with them."""
+    tag: Any = None
+    """Whatever the caller tells its sequence by."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +82,20 @@ class Order:
 
 
 @dataclass(frozen=True)
-class BatchOrder:
-    """What a batch is asked for; all ranks do rank 0's."""
+class RunOrder:
+    """What a run is asked for; all ranks do rank 0's."""
 
     orders: list[Order]
+    """Those that are known at the start."""
     alone: bool
-    """Whether it is a run of one sequence, not a batch that others may join."""
+    """Whether it is a run of one sequence that no others may join."""
     fresh_seed: int
     """Starts the generator of sequences without a seed."""
     tiers: int
     reuse: int | None
-    contexts: ContextPlan
     most: int
     """Sequences that are decoded together at most."""
     expected: int = 1
     """Sequences that memory is planned for at the start at least."""
     in_slices: bool = False
-    """Whether prompts are read in slices: between the rounds of others, and so that one may end while it is read."""
+    """Whether rounds of others come between the slices of a prompt that is read."""

@@ -23,7 +23,7 @@ from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
 from ..transfer.link import LinkError, Traffic
-from .request import Order
+from .request import Order, Request
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,21 @@ class SequenceCaches:
 class BatchSequence:
     """One of the sequences that are decoded together."""
 
-    def __init__(self, order: Order, joined: float) -> None:
-        """Args: `joined` is when it was asked for, by the batch's clock."""
-        self.order = order
+    def __init__(self, order: Order, joined: float, request: Request | None = None) -> None:
+        """Args:
+        joined: when it was asked for, by the run's clock.
+        request: what was asked for, on rank 0, if its stop check or its tag is wanted.
+        """
+        self.order, self._request = order, request
         self.context = list(order.prompt)
         """The prompt and the tokens so far."""
         self.statistics = Statistics(prompt_tokens=len(order.prompt))
         """Current at any time: a new object a round."""
         self.state: Literal["waiting", "reading", "running", "ended"] = "waiting" if order.error is None else "ended"
-        self.failure = order.error
+        self.failure: Exception | None = order.error
         """What it failed with, while others went on."""
+        self.read_share = 0.0
+        """Of its prompt, what is read, 0 to 1."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
         self.caches: SequenceCaches | None = None
@@ -113,6 +118,16 @@ class BatchSequence:
     def error(self) -> str | None:
         """The message of what it failed with."""
         return None if self.failure is None else str(self.failure)
+
+    @property
+    def tag(self) -> Any:
+        """See `Request`; `None` on other ranks."""
+        return self._request and self._request.tag
+
+    def is_to_end(self, tokens: list[int]) -> bool:
+        """Whether it is to end with these new tokens, asked to or by its stop check; on rank 0."""
+        stops = self._request and self._request.stops
+        return bool(stops and stops(tokens)) or self.asked_to_end
 
     @property
     def goes_on(self) -> bool:
@@ -195,7 +210,7 @@ class BatchSequence:
             self.caches = None
 
     def forget_prompt(self) -> None:
-        """Drops the tokens of prompt and answer; the answer is in the statistics."""
+        """Drops the tokens of prompt and answer, and what was asked; the answer is in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []
 
 

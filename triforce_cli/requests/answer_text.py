@@ -44,7 +44,11 @@ class AnswerText:
 
     def update(self, token_ids: Sequence[int]) -> str:
         """Takes over all tokens of the answer so far; returns the text that is certain in addition."""
-        for token in token_ids[self.num_tokens :]:
+        return self.add(token_ids[self.num_tokens :])
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Takes further tokens; returns the text that is certain in addition."""
+        for token in token_ids:
             if self.stopped:
                 break
             self.num_tokens += 1

@@ -6,10 +6,10 @@ import pytest
 from served_within import serving_within
 from triforce.cli.serve import run
 from triforce.cli.serve.answering import jobs
-from triforce.cli.serve.answering.batching import RunningBatch
+from triforce.cli.serve.answering.answering import Answering
 from triforce.cli.serve.limits import ServerLimits
 from triforce.cli.terminal.stopping import Signals
-from triforce.offload import Batch, Engine
+from triforce.offload import Run
 from triforce.tp.errors import PeerError
 
 COMPLETION = "/v1/completions"
@@ -18,13 +18,13 @@ COMPLETION = "/v1/completions"
 @pytest.fixture
 def slow_rounds(monkeypatch):
     """A round of the engine takes at least 10 ms."""
-    next_round = Batch.__next__
+    next_round = Run.__next__
 
     def slowly(batch):
         time.sleep(0.01)
         return next_round(batch)
 
-    monkeypatch.setattr(Batch, "__next__", slowly)
+    monkeypatch.setattr(Run, "__next__", slowly)
 
 
 def test_bodies_are_bounded_each_and_together(pair):
@@ -50,7 +50,7 @@ def test_a_fault_here_is_answered_without_its_text(pair, monkeypatch):
 
 
 def test_an_error_after_the_first_token_ends_the_stream_with_an_event(pair, monkeypatch, slow_rounds):
-    whole, rounds = Batch.__next__, []
+    whole, rounds = Run.__next__, []
 
     def fail(batch):
         rounds.append(1)
@@ -60,7 +60,7 @@ def test_an_error_after_the_first_token_ends_the_stream_with_an_event(pair, monk
 
     with serving_within(pair) as server:
         with monkeypatch.context() as patched:
-            patched.setattr(Batch, "__next__", fail)
+            patched.setattr(Run, "__next__", fail)
             reply = server.complete(max_tokens=200, stream=True)
         assert reply.status == 200 and reply.events[-1]["error"]["code"] == "internal_error"
         assert b"nobody" not in reply.body and b"Traceback" not in reply.body
@@ -76,13 +76,13 @@ def test_nothing_is_answered_while_the_model_loads(pair):
 
 
 def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
-    batch = Engine.batch
+    begin = Answering._begin
 
-    def late(engine, *arguments, **options):
+    def late(answering, work):
         time.sleep(0.2)
-        return batch(engine, *arguments, **options)
+        return begin(answering, work)
 
-    monkeypatch.setattr(Engine, "batch", late)
+    monkeypatch.setattr(Answering, "_begin", late)
     with serving_within(pair, limits={"keep_alive_s": 0.02, "first_event_s": 0.01}) as server:
         reply = server.complete(stream=True)
     assert b"\n\n: keep-alive\n\n" in b"\n\n" + reply.body and reply.events[-1] == "[DONE]"
@@ -90,16 +90,16 @@ def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
 
 def test_a_comment_keeps_a_stream_alive_while_a_prompt_is_read(pair, monkeypatch):
     """Whoever does not ask how it is read is sent nothing else meanwhile."""
-    read, told = RunningBatch._read, []
+    read, told = Answering._read, []
 
-    def late(running, batch, index, share):
+    def late(answering, sequence, share):
         for part in range(1, 6 if not told else 1):
             time.sleep(0.15)  # less than the time after which a comment is due
-            read(running, batch, index, share * part / 6)
+            read(answering, sequence, share * part / 6)
         told.append(share)
-        read(running, batch, index, share)
+        read(answering, sequence, share)
 
-    monkeypatch.setattr(RunningBatch, "_read", late)
+    monkeypatch.setattr(Answering, "_read", late)
     with serving_within(pair, limits={"keep_alive_s": 0.25, "first_event_s": 0.01}) as server:
         reply = server.complete("It was " * 200, stream=True, max_tokens=1)
     assert reply.body.count(b": keep-alive\n\n") >= 2 and reply.events[-1] == "[DONE]"

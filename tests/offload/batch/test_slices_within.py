@@ -133,7 +133,7 @@ def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
 
     blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
     sequence = SimpleNamespace(opened=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
-    reading = Reading(0, cast(Any, sequence), slices(), System(clock=lambda: now))
+    reading = Reading(cast(Any, sequence), slices(), System(clock=lambda: now))
     rounds_s, longest = 0.0, 0.0
     while True:
         before = now

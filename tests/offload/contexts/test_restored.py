@@ -151,7 +151,7 @@ def test_a_context_that_grew_reads_only_what_is_new(checkpoints, store):
     engine = case.engine(checkpoints, store)
     grown = engine.read(TEXT[:500], "book", on_prefill=shares.append)
     assert grown.saved == 500 and shares[-1] == 1.0 and sorted(shares) == shares
-    assert engine._running and engine._running.sequences[0].statistics.reused_tokens == 300
+    assert engine._running and engine._running.live[0].statistics.reused_tokens == 300
     unchanged = case.engine(checkpoints, store)
     assert unchanged.read(TEXT[:500], "book") == grown and unchanged._running is None, "there was nothing to read"
 

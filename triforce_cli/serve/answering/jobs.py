@@ -175,6 +175,17 @@ class Writing:
     told: float = 0.0
     """When that was last told."""
     _described: int = 0  # tokens whose probabilities have been looked at
+    _piece: str = ""
+
+    def take(self, tokens: list[int]) -> bool:
+        """Takes the tokens of a round; whether the answer ends with them."""
+        self._piece += self.text.add(tokens)
+        return self.text.stopped
+
+    def pop(self, *, last: bool) -> str:
+        """The text that has come since the last call, what was held back included if it is the `last` one."""
+        piece, self._piece = self._piece, ""
+        return piece + self.text.finish() if last else piece
 
     def describe(self, found: Sequence[TokenLogprobs]) -> list[Entry] | None:
         """The probabilities of the tokens that `text` has taken since the last call, where they were asked for.

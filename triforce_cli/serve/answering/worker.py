@@ -1,4 +1,4 @@
-"""The thread that owns the engine: loads it, and does what waits in the queue, one batch at a time."""
+"""The thread that owns the engine: loads it, and does what waits in the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
 from ...requests.body import BodyError
 from ..request import ServeRequest
-from .batching import RunningBatch
+from .answering import Answering
 from .fair_queue import FairQueue
 from .jobs import Job, Upload, stopping
 from .metrics import Metrics
@@ -37,7 +37,7 @@ class Worker:
         """What it failed with."""
         self.ended = threading.Event()
         self._cut_by: BodyError | None = None
-        self._batch: RunningBatch | None = None
+        self._answering: Answering | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         metrics.watch("queue_length", "Requests that wait in the queue", lambda: len(self.queue))
         metrics.watch("running_answers", "Answers that are being written, or wait for memory", lambda: self.running)
@@ -45,8 +45,7 @@ class Worker:
     @property
     def running(self) -> int:
         """Answers that are being written, and texts that are read."""
-        batch = self._batch
-        return len(batch) if batch else 0
+        return len(self._answering) if self._answering else 0
 
     def start(self) -> None:
         self._thread.start()
@@ -64,9 +63,9 @@ class Worker:
         self._cut_by = why
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
-        ended, batch = not self._thread.is_alive(), self._batch
-        if batch and not ended:
-            batch.fail_all(why)
+        ended = not self._thread.is_alive()
+        if self._answering and not ended:
+            self._answering.fail_all(why)
         return ended
 
     def _run(self) -> None:
@@ -78,8 +77,7 @@ class Worker:
             if self.state == "loading":
                 self.state = "ready"
                 self._tell("ready")
-            while (work := self.queue.next()) is not None:
-                self._do(engine, tokenizer, work)
+            self._answer(engine, tokenizer)
             engine.finish()
             engine.close()
         except BaseException as error:
@@ -90,35 +88,28 @@ class Worker:
                 work.fail(stopping())
             self.ended.set()
 
-    def _do(self, engine: Engine, tokenizer: Tokenizer, work: Job | Upload) -> None:
-        """Does one piece of work, and what joins it. What fails with it does not end the server, unless ranks are lost.
+    def _answer(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        """Works until the queue is closed. What fails does not end the server, unless ranks are lost.
 
         Raises:
             Exception: it failed where other ranks go on with it, or they have ended.
         """
-        if self._cut_by:
-            self.queue.remove(work)
-            work.fail(self._cut_by)
-            return
-        if work.abandoned:
-            return
         request = self._request
-        self._batch = RunningBatch(
-            engine, tokenizer, self.queue, self._metrics,
+        self._answering = Answering(
+            engine, tokenizer, self.queue, self._metrics, self._tell,
             most=request.max_sequences, save_prompts=request.save_prompts, cut_by=lambda: self._cut_by,
         )  # fmt: skip
-        try:
-            self._batch.run(work)
-        except Exception as error:
-            if isinstance(error, PeerError) or (self._batch.broken and engine.target.ranks.size > 1):
-                raise
-            if isinstance(error, TriforceError):
-                return  # whoever asked knows
-            self._tell(
-                f"error: the engine failed ({type(error).__name__}); requests under way were told; "
-                "--debug shows the traceback"
-            )
-            if self._request.debug:
-                traceback.print_exc()
-        finally:
-            self._batch = None
+        while True:
+            try:
+                return self._answering.run()
+            except Exception as error:
+                if isinstance(error, PeerError) or (self._answering.broken and engine.target.ranks.size > 1):
+                    raise
+                if isinstance(error, TriforceError):
+                    continue  # whoever asked knows
+                self._tell(
+                    f"error: the engine failed ({type(error).__name__}); requests under way were told; "
+                    "--debug shows the traceback"
+                )
+                if self._request.debug:
+                    traceback.print_exc()

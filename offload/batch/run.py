@@ -1,0 +1,468 @@
+"""The one loop of the engine: prompts are read, then all that run take the rounds of speculation in step.
+
+Sequences join and leave between rounds. What was read last stays when it ends, so that a next turn of a conversation
+goes on from there, beside others that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from ...tp.errors import CapacityError, PeerError, TriforceError
+from ..contexts.manifest import ContextError
+from ..graphs.passes import Graphs
+from ..held import Held
+from ..planning.memory import shortage_explained
+from ..rank_agreement import Drawn, RankAgreement
+from ..settings import MOST_SEQUENCES
+from ..speculation.switch import Upkeep
+from ..speculation.tiers import Tier
+from ..system import THIS_MACHINE, System
+from ..transfer.link import Traffic
+from .opening import Opening
+from .reading import Reading, slices_of
+from .request import RunOrder
+from .sequence import BatchSequence, Round, held_bytes
+from .upkeep import begin_round, end_round
+
+E = TypeVar("E", bound=Exception)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A prompt is being read."""
+
+    sequence: BatchSequence
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A round of a sequence."""
+
+    sequence: BatchSequence
+    round: Round
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nothing follows of a sequence; its `failure` says why, if it failed."""
+
+    sequence: BatchSequence
+
+
+Event = Progress | Tokens | Ended
+
+More = Callable[[bool], BatchSequence | None]
+"""What is asked for further sequences, on rank 0, between rounds, as long as one more may run: the next one, or `None`
+where there is none now. It is called with `True` where nothing else is left to be done: then it may wait, and `None`
+ends the run."""
+
+
+class Run(Iterator[Event]):
+    """Sequences in progress. Iterate over it for events. It lasts as long as more come; of sequences that have ended it
+    keeps nothing. Of several ranks all iterate to its end."""
+
+    def __init__(
+        self,
+        order: RunOrder,
+        opening: Opening,
+        graphs: Graphs,
+        more: More = lambda waits: None,
+        on_prefill: Callable[[BatchSequence, float], None] | None = None,
+        on_memory: Callable[[float], None] | None = None,
+        system: System = THIS_MACHINE,
+    ) -> None:
+        """Args:
+        graphs: what captures passes.
+        more: sequences beyond those of the order.
+        on_prefill: called with a sequence and the share of its prefill that is done, 0 to 1.
+        on_memory: of the first sequence, see `Opening.open`.
+        """
+        self._opening, self._graphs, self._alone = opening, graphs, order.alone
+        self._target, self._in_slices, self._system = opening.target, order.in_slices, system
+        self._most, self._reuse = min(order.most, MOST_SEQUENCES), order.reuse
+        self._more = more
+        self._on_prefill, self._on_memory = on_prefill, on_memory
+        self._agreement = RankAgreement(self._target.ranks)
+        self._joining: list[BatchSequence] = []  # on rank 0
+        self._short_of_memory = False  # since no sequence has left
+        self._reading: Reading | None = None  # the prompt whose next slices come after the next round
+        self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
+        self.live: list[BatchSequence] = []
+        """The sequences that have not ended, and perhaps some that just have."""
+        self.broken = False
+        """Whether a pass was under way when the run was broken off."""
+        self._asked_to_end = self._ended = False  # the second by all ranks, after a round
+        self.rounds_done = 0
+        self.decode_s = 0.0
+        self.most_kv_bytes = 0
+        """Keys and values on this rank: the most that was held."""
+        self._traffic_before = opening.traffic()
+        self._take_in([BatchSequence(one, self._read_until) for one in order.orders])
+        self._steps = self._run()
+
+    @torch.inference_mode()
+    def __next__(self) -> Event:
+        self.broken = True
+        with shortage_explained(self._target.device, self._system.device_memory):
+            event = next(self._steps, None)
+        self.broken = False
+        if event is None:
+            raise StopIteration
+        return event
+
+    def end(self, sequence: BatchSequence) -> None:
+        """Ends a sequence with the round that is under way, or before it begins; in a run in slices also while its
+        prompt is read. Its statistics stay. For rank 0."""
+        sequence.asked_to_end = True
+
+    def end_all(self) -> None:
+        """Ends the run early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
+        round by then: it is computed when this rank iterates on, and all end with it."""
+        if self._target.ranks.size == 1:
+            self.close()
+        self._asked_to_end = True
+
+    def close(self) -> None:
+        """Ends all sequences where they are; iteration stops, statistics stay."""
+        self._steps.close()
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The full cache's tier first, then those below it; none before a sequence was opened."""
+        return self._opening.tiers
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
+        lengths = {tier.name: tier.draft_tokens if tier.drafter else 0 for tier in self.tiers}
+        return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths.get("verify", 0)}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the run had to do without so far, a line each; what single sequences had, they say."""
+        return [*self._graphs.warnings, *self._opening.warnings]
+
+    def traffic(self) -> Traffic:
+        """What crossed this rank's link, or was read from a disk, so far, since the engine was loaded."""
+        return self._opening.traffic()
+
+    @property
+    def own_traffic(self) -> Traffic:
+        """The same since the run began."""
+        return self.traffic().since(self._traffic_before)
+
+    def kv_bytes(self) -> int:
+        """Keys and values that this rank holds now: of sequences that run, and what is kept for those to come."""
+        return held_bytes(self.live, self._opening.kept)
+
+    def held(self) -> Held:
+        """See `offload.held`: of the sequences that have not ended."""
+        for sequence in self.live:
+            if sequence.caches:
+                yield from sequence.caches.held()
+        if self.tiers:
+            yield from self.tiers[0].held()
+
+    @torch.inference_mode()  # in which the memory of a cache that is kept may have been made
+    def open_first(self) -> None:
+        """Takes the memory of the first sequence, before anything is read.
+
+        Raises:
+            CapacityError, UsageError: it cannot be answered.
+        """
+        self._open(self.live[0])
+
+    def _open(self, sequence: BatchSequence) -> None:
+        waiting = [one for one in self.live if one.state == "waiting"][: self._most]
+        self._opening.open(sequence, self._running(), waiting, reuse=self._reuse, on_memory=self._on_memory)
+        self._reuse = None  # it is of the run before
+
+    def _running(self) -> list[BatchSequence]:
+        return [one for one in self.live if one.state == "running"]
+
+    def _run(self) -> Generator[Event, None, None]:
+        whole = False
+        try:
+            while not self._ended:
+                yield from self._let_go()
+                yield from self._admit()
+                running = self._running()
+                if not running:
+                    if not self._idle():
+                        break
+                    continue
+                reading = self._reading and self._reading.sequence
+                self._opening.make_room(running, reading)
+                decoded_s = self.decode_s
+                with self._opening.threads.in_use():
+                    rounds = self._round(running)
+                for sequence, event in zip(running, rounds, strict=True):
+                    yield Tokens(sequence, event)
+                for one in running:
+                    if not one.goes_on or one.ends:
+                        self._leave(one)
+                if self._reading:
+                    self._reading.grant(self.decode_s - decoded_s)
+            whole = True
+        finally:
+            if self.tiers:
+                self.tiers[0].part_with()  # a tier that looks up refers to the one above it: both would last longer
+            for sequence in self.live:
+                if sequence.saved:
+                    sequence.saved.finish(together=whole)
+
+    def _let_go(self) -> Iterator[Event]:
+        """Says which sequences have ended, and keeps nothing of them."""
+        if self._alone:
+            return
+        for sequence in [one for one in self.live if one.state == "ended"]:
+            self.live.remove(sequence)
+            yield Ended(sequence)
+
+    def _idle(self) -> bool:
+        """Takes in what comes next where nothing is left to be done; whether anything does. Ranks wait for it as long
+        as it takes."""
+        if self._alone:
+            return False
+        if not self.live:
+            self._ask(waits=True)
+            self._join(patiently=True)
+        return bool(self.live)
+
+    def _ask(self, *, waits: bool = False) -> None:
+        """Asks for further sequences, as many as may run."""
+        if self._alone or self._target.ranks.rank or self._asked_to_end:
+            return
+        while self._may_take():
+            sequence = self._more(waits and not self._joining)
+            if sequence is None:
+                return
+            self._joining.append(sequence)
+
+    def _may_take(self) -> bool:
+        """Whether one more can join."""
+        return len(self.live) + len(self._joining) < self._most and not self._short_of_memory
+
+    def _join(self, *, patiently: bool = False) -> None:
+        """Has those join whom rank 0 has taken."""
+        joining, self._joining = self._joining, []
+        orders = self._target.ranks.share([one.order for one in joining], patiently=patiently)
+        now = self._system.clock()
+        self._take_in(joining or [BatchSequence(order, now) for order in orders])
+
+    def _take_in(self, sequences: Sequence[BatchSequence]) -> None:
+        self.live += sequences
+
+    def _admit(self) -> Generator[Event, None, None]:
+        """Opens and reads the sequences that wait, in their order, as long as they fit; of a prompt that is read in
+        slices, those that may come before the next round."""
+        while self._reading or self._begins_next():
+            assert self._reading
+            sequence = self._reading.sequence
+            event = self._read_on(self._reading)
+            if event is None:
+                if self._reading and self._in_slices and self._running():
+                    return
+                if self._reading:
+                    yield Progress(sequence)
+                else:
+                    yield from self._let_go()
+                continue
+            yield Tokens(sequence, event)
+            sequence.since = self._system.clock()
+            if not sequence.goes_on or sequence.ends:
+                self._leave(sequence)
+                yield from self._let_go()
+
+    def _begins_next(self) -> bool:
+        """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
+        for sequence in list(self.live):
+            if sequence.state != "waiting" or self._ended:
+                continue
+            others = len(self._running())
+            if sequence.asked_to_end and self._target.ranks.size == 1:
+                sequence.state = "ended"
+                continue
+            if others >= self._most:
+                sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
+                continue
+            if self._short_of_memory and others:
+                return False
+            if sequence.caches is None and not self._opens(sequence, others):
+                if sequence.state == "waiting":
+                    return False  # those behind it wait too, or it might wait for ever
+                continue
+            self._opening.make_room(self._running(), sequence)
+            sequence.state, sequence.waits_for = "reading", None
+            report = partial(self._read, sequence)
+            self._reading = Reading(sequence, slices_of(self._target, sequence, report), self._system)
+            return True
+        return False
+
+    def _read(self, sequence: BatchSequence, share: float) -> None:
+        """Takes note of a share of a prompt that is read."""
+        sequence.read_share = share
+        if self._on_prefill:
+            self._on_prefill(sequence, share)
+
+    def _opens(self, sequence: BatchSequence, others: int) -> bool:
+        """Opens a sequence; if that cannot be done it waits, while `others` run, or has failed; one that was to end has
+        ended. All ranks decide alike.
+
+        Raises:
+            TriforceError: it cannot be done, of a run alone.
+        """
+        ranks = self._target.ranks
+        if not ranks.least([int(not sequence.asked_to_end)])[0]:
+            sequence.state = "ended"
+            return False
+        found: Exception | None = None
+        try:
+            with shortage_explained(self._target.device, self._system.device_memory):
+                self._open(sequence)
+        except PeerError:
+            raise
+        except Exception as error:
+            if self._alone and not isinstance(error, TriforceError):
+                raise
+            found = _without_frames(error)  # this one would hold the error, and it the frame
+        none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
+        if none_failed:
+            return True
+        sequence.caches = None
+        self._opening.withdraw(sequence, alike=bool(none_opened))
+        found = found or CapacityError("another rank has not so much memory")
+        if self._alone:
+            raise found
+        if isinstance(found, CapacityError) and others:
+            sequence.waits_for, self._short_of_memory = f"memory: {found}", True
+        else:
+            self._fail(sequence, found)
+        return False
+
+    def _read_on(self, reading: Reading) -> Round | None:
+        """Reads some slices of a prompt; its sequence's first round. `None` where it is not read to its end, and where
+        it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
+        due = reading.due if self._in_slices and self._running() else reading.due_alone
+        due, ends = self._target.ranks.share_numbers([due, int(reading.sequence.asked_to_end)], 2)
+        if ends:
+            return self._drop(reading)
+        try:
+            with shortage_explained(self._target.device, self._system.device_memory):
+                event = self._first_round(reading) if reading.go_on(due) else None
+        except Exception as error:
+            saved = isinstance(error, ContextError)  # on all ranks, if on one
+            if self._alone or (self._target.ranks.size > 1 and not saved) or isinstance(error, PeerError):
+                raise
+            self._fail(reading.sequence, error)
+            return self._drop(reading)
+        self._read_until = self._system.clock()
+        return event
+
+    def _drop(self, reading: Reading) -> None:
+        """Ends a sequence whose prompt is not read to its end."""
+        reading.close()
+        self._leave(reading.sequence)
+        self._opening.forget(reading.sequence)
+        self._reading, self._read_until = None, self._system.clock()
+
+    def _leave(self, sequence: BatchSequence) -> None:
+        sequence.state, self._short_of_memory = "ended", False
+        if sequence.saved:
+            try:
+                sequence.saved.finish(together=True)
+            except ContextError as error:
+                if self._alone:
+                    raise
+                self._fail(sequence, error)
+        if not self._alone and sequence.caches:
+            if sequence.failure is None:
+                self._opening.keep_last(sequence)
+            sequence.give_back(self.lengths, self._system.synchronize)
+            self.tiers[0].part_with()
+            if not self._opening.is_kept(sequence):
+                sequence.forget_prompt()
+
+    def _fail(self, sequence: BatchSequence, error: Exception) -> None:
+        sequence.state, sequence.failure = "ended", _without_frames(error)
+
+    def _first_round(self, reading: Reading) -> Round:
+        """What a sequence begins with, once its prompt is read."""
+        began, sequence, self._reading = self._system.clock(), reading.sequence, None
+        token = reading.first_token(self._opening.looks_up)
+        running = sum(one.state in ("running", "reading") for one in self.live)
+        self._opening.use_measured_link()
+        self.tiers[0].choose_lengths(running)
+        self._agree([sequence], [Drawn([token], ends=sequence.is_to_end([token]))])
+        sequence.context.append(token)
+        now, caches = self._system.clock(), sequence.opened
+        caches.read_before = caches.full.read_so_far()
+        caches.traffic_before = caches.full.traffic()
+        seconds = reading.seconds + now - began
+        statistics = sequence.statistics.after_prefill(token, seconds)
+        self.most_kv_bytes = max(self.most_kv_bytes, held_bytes(self.live))
+        sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
+        sequence.state = "running"
+        return Round(0, [token], seconds, 0, 0, False)
+
+    def _round(self, running: Sequence[BatchSequence]) -> list[Round]:
+        """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
+        between rounds goes uncounted, reading included."""
+        began = max(self._read_until, min(sequence.since for sequence in running))
+        top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
+        before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
+        upkeep = top.upkeep
+        begin_round(top, running)
+        emitted = top.step(tokens_of, [sequence.missing for sequence in running])
+        drawn, tested = [], []
+        for sequence, (tokens, _), (proposed, accepted) in zip(running, emitted, before, strict=True):
+            sequence.context += tokens
+            counts = sequence.opened.tokens.counts["verify"]
+            tested.append((counts.proposed - proposed, counts.accepted - accepted))
+            retrieval, due = sequence.opened.retrieval, False
+            if upkeep is Upkeep.FULL and retrieval is not None:
+                due = sequence.opened.refresh.due(tested[-1][1], tested[-1][0]) or retrieval.is_full
+            drawn.append(Drawn(tokens, due, sequence.is_to_end(tokens)))
+        top.choose_lengths(len(running))
+        drawn = self._agree(running, drawn)
+        refresh_s = end_round(top, upkeep, running, drawn, began, self._system)
+        now = self._system.clock()
+        self.rounds_done += 1
+        self.decode_s += now - began
+        rounds = []
+        for sequence, one, (proposed, accepted) in zip(running, drawn, tested, strict=True):
+            seconds = now - sequence.since
+            sequence.record(sequence.statistics.after_round(one.tokens, seconds, refresh_s, drafted=proposed > 0))
+            sequence.since = now
+            number = sequence.statistics.rounds
+            rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))
+        return rounds
+
+    def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
+        """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
+        `RankAgreement`. Takes in those that join."""
+        self._ask()
+        decisions = [number for tier in self.tiers for number in tier.decisions]
+        drawn, decisions, joining, self._ended = self._agreement.agree(
+            drawn, decisions, joining=len(self._joining), ends=self._asked_to_end
+        )
+        each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
+        for i, tier in enumerate(self.tiers):
+            tier.decisions = decisions[i * each : (i + 1) * each]
+        for sequence, one in zip(sequences, drawn, strict=True):
+            sequence.ends = one.ends
+        if joining:
+            self._join()
+        return drawn
+
+
+def _without_frames(error: E) -> E:
+    """An error that is kept, without the frames it came through: they hold caches and activations."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
