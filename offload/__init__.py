@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .batch.batch import Batch
     from .batch.request import Request
-    from .batch.run import Run
+    from .batch.run import Ended, Progress, Run, Tokens
     from .contexts.manifest import ContextError
     from .contexts.model import ContextRequest
     from .contexts.store import ContextStore
@@ -25,13 +25,16 @@ __all__ = [
     "ContextError",
     "ContextRequest",
     "ContextStore",
+    "Ended",
     "Engine",
     "Generation",
+    "Progress",
     "Request",
     "Result",
     "Round",
     "Run",
     "Sampling",
+    "Tokens",
 ]
 
 _MODULES = {
@@ -39,13 +42,16 @@ _MODULES = {
     "ContextError": ".contexts.manifest",
     "ContextRequest": ".contexts.model",
     "ContextStore": ".contexts.store",
+    "Ended": ".batch.run",
     "Engine": ".engine",
     "Generation": ".generation",
+    "Progress": ".batch.run",
     "Request": ".batch.request",
     "Result": ".generation",
     "Round": ".generation",
     "Run": ".batch.run",
     "Sampling": ".speculation.sampling",
+    "Tokens": ".batch.run",
 }
 
 

@@ -143,6 +143,7 @@ def work(jobs: list[dict[str, Any]], note: Note | None = None) -> None:
             "rank": int(os.environ["RANK"]),
             "token_ids": result.token_ids,
             "rounds": result.stats["rounds"],
+            "prefill_s": result.stats["prefill_s"],
             "warnings": result.stats["warnings"],
             "world_size": result.stats["world_size"],
             "reused_tokens": result.stats["reused_tokens"],

@@ -1,0 +1,165 @@
+"""A run that lasts as long as requests come: each text is the one it has alone, and of what has ended nothing stays."""
+
+import gc
+import random
+from collections import deque
+
+import pytest
+from tiny import random_tokens
+from triforce.offload import ContextRequest, Ended, Engine, Progress, Request, Sampling, Tokens
+
+GREEDY = Sampling(temperature=0.0)
+BOOK = random_tokens(700, seed=3)
+
+
+class Client:
+    """Sends requests to a run at random times, and ends some of its sequences."""
+
+    def __init__(self, chance, requests):
+        self.chance, self.waiting = chance, deque(requests)
+        self.texts, self.ended, self.reused = {}, {}, {}
+        self.most_live = 0
+
+    def source(self, waits):
+        if self.waiting and (waits or self.chance.random() < 0.4):
+            return self.waiting.popleft()
+        return None
+
+    def follow(self, run, cancels=0.0, on_event=lambda event: None):
+        """The errors of those that failed."""
+        for event in run:
+            tag = event.sequence.tag
+            assert tag not in self.ended, "nothing follows the end"
+            if isinstance(event, Tokens):
+                self.texts.setdefault(tag, []).extend(event.round.tokens)
+            elif isinstance(event, Ended):
+                self.ended[tag] = event.sequence.error
+                self.reused[tag] = event.sequence.statistics.reused_tokens
+            else:
+                assert isinstance(event, Progress) and 0 <= event.sequence.read_share <= 1
+            if self.chance.random() < cancels:
+                run.end(event.sequence)
+            self.most_live = max(self.most_live, len(run.live))
+            on_event(event)
+        return {tag: error for tag, error in self.ended.items() if error}
+
+
+def requests_of(chance, count):
+    """Some begin alike, some go on from what others were asked, some are impossible."""
+    made = []
+    for tag in range(count):
+        base = chance.choice([[], BOOK, BOOK[:300], *(list(one.prompt_ids) for one in made[-3:])])
+        prompt = base[: chance.choice([len(base), 200])] + random_tokens(chance.randint(1, 90), seed=1000 + tag)
+        sampling = chance.choice([GREEDY, Sampling(temperature=0.8, seed=tag)])
+        made.append(Request(prompt, sampling, chance.randint(1, 20), ignore_eos=True, tag=tag))
+        if chance.random() < 0.05:
+            made[-1] = Request([10_000], GREEDY, 4, tag=tag)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow(keep=3)
+def test_each_text_is_the_one_it_has_alone_whatever_comes_and_goes(models, seed):
+    chance = random.Random(seed)
+    settings = {"tiers": chance.choice([1, 2, 3]), "resident": chance.choice([None, 0.0, 1e-4])}
+    engine = models.engine("llama", **settings)
+    requests = requests_of(chance, 14)
+    client, cancels = Client(chance, requests), chance.choice([0.0, 0.05])
+    errors = client.follow(engine.run(client.source, max_sequences=chance.choice([1, 3, 8])), cancels)
+    assert set(client.ended) == set(range(14))
+    for request in requests:
+        impossible = 10_000 in request.prompt_ids
+        assert (request.tag in errors) == impossible
+        if impossible:
+            assert "token 10000" in errors[request.tag] and request.tag not in client.texts
+            continue
+        found = client.texts.get(request.tag, [])
+        want = models.engine("llama", **settings).generate(
+            request.prompt_ids, request.sampling, request.max_new_tokens, ignore_eos=True
+        )
+        assert found == want.token_ids[: len(found)]
+        assert len(found) == request.max_new_tokens or cancels
+
+
+def test_a_next_turn_goes_on_from_kept_keys_and_values_while_others_run(models):
+    engine = models.engine("llama", room=200)
+    first = Request(BOOK, GREEDY, 8, ignore_eos=True, tag="first")
+    other = Request(random_tokens(90, seed=5), GREEDY, 60, ignore_eos=True, tag="other")
+    client = Client(random.Random(0), [first])
+
+    def turn(event):
+        if isinstance(event, Tokens) and event.sequence.tag == "first" and event.round.index == 0:
+            client.waiting.append(other)
+        if isinstance(event, Ended) and event.sequence.tag == "first":
+            prompt = BOOK + client.texts["first"] + [7, 8, 9] * 8
+            client.waiting.append(Request(prompt, GREEDY, 5, ignore_eos=True, tag="next"))
+
+    run = engine.run(client.source)
+    assert not client.follow(run, on_event=turn)
+    assert list(client.ended) == ["first", "next", "other"], "it did not wait for the other one"
+    assert client.reused["next"] >= len(BOOK)
+    alone = models.engine("llama").generate(BOOK + client.texts["first"] + [7, 8, 9] * 8, GREEDY, 5, ignore_eos=True)
+    assert client.texts["next"] == alone.token_ids
+
+
+def test_what_was_answered_last_stays_for_the_next_turn(models):
+    """Not what was answered first: whoever talks goes on from what was said."""
+    engine = models.engine("llama", room=200)
+    prompts = {"a": BOOK, "b": random_tokens(400, seed=8)}
+    requests = [Request(prompt, GREEDY, 4, ignore_eos=True, tag=tag) for tag, prompt in prompts.items()]
+    client = Client(random.Random(1), requests)
+
+    def turn(event):
+        if isinstance(event, Ended) and event.sequence.tag == "b":
+            prompt = prompts["b"] + client.texts["b"] + [5] * 30
+            client.waiting.append(Request(prompt, GREEDY, 4, ignore_eos=True, tag="b again"))
+
+    client.follow(engine.run(client.source), on_event=turn)
+    assert client.reused["b again"] >= len(prompts["b"])
+
+
+def test_an_answer_ends_with_the_round_after_which_its_check_says_so(models):
+    seen = []
+
+    def stops(tokens):
+        seen.extend(tokens)
+        return len(seen) >= 5
+
+    request = Request(BOOK, GREEDY, 50, ignore_eos=True, stops=stops, tag=0)
+    client = Client(random.Random(0), [request])
+    assert not client.follow(models.engine("llama").run(client.source))
+    assert client.texts[0] == seen and 5 <= len(seen) < 50
+
+
+def test_what_is_saved_meanwhile_is_found(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    save, find = ContextRequest(save="book", required=True), ContextRequest(name="book")
+    saving = Request(BOOK, GREEDY, 1, contexts=save, tag="save")
+    client = Client(random.Random(0), [saving, Request([4] * 300, GREEDY, 2, ignore_eos=True, tag="between")])
+
+    def turn(event):
+        if isinstance(event, Ended) and event.sequence.tag == "between":
+            client.waiting.append(Request([*BOOK, 5, 6], GREEDY, 3, ignore_eos=True, contexts=find, tag="find"))
+            client.waiting.append(Request([9], GREEDY, 3, contexts=ContextRequest(name="none"), tag="missing"))
+
+    engine = Engine.load(models["llama"][0], device="cpu", dtype="float32", tiers=1)
+    errors = client.follow(engine.run(client.source), on_event=turn)
+    assert client.reused["find"] > 500 and list(errors) == ["missing"]
+
+
+def test_nothing_is_kept_of_what_has_ended(models):
+    engine, prompt = models.engine("llama"), random_tokens(30, seed=1)
+    want = engine.generate(prompt, GREEDY, 2, ignore_eos=True).token_ids
+    counts = []
+    requests = [Request(prompt, GREEDY, 2, ignore_eos=True, tag=tag) for tag in range(120)]
+    client = Client(random.Random(2), requests)
+
+    def count(event):
+        if isinstance(event, Ended) and event.sequence.tag in (40, 110):
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+
+    client.follow(engine.run(client.source, max_sequences=3), on_event=count)
+    assert list(client.texts.values()) == [want] * 120 and client.most_live <= 4
+    per_request = (counts[1] - counts[0]) / 70
+    assert per_request < 6, f"{per_request:.1f} objects are kept of each"
