@@ -259,17 +259,18 @@ class Engine:
         tiers: int | None = None,
         max_sequences: int = MOST_SEQUENCES,
         expected: int = 1,
+        in_slices: bool = True,
         on_prefill: Callable[[BatchSequence, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> Run:
         """Prepares a run that lasts as long as there are requests; iterating over it does the work. A request that
-        cannot be answered ends alone. Prompts are read in slices, between which rounds of others come.
+        cannot be answered ends alone.
 
         Args:
             source: asked between rounds, as long as one more may run: the next request, or `None` where there is none
                 now. Called with `True` where nothing else is left to be done: then it may wait, and `None` ends the
                 run. Its requests find saved contexts as they say, also those that were saved meanwhile.
-            max_sequences, expected: see `batch`.
+            max_sequences, expected, in_slices: see `batch`.
             tiers: see `stream`.
             on_prefill: called with a sequence and the share of its prefill done, 0 to 1.
             on_memory: see `stream`.
@@ -286,7 +287,7 @@ class Engine:
             order = Order.or_error(checked, self.target.config, self.contexts)
             return BatchSequence(order, self.system.clock(), request)
 
-        limits = {"most": max_sequences, "expected": expected, "in_slices": True}
+        limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
         order = self._ordered([], tiers, None, None, alone=False, **limits)
         return self._run(order, more, on_prefill, on_memory)
 

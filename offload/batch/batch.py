@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
-from ..planning.memory import device_peak_bytes, host_peak_bytes
 from ..run_document import batch_document
 from ..speculation.tiers import Tier
-from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from .opening import Opening
 from .request import Order, Request, RunOrder
@@ -99,17 +98,11 @@ class Batch(Iterator[tuple[int, Round]]):
     def stats(self) -> dict[str, Any]:
         """The JSON of the batch so far."""
         statistics = [sequence.statistics for sequence in self.sequences]
-        target = self._opening.target
-        whole = Statistics(
+        whole = replace(
+            self.run.totals(),
             token_ids=[token for s in statistics for token in s.token_ids],
             token_s=[seconds for s in statistics for seconds in s.token_s],
             prefill_s=sum(s.prefill_s for s in statistics),
-            decode_s=self.run.decode_s,
-            rounds=self.run.rounds_done,
-            link=self.run.own_traffic,
-            device_peak_bytes=device_peak_bytes(target.device),
-            host_peak_bytes=host_peak_bytes(),
-            kv_bytes=self.run.most_kv_bytes * target.ranks.size,
         )
         return batch_document(whole, [self.document(i) for i in range(len(self.sequences))], self.warnings)
 

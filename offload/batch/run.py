@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,11 +17,13 @@ from ...tp.errors import CapacityError, PeerError, TriforceError
 from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
 from ..held import Held
-from ..planning.memory import shortage_explained
+from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
 from ..rank_agreement import Drawn, RankAgreement
+from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
+from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
 from .opening import Opening
@@ -103,6 +105,7 @@ class Run(Iterator[Event]):
         self.most_kv_bytes = 0
         """Keys and values on this rank: the most that was held."""
         self._traffic_before = opening.traffic()
+        self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
         self._take_in([BatchSequence(one, self._read_until) for one in order.orders])
         self._steps = self._run()
 
@@ -152,10 +155,22 @@ class Run(Iterator[Event]):
         """What crossed this rank's link, or was read from a disk, so far, since the engine was loaded."""
         return self._opening.traffic()
 
-    @property
-    def own_traffic(self) -> Traffic:
-        """The same since the run began."""
-        return self.traffic().since(self._traffic_before)
+    def totals(self) -> Statistics:
+        """What all sequences have taken together so far, without their tokens."""
+        return Statistics(
+            decode_s=self.decode_s,
+            rounds=self.rounds_done,
+            link=self.traffic().since(self._traffic_before),
+            device_peak_bytes=device_peak_bytes(self._target.device),
+            host_peak_bytes=host_peak_bytes(),
+            kv_bytes=self.most_kv_bytes * self._target.ranks.size,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """The JSON of the run so far, without those of its sequences."""
+        running = [one.document(self.lengths, []) for one in self.live if one.caches]
+        found = batch_document(self.totals(), (self._described + running)[:1], self.warnings)
+        return {name: value for name, value in found.items() if name != "sequences"}
 
     def kv_bytes(self) -> int:
         """Keys and values that this rank holds now: of sequences that run, and what is kept for those to come."""
@@ -385,6 +400,7 @@ class Run(Iterator[Event]):
             if sequence.failure is None:
                 self._opening.keep_last(sequence)
             sequence.give_back(self.lengths, self._system.synchronize)
+            self._described = self._described or [sequence.document(self.lengths, [])]
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()

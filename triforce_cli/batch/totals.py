@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -44,18 +44,22 @@ class Totals:
         """Since the first request was begun; more than 0."""
         return max(1e-9, time.perf_counter() - self.began)
 
-    def add_answer(self, answer: FinishedAnswer) -> None:
-        """Counts an answer's tokens."""
+    def add_answer(self, answer: FinishedAnswer, warnings: Sequence[str]) -> None:
+        """Counts an answer's tokens, and what it had to do without."""
+        self._warn(warnings)
         self.prompt_tokens += answer.timings.prompt_tokens
         self.reused_tokens += answer.timings.reused_tokens
         self.new_tokens += answer.timings.new_tokens
 
-    def add_batch(self, stats: dict[str, Any]) -> None:
-        """Counts what a batch took. `stats` is its JSON."""
+    def _warn(self, warnings: Sequence[str]) -> None:
+        self.warnings += [line for line in warnings if line not in self.warnings]
+
+    def add_run(self, stats: dict[str, Any]) -> None:
+        """Counts what a run of the engine took. `stats` is its JSON."""
         self.rounds += stats["rounds"]
         self.decode_s += stats["decode_s"]
         self.identity |= {name: stats[name] for name in _SHARED if name in stats}
-        self.warnings += [line for line in stats["warnings"] if line not in self.warnings]
+        self._warn(stats["warnings"])
         for name in _TRAFFIC:
             self.link[name] += stats["link"][name]
         for name, held in stats["memory"].items():

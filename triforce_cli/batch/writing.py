@@ -46,6 +46,11 @@ class Writing:
         count = self.job.request.answers
         return f"{self.job.line.custom_id}" + (f" (answer {self.number + 1} of {count})" if count > 1 else "")
 
+    def take(self, tokens: list[int]) -> bool:
+        """Takes the tokens of a round; whether the answer ends with them."""
+        self.text.add(tokens)
+        return self.text.stopped
+
     def update(self, sequence: ShownSequence) -> FinishedAnswer | None:
         """Takes over what the engine has done of it: the answer, if it is complete."""
         s = sequence.statistics
