@@ -53,15 +53,19 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
+            if self._opening.target.ranks.rank:  # which is told of those that join
+                self.sequences += [one for one in self.run.live if one not in self.sequences]
             if isinstance(event, Tokens):
                 return self.sequences.index(event.sequence), event.round
         raise StopIteration
 
     def add(self, request: Request) -> int:
         """Has a further sequence join before the next round; its index. For rank 0."""
-        order = Order.or_error(request, self._opening.target.config, self._opening.saved)
-        self._added.append(BatchSequence(order, self._clock(), request))
-        self.sequences.append(self._added[-1])
+        target = self._opening.target
+        if target.ranks.rank == 0:
+            order = Order.or_error(request, target.config, self._opening.saved)
+            self._added.append(BatchSequence(order, self._clock(), request))
+            self.sequences.append(self._added[-1])
         return len(self.sequences) - 1
 
     def end(self, index: int) -> None:

@@ -98,7 +98,7 @@ class Run(Iterator[Event]):
         self.live: list[BatchSequence] = []
         """The sequences that have not ended, and perhaps some that just have."""
         self.broken = False
-        """Whether a pass was under way when the run was broken off."""
+        """Whether a pass, or the reading of a prompt, was under way when the run was broken off."""
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
         self.rounds_done = 0
         self.decode_s = 0.0
@@ -134,6 +134,7 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends all sequences where they are; iteration stops, statistics stay."""
         self._steps.close()
+        self.broken = self.broken or self._reading is not None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -365,7 +366,8 @@ class Run(Iterator[Event]):
         """Reads some slices of a prompt; its sequence's first round. `None` where it is not read to its end, and where
         it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
         due = reading.due if self._in_slices and self._running() else reading.due_alone
-        due, ends = self._target.ranks.share_numbers([due, int(reading.sequence.asked_to_end)], 2)
+        asked_to_end = reading.sequence.asked_to_end or self._asked_to_end
+        due, ends = self._target.ranks.share_numbers([due, int(asked_to_end)], 2)
         if ends:
             return self._drop(reading)
         try:

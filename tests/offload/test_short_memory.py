@@ -96,7 +96,8 @@ def test_memory_that_becomes_short_between_rounds_changes_no_token(models, first
                 batch = engine.batch(requests, in_slices=in_slices, expected=len(requests))
                 for _ in batch:
                     free = gpu_bytes - simulator.live - simulator.others
-                    spare = engine._kept.cache.blocks.spare_bytes
+                    kept = engine._kept.cache
+                    spare = kept.blocks.spare_bytes if kept else 0
                     begun = all(one.state != "waiting" for one in batch.sequences)
                     if falls and begun and spare and chance.random() < 0.3:
                         simulator.others += max(0, free + chance.randint(1, spare) - next_bytes(batch))

@@ -244,7 +244,7 @@ class _History:
         self.saved = 0
 
     def step(self) -> None:
-        kind = self.chance.choice(["answer", "answer", "long", "talk", "break", "batch", "batch", "save", "logits"])
+        kind = self.chance.choice(["answer", "answer", "long", "talk", "break", "batch", "run", "save", "logits"])
         try:
             self.do(kind)
         except CapacityError:
@@ -267,6 +267,8 @@ class _History:
             run.close()
         elif kind == "batch":
             self.batch()
+        elif kind == "run":
+            self.run()
         elif kind == "save":
             self.saved += 1
             self.engine.read(self.context, f"text-{self.saved}")
@@ -303,6 +305,20 @@ class _History:
                 batch.end(index)
             if count == ends:
                 batch.close()
+
+    def run(self) -> None:
+        """Requests that come and go; when they do, rank 0 alone decides."""
+        requests = [self.request() for _ in range(self.chance.randint(1, 6))]
+        chance, most = random.Random(self.chance.random()), self.chance.randint(1, 4)
+
+        def source(waits: bool) -> Request | None:
+            return requests.pop() if requests and (waits or chance.random() < 0.3) else None
+
+        run = self.engine.run(source, max_sequences=most, in_slices=self.chance.random() < 0.5)
+        for event in run:
+            self.ledger.check("in a run")
+            if chance.random() < 0.03:
+                run.end(event.sequence)
 
     def request(self) -> Request:
         shared = self.context[: self.chance.choice([0, 40, len(self.context)])]
