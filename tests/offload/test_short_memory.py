@@ -96,8 +96,7 @@ def test_memory_that_becomes_short_between_rounds_changes_no_token(models, first
                 batch = engine.batch(requests, in_slices=in_slices, expected=len(requests))
                 for _ in batch:
                     free = gpu_bytes - simulator.live - simulator.others
-                    kept = engine._kept.cache
-                    spare = kept.blocks.spare_bytes if kept else 0
+                    spare = spare_bytes(engine)
                     begun = all(one.state != "waiting" for one in batch.sequences)
                     if falls and begun and spare and chance.random() < 0.3:
                         simulator.others += max(0, free + chance.randint(1, spare) - next_bytes(batch))
@@ -150,6 +149,12 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
     first, second = (json.loads(line) for line in run_forks(call, 2).splitlines() if line.startswith("{"))
     assert first == second
     assert first["same"] and not first["refused"] and first["left"][1]
+
+
+def spare_bytes(engine):
+    """Of the cache that the engine keeps, what can leave the GPU."""
+    kept = engine._kept.cache
+    return kept.blocks.spare_bytes if kept else 0
 
 
 def next_bytes(batch):
