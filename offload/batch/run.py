@@ -97,8 +97,7 @@ class Run(Iterator[Event]):
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
         self.live: list[BatchSequence] = []
         """The sequences that have not ended, and perhaps some that just have."""
-        self.broken = False
-        """Whether a pass, or the reading of a prompt, was under way when the run was broken off."""
+        self._stepping = self._read_in_part = False
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
         self.rounds_done = 0
         self.decode_s = 0.0
@@ -111,10 +110,10 @@ class Run(Iterator[Event]):
 
     @torch.inference_mode()
     def __next__(self) -> Event:
-        self.broken = True
+        self._stepping = True
         with shortage_explained(self._target.device, self._system.device_memory):
             event = next(self._steps, None)
-        self.broken = False
+        self._stepping = False
         if event is None:
             raise StopIteration
         return event
@@ -134,7 +133,11 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends all sequences where they are; iteration stops, statistics stay."""
         self._steps.close()
-        self.broken = self.broken or self._reading is not None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a pass, or the reading of a prompt, was under way when the run was broken off."""
+        return self._stepping or self._read_in_part
 
     @property
     def tiers(self) -> list[Tier]:
@@ -227,6 +230,10 @@ class Run(Iterator[Event]):
                     self._reading.grant(self.decode_s - decoded_s)
             whole = True
         finally:
+            if self._reading:
+                self._read_in_part = True
+                self._reading.close()
+                self._reading = None  # which refers to this run
             if self.tiers:
                 self.tiers[0].part_with()  # a tier that looks up refers to the one above it: both would last longer
             for sequence in self.live:
