@@ -16,7 +16,7 @@ from ...requests.body import BodyError
 from ..request import ServeRequest
 from .answering import Answering
 from .fair_queue import FairQueue
-from .jobs import Job, Upload, stopping
+from .jobs import Job, Upload, rank_ended, stopping
 from .metrics import Metrics
 
 
@@ -55,7 +55,11 @@ class Worker:
         if self.state != "failed":
             self.state = "stopping"
         for work in self.queue.close(keeps=lambda work: work.begun > 0):
-            work.fail(stopping())
+            work.fail(self.refusal())
+
+    def refusal(self) -> BodyError:
+        """What those are told whom it does not answer any more."""
+        return rank_ended() if isinstance(self.error, PeerError) else stopping()
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
         """Breaks off what is under way, and tells those who wait `why`; whether the thread has ended within `wait_s`
@@ -85,7 +89,7 @@ class Worker:
         finally:
             self.stop()
             for work in self.queue.close():
-                work.fail(stopping())
+                work.fail(self.refusal())
             self.ended.set()
 
     def _answer(self, engine: Engine, tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from ...generate.prompt import checked, decoded, read_text
 from ...requests.body import AnswerRequest, BodyError, Defaults, check_body
 from ...requests.prompts import PromptMaker
 from ..answering.fair_queue import FairQueue
-from ..answering.jobs import Job, Saved, Upload, stopping
+from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
 from ..limits import ServerLimits
 from ..request import ServeRequest
@@ -124,13 +124,13 @@ class Service:
         if state == "loading":
             raise BodyError("the model is being loaded; ask again later", code="loading", status=503)
         if state != "ready":
-            raise stopping()
+            raise self.worker.refusal()
         if self.queue.full:
             raise _queue_full()
 
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):
-            raise stopping() if self.worker.state != "ready" else _queue_full()
+            raise self.worker.refusal() if self.worker.state != "ready" else _queue_full()
 
 
 def _queue_full() -> BodyError:
