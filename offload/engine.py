@@ -276,7 +276,7 @@ class Engine:
             on_memory: see `stream`.
 
         Raises:
-            UsageError: more tiers than the settings have, or no sequence at all.
+            UsageError: more tiers than the settings have, or `max_sequences` below 1.
         """
 
         def more(waits: bool) -> BatchSequence | None:
@@ -290,11 +290,6 @@ class Engine:
         limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
         order = self._ordered([], tiers, None, None, alone=False, **limits)
         return self._run(order, more, on_prefill, on_memory)
-
-    def _run(self, order: RunOrder, *given: Any) -> Run:
-        self._end_run()
-        opening = self._opening(order)
-        return self._begin(Run(order, opening, self._graphs, *given, system=self.system), order)
 
     def _ordered(
         self,
@@ -445,6 +440,11 @@ class Engine:
                 self._kept.distrust()
             self._running = None  # it holds the cache, whose memory may be wanted back
         self._graphs.clear()
+
+    def _run(self, order: RunOrder, *given: Any) -> Run:
+        self._end_run()
+        opening = self._opening(order)
+        return self._begin(Run(order, opening, self._graphs, *given, system=self.system), order)
 
     def _batch(
         self,

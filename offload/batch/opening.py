@@ -93,7 +93,7 @@ class Opening:
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
-        self._first: BatchSequence | None = None
+        self._owner: BatchSequence | None = None  # of the cache that is kept; it may have ended
         self._expected = expected
         self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
         self._made_room = 0  # bytes on this rank
@@ -133,28 +133,28 @@ class Opening:
 
         Args: `alike` is whether it could be on none; else what is kept may not be the same on all.
         """
-        if self._first in (None, sequence):
-            self._first = None
+        if self._owner is None or self._owner is sequence or self._owner.state == "ended":
+            self._owner = None
             if not alike:
                 self._models.kept.context = []
 
     def forget(self, sequence: BatchSequence) -> None:
         """Sees to it that nobody goes on from what a sequence has read whose prefill failed: some layers may hold its
         tokens already where others hold those before."""
-        if sequence is self._first:  # what others read goes with them
+        if sequence is self._owner:  # what others read goes with them
             sequence.forget_prompt()
             self._models.kept.distrust()
 
     def is_kept(self, sequence: BatchSequence) -> bool:
         """Whether the sequence's full cache stays although it has ended."""
-        return sequence is self._first
+        return sequence is self._owner
 
     def keep_last(self, sequence: BatchSequence) -> None:
         """Has the full cache of a sequence that ends stay in place of that of one before it, if it is whole."""
-        full, first = sequence.opened.full, self._first
-        if sequence is first or full.prefix or first is None or first.state != "ended":
+        full, owner = sequence.opened.full, self._owner
+        if sequence is owner or full.prefix or owner is None or owner.state != "ended":
             return
-        first.forget_prompt()
+        owner.forget_prompt()
         self._models.kept.cache = full
         self._keep(sequence)
 
@@ -196,7 +196,7 @@ class Opening:
             full, plan = models.kept.prepare(prompt, replace(request, sequences=expected), reuse, on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
-            self.tiers = self._make_tiers(request, plan, [*waiting, sequence])
+            self.tiers = self._make_tiers(request, plan, waiting)
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
             self._keep(sequence)
@@ -242,7 +242,7 @@ class Opening:
         """Raises:
         UsageError: the prompt's rotation depends on its length.
         """
-        assert self._first is not None
+        assert self._owner is not None
         rope, config = self._models.target.rope, self._models.target.config.rope
         if rope.changes_with(len(order.prompt)):
             raise UsageError(
@@ -253,7 +253,7 @@ class Opening:
 
     def _keep(self, sequence: BatchSequence) -> None:
         """Takes note that what is kept is now this sequence's."""
-        self._models.kept.context, self._first = sequence.context, sequence
+        self._models.kept.context, self._owner = sequence.context, sequence
 
     def _beside(
         self, sequence: BatchSequence, request: RunRequest, running: Sequence[BatchSequence]
@@ -264,10 +264,10 @@ class Opening:
         Raises:
             CapacityError: there is not so much memory.
         """
-        kept, first = self._models.kept, self._first
+        kept, owner = self._models.kept, self._owner
         used = any(kept.cache in one.opened.full.holders for one in running)
-        free = not used and (first is None or first.state == "ended")
-        others = [*([first] if first and not free else []), *(one for one in running if one is not first)]
+        free = not used and (owner is None or owner.state == "ended")
+        others = [*([owner] if owner and not free else []), *(one for one in running if one is not owner)]
         prefix, shared = self._prefix(sequence.context, others)
         if not free or kept.shared_tokens(sequence.context) <= shared:
             try:
@@ -297,7 +297,7 @@ class Opening:
         best: FullCache | None = None
         shared = 0
         for other in others:
-            root = self._models.kept.cache if other is self._first else None
+            root = self._models.kept.cache if other is self._owner else None
             full = other.caches.full if other.caches else root
             # What was generated was computed with other tiles than a prompt.
             known = min(len(other.order.prompt), full.length if full else 0)

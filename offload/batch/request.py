@@ -33,8 +33,8 @@ class Request:
     """Whether the target's own probabilities are wanted of each token, before temperature and filters, and of how many
     of the likeliest ones besides; `None` for none."""
     contexts: ContextRequest | None = None
-    """What to do with saved contexts, of one that joins a batch; nothing by default. The first one's are the batch's.
-    A `save` needs all of the prompt to be read for it alone."""
+    """What to do with saved contexts: in a run by default what the engine was loaded for; in a batch nothing, but for
+    the first one, whose are the batch's. A `save` needs all of the prompt to be read for it alone."""
     stops: Callable[[list[int]], bool] | None = None
     """Called on rank 0 with the new tokens of each round; whether the answer ends with them."""
     tag: Any = None

@@ -95,7 +95,7 @@ class Run(Iterator[Event]):
         self._short_of_memory = False  # since no sequence has left
         self._reading: Reading | None = None  # the prompt whose next slices come after the next round
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
-        self.live: list[BatchSequence] = []
+        self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that just have."""
         self._stepping = self._read_in_part = False
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round
@@ -105,7 +105,6 @@ class Run(Iterator[Event]):
         """Keys and values on this rank: the most that was held."""
         self._traffic_before = opening.traffic()
         self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
-        self._take_in([BatchSequence(one, self._read_until) for one in order.orders])
         self._steps = self._run()
 
     @torch.inference_mode()
@@ -260,27 +259,20 @@ class Run(Iterator[Event]):
 
     def _ask(self, *, waits: bool = False) -> None:
         """Asks for further sequences, as many as may run."""
-        if self._alone or self._target.ranks.rank or self._asked_to_end:
+        if self._target.ranks.rank or self._asked_to_end or self._short_of_memory:
             return
-        while self._may_take():
+        while len(self.live) + len(self._joining) < self._most:
             sequence = self._more(waits and not self._joining)
             if sequence is None:
                 return
             self._joining.append(sequence)
-
-    def _may_take(self) -> bool:
-        """Whether one more can join."""
-        return len(self.live) + len(self._joining) < self._most and not self._short_of_memory
 
     def _join(self, *, patiently: bool = False) -> None:
         """Has those join whom rank 0 has taken."""
         joining, self._joining = self._joining, []
         orders = self._target.ranks.share([one.order for one in joining], patiently=patiently)
         now = self._system.clock()
-        self._take_in(joining or [BatchSequence(order, now) for order in orders])
-
-    def _take_in(self, sequences: Sequence[BatchSequence]) -> None:
-        self.live += sequences
+        self.live += joining or [BatchSequence(order, now) for order in orders]
 
     def _admit(self) -> Generator[Event, None, None]:
         """Opens and reads the sequences that wait, in their order, as long as they fit; of a prompt that is read in
@@ -323,8 +315,8 @@ class Run(Iterator[Event]):
                 continue
             self._opening.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
-            report = partial(self._read, sequence)
-            self._reading = Reading(sequence, slices_of(self._target, sequence, report), self._system)
+            slices = slices_of(self._target, sequence, partial(self._read, sequence))
+            self._reading = Reading(sequence, slices, self._system)
             return True
         return False
 
@@ -406,7 +398,7 @@ class Run(Iterator[Event]):
                     raise
                 self._fail(sequence, error)
         if not self._alone and sequence.caches:
-            if sequence.failure is None:
+            if sequence.failure is None and sequence.statistics.token_ids:  # its prompt was read to its end
                 self._opening.keep_last(sequence)
             sequence.give_back(self.lengths, self._system.synchronize)
             self._described = self._described or [sequence.document(self.lengths, [])]

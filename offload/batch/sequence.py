@@ -210,7 +210,7 @@ class BatchSequence:
             self.caches = None
 
     def forget_prompt(self) -> None:
-        """Drops the tokens of prompt and answer, and what was asked; the answer is in the statistics."""
+        """Drops the tokens of prompt and answer; the answer is in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []
 
 

@@ -182,8 +182,10 @@ class KeptCache:
         """Has blocks of these caches leave a GPU that has fewer bytes free than are `needed`, as far as host memory has
         room for them; how many bytes have left. Every rank calls it, and the one with the least memory counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
+        if not any(blocks.spare_bytes for blocks in holders):
+            return 0
         found = self._system.device_memory(self._decoder.device)
-        if found is None or not any(blocks.spare_bytes for blocks in holders):
+        if found is None:
             return 0
         (left,) = self._decoder.ranks.least([found[0] - needed()])
         moved = 0

@@ -186,16 +186,16 @@ class StreamedBlocks:
         return pieces
 
     def restore(self, layer: int, stop: int, read: Callable[[list[Tensor]], None]) -> None:
-        whole, first = stop // self.block_size, self._first_on_host
-        blocks, host = self._resident[layer][:whole], self._host[layer]
+        whole, first, host = stop // self.block_size, self._first_on_host, self._host[layer]
+        here, both = self._resident[layer][: min(first, whole)], self._resident[layer][first:whole]
         after = [self._open[layer][:, :, :rest]] if (rest := stop % self.block_size) else []
         self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
         away = host.room(max(0, whole - first))
-        places = [*blocks[:first], *after]
+        places = [*here, *after]
         pieces = [on_host(place) for place in places]
-        read([*pieces[: len(blocks[:first])], *away, *pieces[len(blocks[:first]) :]])
+        read([*pieces[: len(here)], *away, *pieces[len(here) :]])
         host.write(away)
-        for place, piece in zip([*places, *blocks[first:]], [*pieces, *away], strict=False):
+        for place, piece in zip([*places, *both], [*pieces, *away[: len(both)]], strict=True):
             if piece is not place:
                 place.copy_(piece)
         self._base, self._workspace = whole * self.block_size, None

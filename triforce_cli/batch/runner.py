@@ -188,7 +188,7 @@ class Runner:
         writing: Writing = sequence.tag
         if writing not in self._writing:
             return
-        self._writing[writing], writing.read = sequence, share
+        self._writing[writing] = sequence
         tokens = len(writing.job.prompt.token_ids) if writing.job.prompt else 0
         if self._display:
             self._display.draw_if_due()

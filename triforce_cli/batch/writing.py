@@ -37,8 +37,6 @@ class Writing:
     job: Job
     number: int
     text: AnswerText
-    read: float = 0.0
-    """The share of its prompt that is read."""
 
     @property
     def name(self) -> str:
@@ -72,4 +70,4 @@ class Writing:
         most = self.job.request.max_new_tokens
         if sequence is None:
             return SequenceRow(self.name, "waiting", max_new_tokens=most)
-        return row_of(self.name, sequence, most, self.read, ended=False)
+        return row_of(self.name, sequence, most, ended=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,8 +53,6 @@ class Answer:
     """Why it has failed, while others go on."""
     index: int = -1
     """Of its sequence in the batch."""
-    read: float = 0.0
-    """The share of its prompt that is read."""
     ended: bool = False
     waits: bool = field(default=True, init=False)
     """Whether it has not been written yet."""
@@ -77,7 +75,7 @@ class Answer:
         if self.prompt is None:
             return SequenceRow(self.wanted.name, "failed", note=self.error or "")
         sequence = batch.sequences[self.index]
-        row = row_of(self.wanted.name, sequence, max_new_tokens, self.read, ended=self.ended)
+        row = row_of(self.wanted.name, sequence, max_new_tokens, ended=self.ended)
         return replace(row, text=self.text.text[-SHOWN_CHARACTERS:])
 
     def document(self, stats: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +222,7 @@ class _Several:
                 batch = self._engine.batch(
                     self._requests(sampling),
                     on_memory=progress.memory,
-                    on_prefill=lambda index, share: self._read(index, share, progress.prefill),
+                    on_prefill=lambda index, share: progress.prefill(share) if index == 0 else None,
                     contexts=contexts,
                 )
                 step(batch, self._signals)  # the first token is taken from the statistics, like all others
@@ -245,12 +243,6 @@ class _Several:
             for answer in self._asked
             if answer.prompt
         ]
-
-    def _read(self, index: int, share: float, show: Callable[[float], None]) -> None:
-        """Takes note of a share of a prompt that is read; the first one's is shown by a bar of its own."""
-        self._asked[index].read = share
-        if index == 0:
-            show(share)
 
     def _display(self, batch: Batch) -> BatchDisplay:
         device = self._engine.target.device.type

@@ -26,17 +26,17 @@ class ShownSequence(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
+    def read_share(self) -> float: ...
+    @property
     def waits_for(self) -> str | None: ...
 
 
-def row_of(name: str, sequence: ShownSequence, max_new_tokens: int, read: float, *, ended: bool) -> SequenceRow:
+def row_of(name: str, sequence: ShownSequence, max_new_tokens: int, *, ended: bool) -> SequenceRow:
     """The line of a sequence.
 
-    Args:
-        read: the share of its prompt that is read.
-        ended: whether its answer is complete.
+    Args: `ended` is whether its answer is complete.
     """
-    s = sequence.statistics
+    s, read = sequence.statistics, sequence.read_share
     state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
     note = sequence.error or sequence.waits_for or ""
     return SequenceRow(name, state, len(s.token_ids), max_new_tokens, s.tbt_s, s.retrieval_acceptance, read, note)

@@ -1,12 +1,14 @@
 """A sequence that one rank has no memory for fails on all, and others go on."""
 
 import json
+from collections import deque
 from typing import Any
 
 import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
-from triforce.offload import Engine, Request, Sampling
+from triforce.offload import Ended, Engine, Request, Sampling, Tokens
+from triforce.offload.caches.kept import KeptCache
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
@@ -56,6 +58,40 @@ def run_short(root):
     engine.close()
     texts = [sequence.statistics.token_ids for sequence in sequences]
     print(json.dumps({"texts": texts, "errors": [sequence.error for sequence in sequences]}), flush=True)
+
+
+def run_unlike(root):
+    """A run in which the second sequence finds no memory on one rank once its cache was prepared."""
+    prepare, calls = KeptCache.prepare, []
+
+    def refused(kept, *given, **named):
+        found = prepare(kept, *given, **named)
+        calls.append(found)
+        if len(calls) == 2 and engine.target.ranks.rank:
+            raise CapacityError("none is left")
+        return found
+
+    KeptCache.prepare = refused  # of this process, which ends
+    engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64)
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    requests = deque(Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True, tag=i) for i, prompt in enumerate(prompts))
+    texts, errors = [list[int]() for _ in prompts], []
+    for event in engine.run(lambda waits: requests.popleft() if requests else None, max_sequences=1):
+        if isinstance(event, Tokens) and event.sequence.tag is not None:
+            texts[event.sequence.tag] += event.round.tokens
+        elif isinstance(event, Ended):
+            errors.append(event.sequence.error)
+    engine.close()
+    print(json.dumps({"texts": texts, "errors": errors}), flush=True)
+
+
+def test_what_one_rank_alone_has_prepared_is_nothing_to_go_on_from(pair_of_models):
+    root, want = pair_of_models
+    printed = run_forks(lambda: run_unlike(root), 2, 60)
+    first, second = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+    assert [want[0], [], want[0]] in (first["texts"], second["texts"])
+    for report in (first, second):
+        assert [bool(error) for error in report["errors"]] == [False, True, False]
 
 
 @pytest.mark.slow
