@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from spmd import run_forks
@@ -71,7 +72,7 @@ def run_unlike(root):
             raise CapacityError("none is left")
         return found
 
-    KeptCache.prepare = refused  # of this process, which ends
+    patch.object(KeptCache, "prepare", refused).start()  # of this process, which ends
     engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     requests = deque(Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True, tag=i) for i, prompt in enumerate(prompts))
