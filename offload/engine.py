@@ -184,6 +184,7 @@ class Engine:
         reuse: int | None = None,
         on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[float], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
         contexts: ContextRequest | None = None,
     ) -> Generation:
         """Prepares a run; iterating over it does the work, one event a round.
@@ -198,6 +199,8 @@ class Engine:
                 its memory back first.
             on_memory: called with the share of the host memory taken that blocks stream from, 0 to 1.
             on_prefill: called with the share of the prefill done, 0 to 1.
+            interrupted: asked on rank 0 after each round, and twice a second while the prompt is read; `True` ends the
+                run there, on all ranks. What was read stays for the next one.
             contexts: what to do with saved contexts; default: start from the one that the engine was loaded with.
 
         Raises:
@@ -208,7 +211,8 @@ class Engine:
         request = Request(prompt_ids, sampling, max_new_tokens, ignore_eos)
         orders = [Order.of(request, self.target.config)]
         order = self._ordered(orders, tiers, reuse, contexts, alone=True)
-        return Generation(self._batch(order, on_prefill and (lambda _, share: on_prefill(share)), on_memory))
+        report = on_prefill and (lambda _, share: on_prefill(share))
+        return Generation(self._batch(order, interrupted, report, on_memory))
 
     def batch(
         self,
@@ -221,6 +225,7 @@ class Engine:
         in_slices: bool = False,
         on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
         contexts: ContextRequest | None = None,
     ) -> Batch:
         """Prepares several sequences that are decoded together; iterating over it does the work, and gives the index of
@@ -236,7 +241,8 @@ class Engine:
             in_slices: whether prompts are read in slices, so that one may end while it is read, and of one that joins
                 others between their rounds: TBT at most doubles. Otherwise they wait, which is sooner done in all.
             on_prefill: called with a sequence's index and the share of its prefill done, 0 to 1.
-            tiers, reuse, on_memory, contexts: see `stream`; the last three are of the first sequence.
+            tiers, interrupted: see `stream`.
+            reuse, on_memory, contexts: see `stream`; of the first sequence.
 
         Raises:
             ContextError: the context that is asked for cannot be used.
@@ -250,7 +256,7 @@ class Engine:
         orders += [Order.or_error(request, self.target.config, saved) for request in others]
         limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
         order = self._ordered(orders, tiers, reuse, contexts, alone=False, **limits)
-        return self._batch(order, on_prefill, on_memory)
+        return self._batch(order, interrupted, on_prefill, on_memory)
 
     def run(
         self,
@@ -260,6 +266,7 @@ class Engine:
         max_sequences: int = MOST_SEQUENCES,
         expected: int = 1,
         in_slices: bool = True,
+        interrupted: Callable[[], bool] | None = None,
         on_prefill: Callable[[BatchSequence, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
     ) -> Run:
@@ -271,9 +278,8 @@ class Engine:
                 now. Called with `True` where nothing else is left to be done: then it may wait, and `None` ends the
                 run. Its requests find saved contexts as they say, also those that were saved meanwhile.
             max_sequences, expected, in_slices: see `batch`.
-            tiers: see `stream`.
+            tiers, interrupted, on_memory: see `stream`.
             on_prefill: called with a sequence and the share of its prefill done, 0 to 1.
-            on_memory: see `stream`.
 
         Raises:
             UsageError: more tiers than the settings have, or `max_sequences` below 1.
@@ -289,7 +295,7 @@ class Engine:
 
         limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}
         order = self._ordered([], tiers, None, None, alone=False, **limits)
-        return self._run(order, more, on_prefill, on_memory)
+        return self._run(order, more, interrupted, on_prefill, on_memory)
 
     def _ordered(
         self,
@@ -349,19 +355,20 @@ class Engine:
         frame: Frame = NO_FRAME,
         on_memory: Callable[[float], None] | None = None,
         on_prefill: Callable[[float], None] | None = None,
+        interrupted: Callable[[], bool] | None = None,
     ) -> Generation:
         """Prepares the run that reads a text and saves its keys and values as the context `name`.
 
         Args:
             frame: what of it is not the text, as a chat template has it.
-            on_memory, on_prefill: see `stream`.
+            on_memory, on_prefill, interrupted: see `stream`.
 
         Raises:
             ContextError, UsageError, CapacityError: see `read`.
         """
         save = ContextRequest(save=name, frame=frame, required=True)
-        progress: dict[str, Any] = {"on_memory": on_memory, "on_prefill": on_prefill}
-        return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **progress)
+        calls: dict[str, Any] = {"on_memory": on_memory, "on_prefill": on_prefill, "interrupted": interrupted}
+        return self.stream(token_ids, Sampling(0.0), 1, tiers=1, contexts=save, **calls)
 
     def held(self) -> Held:
         """Tensors on the compute device that last from one round to the next, each with its part of the plan: see
@@ -449,11 +456,13 @@ class Engine:
     def _batch(
         self,
         order: RunOrder,
+        interrupted: Callable[[], bool] | None,
         on_prefill: Callable[[int, float], None] | None,
         on_memory: Callable[[float], None] | None,
     ) -> Batch:
         self._end_run()
-        batch = Batch(order, self._opening(order), self._graphs, on_prefill, on_memory, self.system)
+        given = interrupted, on_prefill, on_memory, self.system
+        batch = Batch(order, self._opening(order), self._graphs, *given)
         self._begin(batch.run, order)
         return batch
 

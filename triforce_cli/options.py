@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
 import typer
 
+from ..offload.speculation.sampling import Sampling
 from ..tp.weights.registry import EMBEDDED
 from .call import Call
 from .parameters import (
@@ -319,10 +320,15 @@ class Request(ModelRequest):
         names = ("refresh", "resident", "exact", "early_end", "pack", "host_memory")
         return self.lengths | {name: getattr(self, name) for name in names}
 
+    def __post_init__(self) -> None:
+        """Raises:
+        UsageError: an impossible sampling parameter, before anything is read or loaded.
+        """
+        self.sampling  # noqa: B018
+
     @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters by name, the seed among them."""
-        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def new_tokens(least: int, help: str) -> Any:

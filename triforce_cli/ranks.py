@@ -7,20 +7,20 @@ import sys
 
 import typer
 
-from ..tp.parallel.launch import GRACE_S, RANK_0_GRACE_S, Guard, launch
+from ..tp.parallel.launch import Guard, launch
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
 from .call import Call
 from .options import EngineOptions
+from .terminal.stopping import REPEAT_S
 from .terminal.streams import tell
 
 
-def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, signals_to_rank_0: bool = False) -> bool:
-    """Whether this process reads, prints and writes. If not, its work is done when this returns.
+def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
+    """Whether this process reads, prints and writes. If not, its work is done when this returns. Signals are for rank 0
+    alone, which ends a run where all ranks are between two rounds, and then the others.
 
-    Args:
-        goes_on: whether the command starts runs that go on from one another, also after one that did not fit.
-        signals_to_rank_0: whether signals are for rank 0 alone, which may take its time and then ends the others.
+    Args: `goes_on` is whether the command starts runs that go on from one another, also after one that did not fit.
 
     Raises:
         typer.Exit: the ranks that this process started have ended.
@@ -36,11 +36,9 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False, signals_
             check_split(ModelConfig.load(target), request.gpus)  # before so many processes are started
             command = [sys.executable, "-P", "-m", "triforce.cli", *call.arguments]
             ready = call.signals.allow
-            raise typer.Exit(launch(command, request.gpus, ready, signals_to_rank_0=signals_to_rank_0))
+            raise typer.Exit(launch(command, request.gpus, ready))
     if place and place.size > 1:
-        grace = GRACE_S if place.rank else RANK_0_GRACE_S
-        follows = signals_to_rank_0 and place.rank == place.local_rank > 0
-        Guard(math.inf if signals_to_rank_0 else grace, follows=follows)
+        Guard(math.inf if place.rank else REPEAT_S, follows=place.rank == place.local_rank > 0)
     if place and place.rank:
         call.signals.disregard()
         from .generate.run import follow

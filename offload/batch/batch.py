@@ -27,13 +27,14 @@ class Batch(Iterator[tuple[int, Round]]):
         order: RunOrder,
         opening: Opening,
         graphs: Graphs,
+        interrupted: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
         system: System = THIS_MACHINE,
     ) -> None:
         """Args:
         on_prefill: called with a sequence's index and the share of its prefill that is done, 0 to 1.
-        graphs, on_memory: see `Run`.
+        graphs, interrupted, on_memory: see `Run`.
         """
 
         sequences: list[BatchSequence] = []
@@ -46,7 +47,7 @@ class Batch(Iterator[tuple[int, Round]]):
         def more(waits: bool) -> BatchSequence | None:
             return added.popleft() if added else None
 
-        self.run = Run(order, opening, graphs, more, on_prefill and report, on_memory, system)
+        self.run = Run(order, opening, graphs, more, interrupted, on_prefill and report, on_memory, system)
         sequences += self.run.live
         self.sequences, self._added = sequences, added
         self._opening, self._clock = opening, system.clock

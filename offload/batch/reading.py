@@ -13,8 +13,8 @@ from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder, forward_work
 from ..caches.full import FullCache
 from ..caches.streaming import prefill_streaming
+from ..speculation.distribution import check_finite
 from ..speculation.sampler import distributions, draw
-from ..speculation.sampling import read
 from ..system import THIS_MACHINE, System
 from .sequence import BatchSequence
 
@@ -55,9 +55,14 @@ class Reading:
         """The slices until it is checked whether the prompt is still wanted, while nobody else runs."""
         return 1 if self._slice_s is None else max(1, int(_CHECKS_S / self._slice_s))
 
-    def close(self) -> None:
-        """Ends it where it is."""
+    def close(self, *, keeps: bool) -> None:
+        """Ends it where it is.
+
+        Args: `keeps` is whether the tokens that every layer holds by now stay in the full cache: nothing has failed.
+        """
         self._slices.close()
+        if keeps:
+            self.sequence.opened.full.break_off()
 
     def go_on(self, count: int) -> bool:
         """Computes `count` further slices, or fewer where others of another kind follow; whether the prompt is read."""
@@ -89,7 +94,8 @@ class Reading:
         sequence, caches = self.sequence, self.sequence.opened
         samplers = [sequence.sampler]
         weights = distributions(self._logits, samplers, [1])
-        token = read(draw(weights, samplers, [1], [len(sequence.context)]))[0]
+        (token,) = draw(weights, samplers, [1], [len(sequence.context)]).tolist()
+        check_finite([caches.tokens], [[token]])
         caches.tokens.note_logits(self._logits)
         caches.tokens.keep_logprobs([token])
         if caches.retrieval:

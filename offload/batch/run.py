@@ -21,6 +21,7 @@ from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_expla
 from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
+from ..speculation.distribution import NotFiniteError
 from ..speculation.switch import Upkeep
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
@@ -75,6 +76,7 @@ class Run(Iterator[Event]):
         opening: Opening,
         graphs: Graphs,
         more: More = lambda waits: None,
+        interrupted: Callable[[], bool] | None = None,
         on_prefill: Callable[[BatchSequence, float], None] | None = None,
         on_memory: Callable[[float], None] | None = None,
         system: System = THIS_MACHINE,
@@ -82,13 +84,14 @@ class Run(Iterator[Event]):
         """Args:
         graphs: what captures passes.
         more: sequences beyond those of the order.
+        interrupted: asked on rank 0 after each round, and twice a second while a prompt is read; `True` ends the run.
         on_prefill: called with a sequence and the share of its prefill that is done, 0 to 1.
         on_memory: of the first sequence, see `Opening.open`.
         """
         self._opening, self._graphs, self._alone = opening, graphs, order.alone
         self._target, self._in_slices, self._system = opening.target, order.in_slices, system
         self._most, self._reuse = min(order.most, MOST_SEQUENCES), order.reuse
-        self._more = more
+        self._more, self._interrupted = more, interrupted or (lambda: False)
         self._on_prefill, self._on_memory = on_prefill, on_memory
         self._agreement = RankAgreement(self._target.ranks)
         self._joining: list[BatchSequence] = []  # on rank 0
@@ -97,8 +100,8 @@ class Run(Iterator[Event]):
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that just have."""
-        self._stepping = self._read_in_part = False
-        self._asked_to_end = self._ended = False  # the second by all ranks, after a round
+        self._stepping = False
+        self._asked_to_end = self._ended = False  # the second by all ranks, after a round or slices of a prefill
         self.rounds_done = 0
         self.decode_s = 0.0
         self.most_kv_bytes = 0
@@ -124,7 +127,7 @@ class Run(Iterator[Event]):
 
     def end_all(self) -> None:
         """Ends the run early, on rank 0: iteration stops, statistics stay. Other ranks, if any, have begun the next
-        round by then: it is computed when this rank iterates on, and all end with it."""
+        round by then: it is computed when this rank iterates on, and all end with it. What was read stays known."""
         if self._target.ranks.size == 1:
             self.close()
         self._asked_to_end = True
@@ -135,8 +138,8 @@ class Run(Iterator[Event]):
 
     @property
     def broken(self) -> bool:
-        """Whether a pass, or the reading of a prompt, was under way when the run was broken off."""
-        return self._stepping or self._read_in_part
+        """Whether a pass was under way when the run was broken off."""
+        return self._stepping
 
     @property
     def tiers(self) -> list[Tier]:
@@ -207,19 +210,25 @@ class Run(Iterator[Event]):
     def _run(self) -> Generator[Event, None, None]:
         whole = False
         try:
-            while not self._ended:
+            while not self._ends_now():
                 yield from self._let_go()
                 yield from self._admit()
                 running = self._running()
+                if self._ended or not (running or self._idle()):
+                    break
                 if not running:
-                    if not self._idle():
-                        break
                     continue
                 reading = self._reading and self._reading.sequence
                 self._opening.make_room(running, reading)
                 decoded_s = self.decode_s
-                with self._opening.threads.in_use():
-                    rounds = self._round(running)
+                try:
+                    with self._opening.threads.in_use():
+                        rounds = self._round(running)
+                except NotFiniteError as error:
+                    if self._alone:
+                        raise
+                    self._fail_some(running, error)
+                    continue
                 for sequence, event in zip(running, rounds, strict=True):
                     yield Tokens(sequence, event)
                 for one in running:
@@ -227,17 +236,28 @@ class Run(Iterator[Event]):
                         self._leave(one)
                 if self._reading:
                     self._reading.grant(self.decode_s - decoded_s)
+            yield from self._let_go()  # of what is broken off nothing is said
             whole = True
         finally:
             if self._reading:
-                self._read_in_part = True
-                self._reading.close()
-                self._reading = None  # which refers to this run
+                reading, self._reading = self._reading, None  # which refers to this run
+                reading.close(keeps=whole or not self.broken)
             if self.tiers:
                 self.tiers[0].part_with()  # a tier that looks up refers to the one above it: both would last longer
             for sequence in self.live:
                 if sequence.saved:
                     sequence.saved.finish(together=whole)
+
+    def _ends_now(self) -> bool:
+        """Whether the run ends here: of several ranks they have agreed on it."""
+        self._note_interrupt()
+        if self._target.ranks.size == 1:
+            self._ended |= self._asked_to_end
+        return self._ended
+
+    def _note_interrupt(self) -> None:
+        if self._target.ranks.rank == 0 and self._interrupted():
+            self._asked_to_end = True
 
     def _let_go(self) -> Iterator[Event]:
         """Says which sequences have ended, and keeps nothing of them."""
@@ -277,7 +297,7 @@ class Run(Iterator[Event]):
     def _admit(self) -> Generator[Event, None, None]:
         """Opens and reads the sequences that wait, in their order, as long as they fit; of a prompt that is read in
         slices, those that may come before the next round."""
-        while self._reading or self._begins_next():
+        while not self._ends_now() and (self._reading or self._begins_next()):
             assert self._reading
             sequence = self._reading.sequence
             event = self._read_on(self._reading)
@@ -298,7 +318,7 @@ class Run(Iterator[Event]):
     def _begins_next(self) -> bool:
         """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
         for sequence in list(self.live):
-            if sequence.state != "waiting" or self._ended:
+            if sequence.state != "waiting":
                 continue
             others = len(self._running())
             if sequence.asked_to_end and self._target.ranks.size == 1:
@@ -365,27 +385,34 @@ class Run(Iterator[Event]):
         """Reads some slices of a prompt; its sequence's first round. `None` where it is not read to its end, and where
         it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
         due = reading.due if self._in_slices and self._running() else reading.due_alone
-        asked_to_end = reading.sequence.asked_to_end or self._asked_to_end
-        due, ends = self._target.ranks.share_numbers([due, int(asked_to_end)], 2)
+        asked = due, int(reading.sequence.asked_to_end), int(self._asked_to_end)
+        due, ends, ends_run = self._target.ranks.share_numbers([*asked], 3)
+        self._ended = bool(ends_run)
+        if ends_run:
+            return None
         if ends:
-            return self._drop(reading)
+            return self._drop(reading, keeps=True)
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
                 event = self._first_round(reading) if reading.go_on(due) else None
         except Exception as error:
-            saved = isinstance(error, ContextError)  # on all ranks, if on one
-            if self._alone or (self._target.ranks.size > 1 and not saved) or isinstance(error, PeerError):
+            alike = isinstance(error, ContextError | NotFiniteError)  # on all ranks, if on one
+            if self._alone or (self._target.ranks.size > 1 and not alike) or isinstance(error, PeerError):
                 raise
-            self._fail(reading.sequence, error)
-            return self._drop(reading)
+            self._fail(reading.sequence, NotFiniteError(()) if isinstance(error, NotFiniteError) else error)
+            return self._drop(reading, keeps=False)
         self._read_until = self._system.clock()
         return event
 
-    def _drop(self, reading: Reading) -> None:
-        """Ends a sequence whose prompt is not read to its end."""
-        reading.close()
+    def _drop(self, reading: Reading, *, keeps: bool) -> None:
+        """Ends a sequence whose prompt is not read to its end.
+
+        Args: `keeps`: see `Reading.close`.
+        """
+        reading.close(keeps=keeps)
         self._leave(reading.sequence)
-        self._opening.forget(reading.sequence)
+        if not keeps:
+            self._opening.forget(reading.sequence)
         self._reading, self._read_until = None, self._system.clock()
 
     def _leave(self, sequence: BatchSequence) -> None:
@@ -400,11 +427,23 @@ class Run(Iterator[Event]):
         if not self._alone and sequence.caches:
             if sequence.failure is None and sequence.statistics.token_ids:  # its prompt was read to its end
                 self._opening.keep_last(sequence)
+            sequence.failure = sequence.failure or sequence.check_failure
             sequence.give_back(self.lengths, self._system.synchronize)
             self._described = self._described or [sequence.document(self.lengths, [])]
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()
+
+    def _fail_some(self, running: Sequence[BatchSequence], error: NotFiniteError) -> None:
+        """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they
+        have the same logits."""
+        for sequence in running:
+            written = len(sequence.order.prompt) + len(sequence.statistics.token_ids)
+            del sequence.context[written:]
+            self.tiers[0].rollback(sequence.opened.tokens, written - 1)
+            if sequence.opened.tokens in error.whose:
+                self._fail(sequence, NotFiniteError(()))
+                self._leave(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:
         sequence.state, sequence.failure = "ended", _without_frames(error)
@@ -464,6 +503,7 @@ class Run(Iterator[Event]):
     def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
         """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
         `RankAgreement`. Takes in those that join."""
+        self._note_interrupt()
         self._ask()
         decisions = [number for tier in self.tiers for number in tier.decisions]
         drawn, decisions, joining, self._ended = self._agreement.agree(

@@ -105,6 +105,8 @@ class BatchSequence:
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens so far, where the request wants them."""
         self.asked_to_end = self.ends = False  # the second by all ranks, after a round
+        self.check_failure: Exception | None = None
+        """What its stop check failed with, on rank 0."""
         self._warnings: list[str] = []
         self._document: dict[str, Any] | None = None  # once the caches are given back
 
@@ -125,9 +127,14 @@ class BatchSequence:
         return self._request and self._request.tag
 
     def is_to_end(self, tokens: list[int]) -> bool:
-        """Whether it is to end with these new tokens, asked to or by its stop check; on rank 0."""
+        """Whether it is to end with these new tokens, asked to, by its stop check, or as that fails; on rank 0."""
         stops = self._request and self._request.stops
-        return bool(stops and stops(tokens)) or self.asked_to_end
+        try:
+            return bool(stops and stops(tokens)) or self.asked_to_end
+        except Exception as error:
+            error.__traceback__ = None  # its frames hold this sequence
+            self.check_failure = error
+            return True
 
     @property
     def goes_on(self) -> bool:

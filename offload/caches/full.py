@@ -81,7 +81,7 @@ class FullCache:
         max_chunks = -(-self.capacity // chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
         self._filled = [start] * config.num_layers
-        self._stop = start  # of the pass under way
+        self._begin = self._stop = start  # of the pass under way
         self._restored = 0  # leading tokens
         self._restored_with: tuple[int | None, ...] = ()  # the numbers of their arithmetic
         rope.reserve(self.capacity)
@@ -163,7 +163,7 @@ class FullCache:
         for holder, next_one in pairwise(self.holders):
             first_row, stop = self.length - holder.start, next_one.start - holder.start
             holder.blocks.prepare(holder.length - holder.start, 0, rows=n, first_row=first_row, stop=stop)
-        self._stop = self.length + n
+        self._begin, self._stop = self.length, self.length + n
         self.blocks.prepare(self.length - self.start, n)
 
     def pausable(self, n: int) -> bool:
@@ -179,6 +179,11 @@ class FullCache:
         """Goes on with a pass."""
         for holder, one in zip(self.holders, paused, strict=True):
             holder.blocks.resume(one)
+
+    def break_off(self) -> None:
+        """Gives up the pass under way, if it has not come to its end, between two layers or parts of them: the tokens
+        before it stay."""
+        self.rollback(self._begin if self.length < self._stop else self._stop)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds tokens to a layer without attending to anything.
@@ -294,6 +299,7 @@ class FullCache:
         Args: `computed_with` are the numbers of the arithmetic that computed them, see `computed_with`.
         """
         self._filled = [length] * len(self._filled)
+        self._begin = self._stop = length
         self._restored, self._restored_with = length, tuple(computed_with)
         self._mass.forget()
 
@@ -307,4 +313,5 @@ class FullCache:
     def rollback(self, length: int) -> None:
         self._filled = [min(filled, length) for filled in self._filled]
         self._restored = min(self._restored, length)
+        self._begin = self._stop = self.length
         self.blocks.rollback(self.length - self.start)

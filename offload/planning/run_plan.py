@@ -20,9 +20,9 @@ from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
 from ..settings import Settings
+from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS
 from ..speculation.lengths import DraftTokens
 from ..speculation.refresh import RefreshPolicy
-from ..speculation.sampling import CPU_NUMBERS, GPU_NUMBERS
 from .placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 

@@ -14,9 +14,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from .distribution import in_millionths
 from .noise import FreshNoise
 from .sampler import Sampler, draw
-from .sampling import checked_tokens, in_millionths
 
 
 def accept(
@@ -47,10 +47,7 @@ def accept(
         Of each sequence the number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first
         rejection (with fresh noise from the residual), or from its last row when all are accepted. And of each sequence
         how sure `logits` are (see `sampling.certainties`) of its accepted tokens and of the next one; nothing without
-        them.
-
-    Raises:
-        ModelError: a distribution to draw the next token from holds NaN.
+        them. A next token is below 0 where its distribution holds NaN.
     """
     rows = [len(tokens) + 1 for tokens in proposed]
     by_ratio = [isinstance(s.noise, FreshNoise) and n > 1 for s, n in zip(samplers, rows, strict=True)]
@@ -69,7 +66,6 @@ def accept(
         outcomes.append((accepted, numbers[first + accepted]))
         ratings.append([one / 1e6 for one in rated[first : first + accepted + 1]])
         first += len(tokens) + 1
-    checked_tokens([token for _, token in outcomes])
     return outcomes, ratings
 
 
@@ -108,7 +104,6 @@ def _accept_mixed(
             if logits is not None:
                 *before, last = [one / 1e6 for one in islice(numbers, len(tokens) + 1)]
                 ratings[i] = [*before[: outcomes[i][0]], last]
-    checked_tokens([token for _, token in outcomes])
     return outcomes, ratings
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.cpu.sampling import likeliest_compiled, pick_compiled, race_compiled, samples_compiled
 from ...kernels.selection import on_cpu
-from .sampling import rows_at_once, running_sum
+from .distribution import rows_at_once, running_sum
 
 _STEP = 0x9E3779B97F4A7C15
 """What SplitMix64 adds for each number: 2^64 over the golden ratio, made odd."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .distribution import distribution
 from .noise import CommonNoise, Noise, race, row_keys, signed
-from .sampling import Sampling, distribution
+from .sampling import Sampling
 
 
 @dataclass(frozen=True)

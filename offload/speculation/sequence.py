@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..graphs.passes import Passes
+from .distribution import logprobs_of
 from .lookup.occurrences import Lookup
 from .sampler import Sampler
-from .sampling import TokenLogprobs, logprobs_of
+from .sampling import TokenLogprobs
 
 
 @dataclass

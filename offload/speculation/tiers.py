@@ -24,9 +24,9 @@ from ..graphs.passes import JoinedPasses, Passes
 from ..held import Held
 from .acceptance import accept
 from .confidence import Confidence
+from .distribution import check_finite, in_millionths
 from .lengths import Acceptance, PassCost, StepCost
 from .sampler import distributions, draw
-from .sampling import checked_tokens, in_millionths
 from .sequence import Counts, TokenSequence
 from .switch import PROBE_EVERY, Switch, Upkeep, next_upkeep
 from .vocabulary import cover, readable
@@ -105,6 +105,9 @@ class Tier:
 
         Nothing comes after an end-of-sequence token. Contexts are not changed.
 
+        Raises:
+            NotFiniteError: of some sequences logits are not finite; contexts and caches are as far as they came.
+
         Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
         """
         if self.drafter is None:
@@ -134,6 +137,7 @@ class Tier:
         starts = [len(sequence.context) for sequence in sequences]
         given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
         outcomes, ratings = self.accept(*given, logits if rated else None)
+        check_finite(sequences, [[token] for _, token in outcomes])
         emitted: list[Emitted] = []
         parts = target.split(rows) if len(rows) > 1 else (target,)
         for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):
@@ -214,7 +218,8 @@ class Tier:
         drawn, targets, sure = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
         numbers = (drawn if sure is None else torch.cat((drawn, sure))).flatten().tolist()
-        tokens = checked_tokens(numbers[: drawn.numel()])
+        tokens = numbers[: drawn.numel()]
+        check_finite(sequences, [tokens[i * steps : (i + 1) * steps] for i in range(len(sequences))])
         for i, sequence in enumerate(sequences):
             wanted = steps if counts is None else counts[i]
             kept = sequence.sampler.until_end(tokens[i * steps : (i + 1) * steps][:wanted])
@@ -232,7 +237,7 @@ class Tier:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
         `[sequences, count, vocab]`, and if `rated` the `sampling.in_millionths` of the tokens, `[sequences, count]`.
-        They stay on the device; `sampling.read` reports those that were drawn from NaN."""
+        They stay on the device; those that were drawn from NaN are below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._joined(waiting), [len(tokens) for tokens in waiting]

@@ -80,7 +80,9 @@ class StreamedBlocks:
         ]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
-        self._base = 0  # position of the first token of the open stretches; all before is in whole blocks
+        # Of each layer, the position of the first token of the open stretch; all before is in whole blocks. They differ
+        # while a pass over many tokens is under way, and once it was broken off.
+        self._bases = [0] * config.num_layers
         unpacked = on_device(*self._block) if self.packed else None
         buffers = [on_device(*self._block) for _ in range(placement.ring_buffers)]
         self._ring = Ring(link, buffers, unpacked, self._staging)
@@ -93,6 +95,11 @@ class StreamedBlocks:
     @property
     def capacity(self) -> int:
         return self._num_blocks * self.block_size
+
+    @property
+    def _base(self) -> int:
+        """Of the last layer: where every layer's stretch begins, or has begun before the pass under way."""
+        return self._bases[-1]
 
     def held(self) -> Held:
         yield from (("resident_kv", block) for blocks in self._resident for block in blocks)
@@ -149,7 +156,7 @@ class StreamedBlocks:
             self._host[layer].write(blocks[self._first_on_host : whole])
             stretch[:, :, : self.block_size] = blocks[whole]
             other._resident[layer], other._host[layer] = [], RawBlocks(blocks.new_empty(0))
-        self._base = whole * self.block_size
+        self._bases = [whole * self.block_size] * len(self._open)
         return True
 
     def _on_host(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +205,7 @@ class StreamedBlocks:
         for place, piece in zip([*places, *both], [*pieces, *away[: len(both)]], strict=True):
             if piece is not place:
                 place.copy_(piece)
-        self._base, self._workspace = whole * self.block_size, None
+        self._bases[layer], self._workspace = whole * self.block_size, None
 
     def traffic(self) -> Traffic:
         return self._link.traffic() + (self._disk.traffic() if self._disk else Traffic())
@@ -212,13 +219,13 @@ class StreamedBlocks:
         self._first_row = start if first_row is None else first_row
         self._seen = self._stop if stop is None else stop
         self._workspace = None
+        while start - self._base >= self.block_size:
+            self._close_block(start - self._base)
         if (n if rows is None else rows) > self._few_rows:
             _, num_kv_heads, size, head_dim = self._block
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
             return
-        while start - self._base >= self.block_size:
-            self._close_block(start - self._base)
         self._ring.begin(self._source(layer, i) for layer in range(len(self._host)) for i in range(*self._range(layer)))
 
     def pause(self) -> PausedPass:
@@ -245,7 +252,7 @@ class StreamedBlocks:
         for layer, stretch in enumerate(self._open):
             self._send_home(layer, index, stretch[:, :, : self.block_size])
             stretch[:, :, : filled - self.block_size] = stretch[:, :, self.block_size : filled].clone()
-        self._base += self.block_size
+            self._bases[layer] += self.block_size
 
     def release(self) -> None:
         self._workspace = None
@@ -293,8 +300,7 @@ class StreamedBlocks:
             self._send_home(layer, index, self._worked_block(index))
         rest = self._workspace[:, :, whole * self.block_size : self._stop]
         self._open[layer][:, :, : rest.shape[2]] = rest
-        if layer == len(self._open) - 1:
-            self._base = whole * self.block_size
+        self._bases[layer] = whole * self.block_size
 
     def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
@@ -349,17 +355,19 @@ class StreamedBlocks:
             self._ring.stop()
 
     def rollback(self, length: int) -> None:
-        if length >= self._base:
+        if length >= max(self._bases):
             return
         self._workspace = None
         self._stop_ring()
         if not length:  # nothing of any block is left
-            self._base = 0
+            self._bases = [0] * len(self._bases)
             return
         index = length // self.block_size
         for layer, stretch in enumerate(self._open):
+            if length >= self._bases[layer]:
+                continue  # a pass that was broken off has not come to it, and it begins with that block
             if index < self.num_resident:
                 stretch[:, :, : self.block_size] = self._resident[layer][index]
             else:
                 stretch[:, :, : self.block_size] = self._ring.bring(self._source(layer, index))
-        self._base = index * self.block_size
+            self._bases[layer] = index * self.block_size

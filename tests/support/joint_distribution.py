@@ -19,8 +19,8 @@ from torch import Tensor
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.acceptance import accept
+from triforce.offload.speculation.distribution import distribution
 from triforce.offload.speculation.noise import FreshNoise, race, row_keys
-from triforce.offload.speculation.sampling import distribution
 
 VOCAB = 8
 PROMPT = random_tokens(60, VOCAB, seed=5)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
@@ -28,7 +28,8 @@ from ..errors import HangError, PeerError, TriforceError, UsageError
 from .siblings import has_ended, rank_processes, siblings
 
 RANK_0_GRACE_S, GRACE_S = 6.0, 2.0
-"""Seconds from a signal to ending by force: rank 0 still writes statistics, for which it needs the others."""
+"""Seconds to ending by force: of rank 0, which still writes statistics, from a signal that is to end it at once; of
+others from the end of rank 0."""
 
 _CHECK_S = 0.5
 """Seconds between a rank's checks whether its launcher is alive."""
@@ -47,13 +48,11 @@ class Failure:
     message: str
 
 
-def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, signals_to_rank_0: bool = False) -> int:
-    """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them.
+def launch(command: Sequence[str], ranks: int, ready: Callable[[], None]) -> int:
+    """Runs `command` in `ranks` processes that share stdin, stdout and stderr, and waits for them. Signals are passed
+    on to rank 0 alone, which ends the others in its own time.
 
-    Args:
-        ready: called when the launcher is imported, before any process is started.
-        signals_to_rank_0: whether signals are passed on to rank 0 alone, which ends the others in its own time; else
-            all ranks get them, and end.
+    Args: `ready` is called when the launcher is imported, before any process is started.
 
     Returns:
         0; or the exit code of rank 0, if it failed and has printed why; or 128 plus the number of the signal that ended
@@ -71,9 +70,8 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, sig
     logging.disable(logging.CRITICAL)  # the launcher's messages are about processes; ours, about ranks, replace them
     # Releases without this field handle all signals, also SIGHUP under nohup.
     fields = {field.name for field in dataclasses.fields(LaunchConfig)}
-    rank_0 = _RankZero() if signals_to_rank_0 else None
-    names = ["SIGQUIT"] if rank_0 else [number.name for number in _handled_signals()]
-    handled: dict[str, Any] = {"signals_to_handle": ",".join(names)} if "signals_to_handle" in fields else {}
+    rank_0 = _RankZero()
+    handled: dict[str, Any] = {"signals_to_handle": "SIGQUIT"} if "signals_to_handle" in fields else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -87,11 +85,11 @@ def launch(command: Sequence[str], ranks: int, ready: Callable[[], None], *, sig
         **handled,
     )
     try:
-        with rank_0 or nullcontext():
+        with rank_0:
             elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         failures = [Failure(rank, failure.exitcode, _recorded(failure)) for rank, failure in error.failures.items()]
-        code = rank_0.stopped_by_signal(failures) if rank_0 else None
+        code = rank_0.stopped_by_signal(failures)
         return _outcome(failures) if code is None else code
     except SignalException as stopped:
         return 128 + stopped.sigval
@@ -215,16 +213,19 @@ class Guard:
     """Ends this process by force when it would outlive its run: Python's signal handlers do not run during a blocked
     collective.
 
-    It ends the process `grace` seconds after SIGTERM, SIGINT or SIGHUP (whose handlers, if any, still run), and at once
-    when the parent process is gone. It watches from a thread until the process ends.
+    A first SIGTERM, SIGINT or SIGHUP is left to its handler. It ends the process `RANK_0_GRACE_S` seconds after a later
+    one, whose handler still runs, and at once when the parent process is gone. It watches from a thread until the
+    process ends.
     """
 
-    def __init__(self, grace: float, *, follows: bool = False) -> None:
+    def __init__(self, repeat_s: float, *, follows: bool = False) -> None:
         """Must be called in the main thread, after signal handlers are installed: other signals are not noticed.
 
-        Args: `follows` is whether it ends the process `GRACE_S` seconds after rank 0 as well, which is on this machine.
+        Args:
+            repeat_s: seconds from a signal within which another one is the same.
+            follows: whether it ends the process `GRACE_S` seconds after rank 0 as well, which is on this machine.
         """
-        self._grace = grace
+        self._repeat_s = repeat_s
         others = siblings() if follows else {}
         self._rank_0 = others.get(0)
         self._rank_0_ended = bool(others) and self._rank_0 is None
@@ -235,13 +236,16 @@ class Guard:
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def _watch(self) -> None:
-        ends_at = math.inf
+        ends_at = last = math.inf
         code = 1
         while time.monotonic() < ends_at:
             received, _, _ = select.select([self._signals], [], [], _CHECK_S)
             for number in self._signals.recv(64) if received else b"":
-                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and ends_at == math.inf:
-                    ends_at, code = time.monotonic() + self._grace, 128 + number
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    now = time.monotonic()
+                    if now - last >= self._repeat_s and ends_at == math.inf:
+                        ends_at, code = now + RANK_0_GRACE_S, 128 + number
+                    last = now
             if os.getppid() != self._parent:
                 break
             if ends_at == math.inf and (self._rank_0_ended or (self._rank_0 is not None and has_ended(self._rank_0))):

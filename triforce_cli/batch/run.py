@@ -95,7 +95,7 @@ def _checked(
         models=frozenset((request.model, Path(request.model).name)),
         max_new_tokens=request.max_new_tokens,
         context=request.context,
-        **request.sampling,
+        sampling=request.sampling,
     )
     jobs, refused = [], []
     for line in work.wanted:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...offload import Ended, Engine, Progress, Request, Run, Sampling
+from ...offload import Ended, Engine, Progress, Request, Run
 from ...offload.batch.sequence import BatchSequence
 from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest
@@ -89,7 +89,12 @@ class Runner:
         self._reading = {}
         on_memory = None if self._display else progress_lines("taking host memory for the KV cache")
         run = self._run = self._engine.run(
-            self._next, max_sequences=self._most, in_slices=False, on_memory=on_memory, on_prefill=self._read
+            self._next,
+            max_sequences=self._most,
+            in_slices=False,
+            interrupted=self._signals.came,
+            on_memory=on_memory,
+            on_prefill=self._read,
         )
         try:
             while (event := step(run, self._signals)) is not None:
@@ -157,7 +162,7 @@ class Runner:
             self._writing[writing] = None
             contexts = ContextRequest(name=asked.context, find=asked.context is None)
             options = {"number": number, "top_logprobs": asked.top_logprobs, "contexts": contexts}
-            sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
+            sampling, most = asked.sampling, asked.max_new_tokens
             return Request(job.prompt.token_ids, sampling, most, **options, stops=writing.take, tag=writing)
         return None
 

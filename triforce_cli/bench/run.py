@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from rich.console import Console
 
-from ...offload import Engine, Generation, Sampling
+from ...offload import Engine, Generation
 from ...offload.contexts.home import contexts_root
 from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
@@ -53,7 +54,7 @@ def run(
     """
     target, draft = directories
     config = check_pair(target, draft)
-    sampling = Sampling(**request.sampling)
+    sampling = request.sampling
     contexts = fitting_contexts(request, config, request.max_new_tokens + (QUESTION_TOKENS if request.batch else 0))
     tokenizer = Tokenizer.load(target)
     prompt = long_prompt(source, tokenizer, config, contexts[-1] - request.max_new_tokens)
@@ -62,7 +63,7 @@ def run(
         tiers = _tiers(request, engine)
         head = describe(request, engine.target, engine.draft is not None, call, streams=request.resident is not None)
     head |= {
-        "sampling": request.sampling,
+        "sampling": asdict(sampling),
         "new_tokens": request.max_new_tokens,
         "repeats": request.repeat,
         "batches": list(request.batch) if request.batch else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import signal
 import sys
 import termios
@@ -24,8 +23,6 @@ from .slash import COMMANDS
 
 _CHECK_S = 0.2
 """Seconds between looks for a signal while somebody types."""
-
-_CTRL_C = b"\x03"
 
 
 class Screen:
@@ -73,40 +70,22 @@ class Screen:
 
     async def _watch(self) -> None:
         """Ends the prompt when a signal came; its handler must not interrupt the loop."""
-        while not self._signals.waiting:
+        while not self._signals.came():
             await asyncio.sleep(_CHECK_S)
         with suppress(Exception):  # it has ended by itself
             get_app().exit(exception=KeyboardInterrupt())
 
 
 @contextmanager
-def while_answering(ctrl_c_is_key: bool) -> Iterator[Callable[[], bool]]:
-    """Within this block the terminal does not show what is typed, which would be in the middle of an answer.
-
-    Args:
-        ctrl_c_is_key: whether Ctrl-C is no signal either, which would reach all processes at the terminal. Other keys
-            pressed meanwhile are dropped then.
-
-    Returns:
-        A function that tells whether it was pressed.
-    """
+def while_answering() -> Iterator[None]:
+    """Within this block the terminal does not show what is typed, which would be in the middle of an answer."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     wanted = list(before)
-    wanted[3] &= ~(termios.ECHO | (termios.ISIG | termios.ICANON if ctrl_c_is_key else 0))
+    wanted[3] &= ~termios.ECHO
     termios.tcsetattr(descriptor, termios.TCSADRAIN, wanted)
-
-    def pressed() -> bool:
-        found = False
-        while ctrl_c_is_key and select.select([descriptor], [], [], 0)[0]:
-            keys = sys.stdin.buffer.raw.read(1024)  # pyright: ignore[reportAttributeAccessIssue]
-            if not keys:
-                break
-            found = found or _CTRL_C in keys
-        return found
-
     try:
-        yield pressed
+        yield
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 

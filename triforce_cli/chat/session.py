@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...offload import Engine, Generation, Round, Sampling
+from ...offload import Engine, Generation, Sampling
 from ...offload.contexts.home import user_store
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import CapacityError, PeerError, TriforceError, UsageError
@@ -62,8 +62,6 @@ class Session:
         self._engine, self._conversation = engine, conversation
         self._request, self._signals, self._console = request, signals, console
         self._questions, self._silent = questions, silent
-        self._sampling = Sampling(**request.sampling)
-        self._pressed: Callable[[], bool] = lambda: False
         self._warned: set[str] = set()
         self.failed = False
         """Whether a question could not be answered, or a command not be obeyed."""
@@ -115,7 +113,7 @@ class Session:
         tell(f"took back: {in_one_line(self._conversation.undo().question)}")
 
     def _retry(self) -> None:
-        if self._sampling.greedy:
+        if self._request.sampling.greedy:
             tell("the temperature is 0: the answer will be the same")
         self._answer(self._conversation.retry)
 
@@ -139,14 +137,15 @@ class Session:
         with self._interruptible(len(token_ids)) as progress:
             generation = self._engine.stream(
                 token_ids, Sampling(0.0), 1, tiers=1, on_memory=progress.memory, on_prefill=progress.prefill,
-                contexts=saved,
+                interrupted=self._signals.came, contexts=saved,
             )  # fmt: skip
             try:
-                while self._step(generation) is not None:
+                while step(generation, self._signals) is not None:
                     pass
             except Stop as stop:
                 self._end(generation)
-                tell(f"the context {name} is not saved whole")
+                if not generation.statistics.token_ids:
+                    tell(f"the context {name} is not saved whole")
                 self._pass_on(stop)
                 return
         self._warn(generation)
@@ -166,7 +165,7 @@ class Session:
             output = None if self._silent else TextOutput(deferred=False)
             stop: Stop | None = None
             try:
-                event = self._step(generation)
+                event = step(generation, self._signals)
             except Stop as raised:
                 stop, event = raised, None
         with self._interruptible(0):
@@ -177,7 +176,7 @@ class Session:
                         output.write(piece)
                     if reply.stopped:
                         break
-                    event = self._step(generation)
+                    event = step(generation, self._signals)
             except Stop as raised:
                 stop = raised
             self._end(generation)
@@ -200,10 +199,11 @@ class Session:
             try:
                 generation = self._engine.stream(
                     asked.token_ids,
-                    replace(self._sampling, seed=asked.seed),
+                    replace(request.sampling, seed=asked.seed),
                     conversation.max_new_tokens,
                     on_memory=progress.memory,
                     on_prefill=progress.prefill,
+                    interrupted=self._signals.came,
                     contexts=ContextRequest(name=request.context, find=first),
                 )
             except CapacityError:
@@ -257,26 +257,15 @@ class Session:
 
     @contextmanager
     def _interruptible(self, new_tokens: int) -> Iterator[StartProgress]:
-        """A block with steps of a run, of which the first reads so many tokens. With several ranks Ctrl-C is a key in
-        it, as the signal would reach all of them in the middle of a step."""
+        """A block with steps of a run, of which the first reads so many tokens."""
         progress = start_progress(self._console, new_tokens) if new_tokens >= _LONG else nullcontext(NO_PROGRESS)
-        keys: Any = nullcontext(lambda: False)
+        keys: Any = nullcontext()
         if self._questions.interactive:
             from .screen import while_answering
 
-            keys = while_answering(ctrl_c_is_key=self._engine.target.ranks.size > 1)
-        with keys as self._pressed, progress as shown:
+            keys = while_answering()
+        with keys, progress as shown:
             yield shown
-
-    def _step(self, generation: Generation) -> Round | None:
-        """One step of the engine, `None` at its end. A signal interrupts a run: of several ranks, between two steps."""
-        if self._engine.target.ranks.size == 1:
-            return step(generation, self._signals)
-        with self._signals.allowed():
-            pass
-        if self._pressed():
-            raise Stop.by_signal(signal.SIGINT)
-        return next(generation, None)
 
     def _end(self, generation: Generation) -> None:
         """Ends a run on all ranks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from ...offload import Sampling
 from ...offload.checks import check_context
 from ...offload.settings import Settings
 from ...offload.speculation.vocabulary import check_pair
@@ -80,7 +80,6 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
     if asked.audit and asked.temperature > 0 and asked.seed is None:
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     Settings(**asked.settings)
-    Sampling(**asked.sampling)
     config = check_pair(target, draft)
     # A CUDA context would take GPU memory from those that are measured, so none is made here.
     cuda = torch.cuda.is_available() and asked.device != "cpu"
@@ -104,7 +103,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         dtype=str(resolve_dtype(asked.dtype, config)).removeprefix("torch."),
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
-        **asked.sampling,
+        **asdict(asked.sampling),
         threads=asked.threads or torch.get_num_threads(),
         questions=questions,
         context=asked.context,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 
@@ -49,9 +49,8 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     if missing:
         console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
         with start_progress(console, missing) as progress:
-            generation = engine.reading(
-                token_ids, name, frame=frame, on_memory=progress.memory, on_prefill=progress.prefill
-            )
+            calls: dict[str, Any] = {"on_memory": progress.memory, "on_prefill": progress.prefill}
+            generation = engine.reading(token_ids, name, frame=frame, **calls, interrupted=signals.came)
             seconds = _read(generation, contexts, name, signals)
         for warning in generation.warnings:
             tell(warning)

@@ -12,7 +12,7 @@ from typing import IO, Any, TextIO, TypeVar, cast
 import torch
 from rich.console import Console
 
-from ...offload import Engine, Generation, Round, Sampling
+from ...offload import Engine, Generation, Round
 from ...offload.contexts.manifest import Frame
 from ...offload.contexts.model import ContextRequest
 from ...offload.speculation.vocabulary import check_pair
@@ -45,7 +45,6 @@ def run(
         Stop: the run was interrupted, after its text, its statistics and its JSON are out.
     """
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-    sampling = Sampling(**request.sampling)
     target, draft = directories
     config = check_pair(target, draft)
     tokenizer = Tokenizer.load(target)
@@ -71,11 +70,12 @@ def run(
         with start_progress(console, len(prompt.token_ids)) as progress:
             generation = engine.stream(
                 prompt.token_ids,
-                sampling,
+                request.sampling,
                 request.max_new_tokens,
                 ignore_eos=request.ignore_eos,
                 on_memory=progress.memory,
                 on_prefill=progress.prefill,
+                interrupted=signals.came,
                 contexts=contexts,
             )
             report_context(generation)
@@ -157,9 +157,16 @@ def _decode(
 
 
 def step(rounds: Iterator[T], signals: Signals) -> T | None:
-    """One step of the engine, `None` at its end: here, and only here, a signal interrupts a run."""
-    with signals.allowed():
-        return next(rounds, None)
+    """One step of a run that ends where `signals.came`; `None` at its end.
+
+    Raises:
+        Stop: it has ended, and a signal came.
+    """
+    event = next(rounds, None)
+    if event is None:
+        with signals.allowed():
+            pass
+    return event
 
 
 def _finish(

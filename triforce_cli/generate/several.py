@@ -109,7 +109,7 @@ def run_several(
     target, draft = directories
     config = check_pair(target, draft)
     tokenizer = Tokenizer.load(target)
-    sampling = Sampling(**request.sampling)
+    sampling = request.sampling
     with signals.allowed():
         if wanted is None:
             answers = _prepare_opening(request, source, tokenizer, config)
@@ -223,6 +223,7 @@ class _Several:
                     self._requests(sampling),
                     on_memory=progress.memory,
                     on_prefill=lambda index, share: progress.prefill(share) if index == 0 else None,
+                    interrupted=self._signals.came,
                     contexts=contexts,
                 )
                 step(batch, self._signals)  # the first token is taken from the statistics, like all others

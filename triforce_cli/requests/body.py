@@ -4,9 +4,10 @@ honoured is refused by name, so that no answer is silently another one than was 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...offload import Sampling
 from ...tp.errors import TriforceError
 from .stop_texts import MAX_STOP_BYTES, MAX_STOPS
 
@@ -78,10 +79,7 @@ class Defaults:
     models: Collection[str]
     """Names of the model that is loaded."""
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None = None
+    sampling: Sampling
     context: str | None = None
 
 
@@ -98,20 +96,12 @@ class AnswerRequest:
     context: str | None
     """The saved context that stands before it."""
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
+    sampling: Sampling
     stops: tuple[str, ...]
     answers: int
     top_logprobs: int | None = None
     """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
     none at all."""
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters by the names of `Sampling`."""
-        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
 
 
 def check_body(body: Mapping[str, Any], endpoint: str, defaults: Defaults) -> AnswerRequest:
@@ -130,23 +120,17 @@ def check_body(body: Mapping[str, Any], endpoint: str, defaults: Defaults) -> An
             f"model is {model!r}, but {names} answers here; leave the field out, or load that model",
             "model", code="model_not_found", status=404,
         )  # fmt: skip
-    seed = fields.whole("seed", 0)
-    request = AnswerRequest(
+    return AnswerRequest(
         endpoint=endpoint,
         messages=_messages(given.get("messages")) if endpoint == CHAT else (),
         prompt=_prompt(given.get("prompt")) if endpoint == COMPLETION else "",
         context=fields.text("context") or defaults.context,
         max_new_tokens=_most_tokens(fields) or defaults.max_new_tokens,
-        temperature=_or(fields.number("temperature"), defaults.temperature),
-        top_p=_or(fields.number("top_p"), defaults.top_p),
-        top_k=_or(fields.whole("top_k", 0), defaults.top_k),
-        seed=defaults.seed if seed is None else seed,
+        sampling=_sampling(fields, defaults.sampling),
         stops=_stops(given.get("stop")),
         answers=fields.whole("n", 1, MOST_ANSWERS) or 1,
         top_logprobs=_chat_logprobs(given, fields) if endpoint == CHAT else _completion_logprobs(given, fields),
     )
-    _check_sampling(request)
-    return request
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -164,18 +148,14 @@ def _not_honoured(name: str, endpoint: str) -> str:
     return f"{name} would change the answer and is not supported here; leave it out{without}"
 
 
-def _check_sampling(request: AnswerRequest) -> None:
-    from ...offload import Sampling
-
+def _sampling(fields: _Fields, defaults: Sampling) -> Sampling:
+    given = {"temperature": fields.number("temperature"), "top_p": fields.number("top_p")}
+    given |= {"top_k": fields.whole("top_k", 0), "seed": fields.whole("seed", 0)}
     try:
-        Sampling(**request.sampling)
+        return replace(defaults, **{name: value for name, value in given.items() if value is not None})
     except TriforceError as error:
         name = str(error).partition(" is ")[0].replace("-", "_")
         raise BodyError(str(error), name) from error
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 class _Fields:

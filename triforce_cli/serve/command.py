@@ -42,7 +42,7 @@ def serve(request: ServeRequest, call: Call) -> None:
 
     if request.api_key is None:
         Access.of(request)  # refused before anything is downloaded or started
-    if not leads(request, call, goes_on=True, signals_to_rank_0=True):
+    if not leads(request, call, goes_on=True):
         return
     access = Access.of(request)
     with listener(request) as listening:

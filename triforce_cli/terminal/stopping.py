@@ -39,9 +39,10 @@ class Signals:
     """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
     `with signals.held()`, as soon as they are allowed again.
 
-    So a signal interrupts the engine, however long a step takes, but never the writing of text and statistics. Once one
-    was raised, all are held, so that repeating it does not interrupt the ending that it set off. A new one, `REPEAT_S`
-    after the last, is raised at once: a blocked pipe must not hold the process.
+    So a signal interrupts the loading of a model at once, and a run after a round, which leaves its caches whole, but
+    never the writing of text and statistics. Once one was raised, all are held, so that repeating it does not interrupt
+    the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a long round nor a
+    blocked pipe must hold the process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -130,9 +131,8 @@ class Signals:
             self._last_at = float("-inf")
         return stop
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a signal came while they were held."""
+    def came(self) -> bool:
+        """Whether a signal came while they were held, and waits."""
         return self._stop is not None
 
     def hold(self) -> None:

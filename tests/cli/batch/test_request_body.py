@@ -7,9 +7,10 @@ from triforce.cli.requests.answer_text import AnswerText
 from triforce.cli.requests.body import CHAT, COMPLETION, BodyError, Defaults, check_body
 from triforce.cli.requests.prompts import RequestPrompt
 from triforce.cli.requests.stop_texts import StopTexts
+from triforce.offload import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
-DEFAULTS = Defaults(frozenset(("tiny", "/models/tiny")), 256, 0.6, 0.9, 0)
+DEFAULTS = Defaults(frozenset(("tiny", "/models/tiny")), 256, Sampling())
 ASKED = {"messages": [{"role": "user", "content": "Why?"}]}
 
 
@@ -26,20 +27,20 @@ def refusal(endpoint=CHAT, **fields):
 
 def test_absent_fields_are_the_defaults_of_the_command():
     found = check()
-    assert (found.max_new_tokens, found.temperature, found.top_p, found.top_k) == (256, 0.6, 0.9, 0)
-    assert (found.seed, found.stops, found.answers, found.context) == (None, (), 1, None)
-    other = check(defaults=Defaults(frozenset(), 9, 0.0, 1.0, 5, 7, "book"))
-    assert (other.max_new_tokens, other.temperature, other.top_k, other.seed, other.context) == (9, 0.0, 5, 7, "book")
+    assert (found.max_new_tokens, found.sampling) == (256, Sampling(temperature=0.6, top_p=0.9, top_k=0))
+    assert (found.stops, found.answers, found.context) == ((), 1, None)
+    other = check(defaults=Defaults(frozenset(), 9, Sampling(0.0, 1.0, 5, 7), "book"))
+    assert (other.max_new_tokens, other.sampling, other.context) == (9, Sampling(0.0, 1.0, 5, 7), "book")
 
 
 def test_honoured_fields_are_taken_over():
     found = check(max_tokens=5, temperature=1, top_p=0.5, top_k=3, seed=9, stop="\n", n=2, context="book", model="tiny")
-    assert found.sampling == {"temperature": 1, "top_p": 0.5, "top_k": 3, "seed": 9}
+    assert found.sampling == Sampling(temperature=1, top_p=0.5, top_k=3, seed=9)
     assert (found.max_new_tokens, found.stops, found.answers, found.context) == (5, ("\n",), 2, "book")
     assert check(max_completion_tokens=5).max_new_tokens == check(max_tokens=5, max_completion_tokens=5).max_new_tokens
     assert check(stop=["a", "b"]).stops == ("a", "b") and check(stop=[]).stops == ()
     assert check(COMPLETION).prompt == "It was" and check(COMPLETION, prompt=[1, 2]).prompt == [1, 2]
-    assert check(seed=2.0).seed == 2, "whole numbers may be written with a point"
+    assert check(seed=2.0).sampling.seed == 2, "whole numbers may be written with a point"
 
 
 def test_messages_are_roles_and_texts():

@@ -8,11 +8,12 @@ from templates import with_template
 from transformers import AutoTokenizer
 from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError
 from triforce.cli.requests.prompts import PromptMaker
+from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.tokenizer import Tokenizer
 
-REQUEST = AnswerRequest(CHAT, (("user", "Why?"),), "", None, 16, 0.6, 0.9, 0, None, ("END",), 1)
+REQUEST = AnswerRequest(CHAT, (("user", "Why?"),), "", None, 16, Sampling(), ("END",), 1)
 TURNS = (("user", "Why?"), ("assistant", "So."), ("user", "How?"))
 
 

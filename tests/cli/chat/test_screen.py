@@ -115,9 +115,12 @@ def test_a_signal_ends_a_waiting_chat_and_leaves_the_terminal(terminal, tmp_path
     assert len(json.loads((tmp_path / "turns.json").read_text())) == 1
 
 
+@pytest.mark.parametrize("resident", ["auto", 0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_of_several_ranks_and_none_of_them(terminal, tmp_path):
-    chat = terminal("--json", tmp_path / "turns.json", "--gpus", 2, "--tiers", 2, new=980)
+def test_what_ctrl_c_leaves_is_not_read_again(terminal, tmp_path, ranks, resident):
+    fixed = ("--gpus", ranks, "--tiers", 2, "--resident", resident)
+    chat = terminal("--json", tmp_path / "turns.json", *fixed, new=400)
     for question in ("Why", "How"):
         chat.type(f"{question}?\r")
         chat.read_until(ANSWERED.format(question))
@@ -126,4 +129,5 @@ def test_ctrl_c_ends_an_answer_of_several_ranks_and_none_of_them(terminal, tmp_p
     chat.type("\x04")
     assert chat.finish() == 0
     turns = json.loads((tmp_path / "turns.json").read_text())
-    assert [turn["finish_reason"] for turn in turns] == ["interrupted"] * 2 and turns[0]["world_size"] == 2
+    assert [turn["finish_reason"] for turn in turns] == ["interrupted"] * 2 and turns[0]["world_size"] == ranks
+    assert turns[1]["reused_tokens"] == turns[0]["prompt_tokens"] + turns[0]["new_tokens"] - 1

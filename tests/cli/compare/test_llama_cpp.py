@@ -12,7 +12,8 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: pip 
 
 from triforce.cli.compare.baselines import llama_cpp_baseline as llama_cpp
 from triforce.cli.compare.baselines.protocol import Job
-from triforce.offload.speculation.sampling import Sampling, distribution
+from triforce.offload.speculation.distribution import distribution
+from triforce.offload.speculation.sampling import Sampling
 
 PROMPT = random_tokens(150, seed=4)
 

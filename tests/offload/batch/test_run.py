@@ -5,6 +5,7 @@ import random
 from collections import deque
 
 import pytest
+import torch
 from tiny import random_tokens
 from triforce.offload import ContextRequest, Ended, Engine, Progress, Request, Sampling, Tokens
 
@@ -163,3 +164,45 @@ def test_nothing_is_kept_of_what_has_ended(models):
     assert list(client.texts.values()) == [want] * 120 and client.most_live <= 4
     per_request = (counts[1] - counts[0]) / 70
     assert per_request < 6, f"{per_request:.1f} objects are kept of each"
+
+
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("cache", ["full", "retrieval", "streaming"])
+@pytest.mark.slow(keep=("retrieval-streamed",))
+def test_numbers_that_are_not_finite_end_one_sequence_and_nobody_else(models, cache, resident):
+    engine = models.engine("llama", resident=resident, draft_length=2, block_length=4)
+    prompts = {tag: random_tokens(300, seed=seed) for tag, seed in (("good", 21), ("bad", 22), ("also good", 23))}
+    requests = [
+        Request(prompt, Sampling(0.7, seed=5), 40, ignore_eos=True, tag=tag, number=tag == "good")
+        for tag, prompt in prompts.items()
+    ]
+    client = Client(random.Random(0), requests)
+
+    @torch.inference_mode()
+    def damage(event):
+        if isinstance(event, Tokens) and event.sequence.tag == "bad" and event.round.index == 3:
+            for _, tensor in getattr(event.sequence.opened, cache).held():
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+
+    errors = client.follow(engine.run(client.source), on_event=damage)
+    assert list(errors) == ["bad"] and "not finite numbers" in errors["bad"] and 4 <= len(client.texts["bad"]) < 40
+    for request in requests:
+        alone = models.engine("llama", resident=resident).batch([request])
+        list(alone)
+        tag, want = request.tag, alone.sequences[0].statistics.token_ids
+        assert client.texts[tag] == want[: len(client.texts[tag])], tag
+    assert len(client.texts["good"]) == len(client.texts["also good"]) == 40
+
+
+def test_a_stop_check_that_fails_ends_its_sequence_alone(models):
+    def stops(tokens):
+        raise ZeroDivisionError("a deliberate fault")
+
+    requests = [
+        Request(BOOK, GREEDY, 20, ignore_eos=True, tag="good"),
+        Request(BOOK[:300], GREEDY, 20, ignore_eos=True, stops=stops, tag="bad"),
+    ]
+    client = Client(random.Random(0), requests)
+    assert client.follow(models.engine("llama").run(client.source)) == {"bad": "a deliberate fault"}
+    assert len(client.texts["good"]) == 20 and len(client.texts["bad"]) == 1

@@ -14,8 +14,8 @@ from tiny import agreeing_pair, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.confidence import Confidence
+from triforce.offload.speculation.distribution import certainties
 from triforce.offload.speculation.lengths import PassCost, StepCost
-from triforce.offload.speculation.sampling import certainties
 from triforce.offload.speculation.switch import Switch
 from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import UsageError

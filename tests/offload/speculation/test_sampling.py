@@ -11,10 +11,11 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload.speculation.acceptance import accept, residual
+from triforce.offload.speculation.distribution import NotFiniteError, check_finite, distribution
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise, key_of, mixed
 from triforce.offload.speculation.sampler import Sampler
-from triforce.offload.speculation.sampling import Sampling, distribution, read
-from triforce.tp.errors import ModelError, UsageError
+from triforce.offload.speculation.sampling import Sampling
+from triforce.tp.errors import UsageError
 
 
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "plain"])
@@ -94,12 +95,13 @@ def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero(noise, othe
 def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters, noise):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = broken
-    tokens = noise.draw(distribution(logits, Sampling(*filters)), 0)
-    assert len(read(tokens[[0, 2]])) == 2
-    with pytest.raises(ModelError, match="not finite numbers"):
-        read(tokens)
-    with pytest.raises(ModelError, match="not finite numbers"):
-        accept_one([1], torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
+    tokens = [[token] for token in noise.draw(distribution(logits, Sampling(*filters)), 0).tolist()]
+    check_finite("ac", tokens[::2])
+    with pytest.raises(NotFiniteError, match="not finite numbers") as raised:
+        check_finite("abc", tokens)
+    assert raised.value.whose == ["b"]
+    _, token = accept_one([1], torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
+    assert token < 0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import pytest
 import torch
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
+from triforce.offload.speculation.distribution import distribution, in_millionths
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise
-from triforce.offload.speculation.sampling import Sampling, distribution, in_millionths
+from triforce.offload.speculation.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(cpu_level() == Level.NONE, reason="there are no compiled kernels for sampling")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import resource
 import sys
@@ -29,7 +30,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate mem
 
 def main(module_name: str, action: str, job_path: str, result_path: str) -> int:
     """The exit code: 0 with a result, 1 with an error."""
-    Guard(grace=0.0)  # exit when the parent is gone
+    Guard(math.inf)  # exit when the parent is gone
     with suppress(OSError):  # if memory runs out, the system should end this process, not the one that reports it
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     answer: dict[str, Any]

@@ -145,7 +145,7 @@ class Answering:
         eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
         writing = Writing(work, work.begun - 1, AnswerText(self._tokenizer, prompt, eos_ids))
         options = {"number": writing.number, "top_logprobs": asked.top_logprobs, "contexts": contexts}
-        sampling, most = Sampling(**asked.sampling), asked.max_new_tokens
+        sampling, most = asked.sampling, asked.max_new_tokens
         return writing, Request(prompt.token_ids, sampling, most, **options, stops=writing.take, tag=writing)
 
     def _may_join(self, work: Job | Upload) -> bool:

@@ -42,7 +42,7 @@ class Service:
             models=frozenset((self.name, self.name.rpartition("/")[2])),
             max_new_tokens=request.max_new_tokens,
             context=request.context,
-            **request.sampling,
+            sampling=request.sampling,
         )
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
