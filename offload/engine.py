@@ -290,7 +290,10 @@ class Engine:
             if request is None:
                 return None
             checked = replace(request, contexts=request.contexts or self._context)
-            order = Order.or_error(checked, self.target.config, self.contexts)
+            try:
+                order = Order.or_error(checked, self.target.config, self.contexts)
+            except Exception as error:  # of a request that is not what it should be
+                order = Order.refused(request.number, UsageError(f"the request is not valid: {error}"))
             return BatchSequence(order, self.system.clock(), request)
 
         limits = {"most": max_sequences, "expected": expected, "in_slices": in_slices}

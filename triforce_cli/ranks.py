@@ -38,7 +38,8 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
             ready = call.signals.allow
             raise typer.Exit(launch(command, request.gpus, ready))
     if place and place.size > 1:
-        Guard(math.inf if place.rank else REPEAT_S, follows=place.rank == place.local_rank > 0)
+        signals, follows = call.signals, place.rank == place.local_rank > 0
+        Guard(math.inf if place.rank else REPEAT_S, dealt_with=lambda: signals.taken, follows=follows)
     if place and place.rank:
         call.signals.disregard()
         from .generate.run import follow

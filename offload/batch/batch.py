@@ -55,7 +55,7 @@ class Batch(Iterator[tuple[int, Round]]):
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
             if self._opening.target.ranks.rank:  # which is told of those that join
-                self.sequences += [one for one in self.run.live if one not in self.sequences]
+                self.sequences += [one for one in [*self.run.live, event.sequence] if one not in self.sequences]
             if isinstance(event, Tokens):
                 return self.sequences.index(event.sequence), event.round
         raise StopIteration

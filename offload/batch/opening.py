@@ -139,11 +139,11 @@ class Opening:
                 self._models.kept.context = []
 
     def forget(self, sequence: BatchSequence) -> None:
-        """Sees to it that nobody goes on from what a sequence has read whose prefill failed: some layers may hold its
-        tokens already where others hold those before."""
+        """Sees to it that nobody goes on from what a failed sequence has read or written: it may not be finite, and some
+        layers may hold tokens already where others hold those before."""
         if sequence is self._owner:  # what others read goes with them
             sequence.forget_prompt()
-            self._models.kept.distrust()
+            self._models.kept.context = []
 
     def is_kept(self, sequence: BatchSequence) -> bool:
         """Whether the sequence's full cache stays although it has ended."""
@@ -152,9 +152,10 @@ class Opening:
     def keep_last(self, sequence: BatchSequence) -> None:
         """Has the full cache of a sequence that ends stay in place of that of one before it, if it is whole."""
         full, owner = sequence.opened.full, self._owner
-        if sequence is owner or full.prefix or owner is None or owner.state != "ended":
+        if sequence is owner or full.prefix or (owner and owner.state != "ended"):
             return
-        owner.forget_prompt()
+        if owner:
+            owner.forget_prompt()
         self._models.kept.cache = full
         self._keep(sequence)
 
@@ -242,7 +243,6 @@ class Opening:
         """Raises:
         UsageError: the prompt's rotation depends on its length.
         """
-        assert self._owner is not None
         rope, config = self._models.target.rope, self._models.target.config.rope
         if rope.changes_with(len(order.prompt)):
             raise UsageError(

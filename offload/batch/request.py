@@ -78,7 +78,12 @@ class Order:
                 return replace(order, contexts=saved.plan(order.prompt, wanted, reusable(order.prompt)))
             return order
         except TriforceError as error:
-            return cls([], Sampling(0.0), 1, False, request.number, error=error)
+            return cls.refused(request.number, error)
+
+    @classmethod
+    def refused(cls, number: int, error: TriforceError) -> Order:
+        """One that cannot be answered."""
+        return cls([], Sampling(0.0), 1, False, number, error=error)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Run(Iterator[Event]):
         self._read_until = self._system.clock()  # when a prompt was read last: that is no time of decoding
         self.live = [BatchSequence(one, self._read_until) for one in order.orders]
         """The sequences that have not ended, and perhaps some that just have."""
-        self._stepping = False
+        self._broken = False  # but within a step, and once one was not finished
         self._asked_to_end = self._ended = False  # the second by all ranks, after a round or slices of a prefill
         self.rounds_done = 0
         self.decode_s = 0.0
@@ -112,10 +112,10 @@ class Run(Iterator[Event]):
 
     @torch.inference_mode()
     def __next__(self) -> Event:
-        self._stepping = True
+        broken, self._broken = self._broken, True
         with shortage_explained(self._target.device, self._system.device_memory):
             event = next(self._steps, None)
-        self._stepping = False
+        self._broken = broken
         if event is None:
             raise StopIteration
         return event
@@ -139,7 +139,7 @@ class Run(Iterator[Event]):
     @property
     def broken(self) -> bool:
         """Whether a pass was under way when the run was broken off."""
-        return self._stepping
+        return self._broken
 
     @property
     def tiers(self) -> list[Tier]:
@@ -302,12 +302,12 @@ class Run(Iterator[Event]):
             sequence = self._reading.sequence
             event = self._read_on(self._reading)
             if event is None:
-                if self._reading and self._in_slices and self._running():
-                    return
                 if self._reading:
                     yield Progress(sequence)
                 else:
                     yield from self._let_go()
+                if self._reading and self._in_slices and self._running():
+                    return
                 continue
             yield Tokens(sequence, event)
             sequence.since = self._system.clock()
@@ -322,7 +322,7 @@ class Run(Iterator[Event]):
                 continue
             others = len(self._running())
             if sequence.asked_to_end and self._target.ranks.size == 1:
-                sequence.state = "ended"
+                sequence.state, self._short_of_memory = "ended", False
                 continue
             if others >= self._most:
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
@@ -355,7 +355,7 @@ class Run(Iterator[Event]):
         """
         ranks = self._target.ranks
         if not ranks.least([int(not sequence.asked_to_end)])[0]:
-            sequence.state = "ended"
+            sequence.state, self._short_of_memory = "ended", False
             return False
         found: Exception | None = None
         try:
@@ -444,6 +444,7 @@ class Run(Iterator[Event]):
             if sequence.opened.tokens in error.whose:
                 self._fail(sequence, NotFiniteError(()))
                 self._leave(sequence)
+                self._opening.forget(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:
         sequence.state, sequence.failure = "ended", _without_frames(error)

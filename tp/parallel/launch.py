@@ -214,18 +214,19 @@ class Guard:
     collective.
 
     A first SIGTERM, SIGINT or SIGHUP is left to its handler. It ends the process `RANK_0_GRACE_S` seconds after a later
-    one, whose handler still runs, and at once when the parent process is gone. It watches from a thread until the
-    process ends.
+    one that comes before the first was dealt with, whose handler still runs, and at once when the parent process is
+    gone. It watches from a thread until the process ends.
     """
 
-    def __init__(self, repeat_s: float, *, follows: bool = False) -> None:
+    def __init__(self, repeat_s: float, *, dealt_with: Callable[[], int] = lambda: 0, follows: bool = False) -> None:
         """Must be called in the main thread, after signal handlers are installed: other signals are not noticed.
 
         Args:
             repeat_s: seconds from a signal within which another one is the same.
+            dealt_with: how often a signal was dealt with, after which this process went on.
             follows: whether it ends the process `GRACE_S` seconds after rank 0 as well, which is on this machine.
         """
-        self._repeat_s = repeat_s
+        self._repeat_s, self._dealt_with = repeat_s, dealt_with
         others = siblings() if follows else {}
         self._rank_0 = others.get(0)
         self._rank_0_ended = bool(others) and self._rank_0 is None
@@ -237,12 +238,14 @@ class Guard:
 
     def _watch(self) -> None:
         ends_at = last = math.inf
-        code = 1
+        code, dealt_with = 1, 0
         while time.monotonic() < ends_at:
             received, _, _ = select.select([self._signals], [], [], _CHECK_S)
             for number in self._signals.recv(64) if received else b"":
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    now = time.monotonic()
+                    now, dealt_with_before, dealt_with = time.monotonic(), dealt_with, self._dealt_with()
+                    if dealt_with != dealt_with_before:
+                        last = math.inf
                     if now - last >= self._repeat_s and ends_at == math.inf:
                         ends_at, code = now + RANK_0_GRACE_S, 128 + number
                     last = now

@@ -108,7 +108,7 @@ class Runner:
                 else:
                     self._tell_progress()
         except (Stop, Exception) as error:
-            if not self._is_of_requests(error):
+            if (run.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
                 self._keep_unfinished()
                 raise
             for job in {writing.job for writing in self._writing}:
@@ -129,12 +129,14 @@ class Runner:
         if writing not in self._writing:
             return
         self._writing[writing] = sequence
-        answer = None if sequence.error is not None else writing.update(sequence)
+        failed = sequence.error is not None or sequence.check_failure is not None
+        answer = None if failed else writing.update(sequence)
         if answer is None:
             if ended:
                 self._fail(writing.job, _as_body_error(sequence.error or "the run ended before the answer"))
             return
         del self._writing[writing]
+        self._reading.pop(writing, None)
         self.totals.add_answer(answer, sequence.warnings)
         self._done += 1
         job = writing.job

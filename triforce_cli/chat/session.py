@@ -143,7 +143,7 @@ class Session:
                 while step(generation, self._signals) is not None:
                     pass
             except Stop as stop:
-                self._end(generation)
+                self._end(generation, stop)
                 if not generation.statistics.token_ids:
                     tell(f"the context {name} is not saved whole")
                 self._pass_on(stop)
@@ -179,7 +179,7 @@ class Session:
                     event = step(generation, self._signals)
             except Stop as raised:
                 stop = raised
-            self._end(generation)
+            self._end(generation, stop)
         stop = self._write_rest(reply, output, bool(generation.statistics.token_ids)) or stop
         self._keep(asked, reply, generation)
         if stop:
@@ -267,8 +267,14 @@ class Session:
         with keys, progress as shown:
             yield shown
 
-    def _end(self, generation: Generation) -> None:
-        """Ends a run on all ranks."""
+    def _end(self, generation: Generation, stop: Stop | None) -> None:
+        """Ends a run on all ranks.
+
+        Raises:
+            Stop: another signal broke it off within a round, where other ranks still are.
+        """
+        if stop and generation.batch.run.broken and self._engine.target.ranks.size > 1:
+            raise stop
         generation.end()
         if self._engine.target.ranks.size > 1:
             for _ in generation:

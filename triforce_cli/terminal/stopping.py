@@ -54,6 +54,8 @@ class Signals:
         self._stop: Stop | None = None
         """The interrupt that waits for `allow`, or was raised already."""
         self._last_at = float("-inf")
+        self.taken = 0
+        """How often an interrupt was taken, and the process went on."""
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -127,6 +129,7 @@ class Signals:
         Args: `repeats` is whether one that follows it within `REPEAT_S` is still a repetition.
         """
         stop, self._stop = self._stop, None
+        self.taken += stop is not None
         if not repeats:
             self._last_at = float("-inf")
         return stop

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -206,3 +207,39 @@ def test_a_stop_check_that_fails_ends_its_sequence_alone(models):
     client = Client(random.Random(0), requests)
     assert client.follow(models.engine("llama").run(client.source)) == {"bad": "a deliberate fault"}
     assert len(client.texts["good"]) == 20 and len(client.texts["bad"]) == 1
+
+
+def test_a_request_that_is_not_valid_ends_alone(models):
+    requests = [Request(BOOK, GREEDY, 20, ignore_eos=True, tag="good")]
+    for tag, bad in {
+        "words": {"prompt_ids": ["x"]},
+        "nothing": {"prompt_ids": None},
+        "length": {"max_new_tokens": "3"},
+    }.items():
+        given: dict[str, Any] = {"prompt_ids": [5, 6], "max_new_tokens": 3} | bad
+        requests.append(Request(sampling=GREEDY, tag=tag, **given))
+    client = Client(random.Random(0), requests)
+    errors = client.follow(models.engine("llama").run(client.source))
+    assert list(errors) == ["words", "nothing", "length"] and all("is not valid" in error for error in errors.values())
+    assert len(client.texts["good"]) == 20
+
+
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_numbers_that_are_not_finite_stay_in_no_cache(models, resident):
+    engine = models.engine("llama", resident=resident)
+    prompt = BOOK[:400]
+    client = Client(random.Random(0), [Request(prompt, GREEDY, 30, ignore_eos=True, tag="bad")])
+
+    @torch.inference_mode()
+    def damage(event):
+        if isinstance(event, Tokens) and event.sequence.tag == "bad" and event.round.index == 2:
+            for _, tensor in event.sequence.opened.full.held():
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+        if isinstance(event, Ended) and event.sequence.tag == "bad":
+            client.waiting.append(Request(prompt, GREEDY, 12, ignore_eos=True, tag="again"))
+
+    errors = client.follow(engine.run(client.source), on_event=damage)
+    assert list(errors) == ["bad"] and "not finite" in errors["bad"]
+    want = engine.generate(prompt, GREEDY, 12, ignore_eos=True, reuse=0).token_ids
+    assert client.texts["again"] == want
