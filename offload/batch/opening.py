@@ -139,8 +139,8 @@ class Opening:
                 self._models.kept.context = []
 
     def forget(self, sequence: BatchSequence) -> None:
-        """Sees to it that nobody goes on from what a failed sequence has read or written: it may not be finite, and some
-        layers may hold tokens already where others hold those before."""
+        """Sees to it that nobody goes on from what a failed sequence has read or written: it may not be finite, and
+        some layers may hold tokens already where others hold those before."""
         if sequence is self._owner:  # what others read goes with them
             sequence.forget_prompt()
             self._models.kept.context = []
