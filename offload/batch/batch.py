@@ -55,7 +55,9 @@ class Batch(Iterator[tuple[int, Round]]):
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
             if self._opening.target.ranks.rank:  # which is told of those that join
-                self.sequences += [one for one in [*self.run.live, event.sequence] if one not in self.sequences]
+                for one in (*self.run.live, event.sequence):
+                    if one not in self.sequences:
+                        self.sequences.append(one)
             if isinstance(event, Tokens):
                 return self.sequences.index(event.sequence), event.round
         raise StopIteration
