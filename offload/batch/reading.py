@@ -39,6 +39,7 @@ class Reading:
         self._slices = slices
         self._logits = torch.empty(0)  # [1, vocab_size], once the prompt is read
         self._slice_s: float | None = None  # mean of the last slices that were timed
+        self._last = 0  # how many these were
         self._granted_s = 0.0
 
     def grant(self, seconds: float) -> None:
@@ -52,8 +53,9 @@ class Reading:
 
     @property
     def due_alone(self) -> int:
-        """The slices until it is checked whether the prompt is still wanted, while nobody else runs."""
-        return 1 if self._slice_s is None else max(1, int(_CHECKS_S / self._slice_s))
+        """The slices until it is checked whether the prompt is still wanted, while nobody else runs: at most twice as
+        many as last time, as they may take much longer than those."""
+        return 1 if self._slice_s is None else max(1, min(int(_CHECKS_S / self._slice_s), 2 * self._last))
 
     def close(self, *, keeps: bool) -> None:
         """Ends it where it is.
@@ -81,7 +83,7 @@ class Reading:
         self.seconds += spent
         self._granted_s -= spent
         if done:
-            self._slice_s = spent / done
+            self._slice_s, self._last = spent / done, done
         if changes:
             self._slice_s, self._granted_s = None, max(self._granted_s, 0.0)
         return whole
