@@ -123,7 +123,7 @@ def test_no_buffer_leaves_twice_at_a_time_after_a_prefill_that_was_broken_off(mo
 
     monkeypatch.setattr(Ring, "send", checked)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(random_tokens(len(PROMPT), seed=77), Sampling(temperature=0.0), 8)
+        engine.generate(random_tokens(3 * len(PROMPT), seed=77), Sampling(temperature=0.0), 8)  # a layer fills the ring
     assert broken and engine.generate(PROMPT, Sampling(temperature=0.0), 8).token_ids == want
 
 
