@@ -85,9 +85,25 @@ typedef struct {
 extern const AttentionKernels attention_avx2_float32, attention_avx2_bfloat16, attention_avx512_float32, attention_avx512_bfloat16,
     attention_avx512bf16_bfloat16, attention_amx_bfloat16;
 
-/* How many keys ahead of those in use the kernels for dot products of bfloat16 prefetch on this processor (features.c): a multiple
- * of TILE / 2; 0: they leave it to the processor. */
-int64_t keys_ahead(void);
+/* What suits a processor. The kernels for dot products of bfloat16 prefetch what is `keys_ahead` keys ahead of those in use, a
+ * multiple of TILE / 2 (0: they leave it to the processor), to the second cache for up to `few_rows` rows, to the first for more; those
+ * in float32 to the second cache if `to_second`. */
+typedef struct {
+    int64_t keys_ahead, few_rows;
+    int to_second;
+} Prefetching;
+
+/* Of this processor (features.c). */
+const Prefetching *prefetching(void);
+
+/* Has a line of memory brought to the second cache, or to the first. */
+static inline __attribute__((always_inline)) void prefetch_line(const void *line, int to_second)
+{
+    if (to_second)
+        __builtin_prefetch(line, 0, 2);
+    else
+        __builtin_prefetch(line);
+}
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

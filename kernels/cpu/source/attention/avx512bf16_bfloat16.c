@@ -19,14 +19,15 @@ typedef struct {
     float *laid;               /* its keys transposed, [words][TILE], or its values paired, see pair_values */
     const char *keys, *values; /* to be prefetched */
     int every;                 /* a line of both is prefetched at every first or second step of a loop; 0: none is */
+    int to_second;             /* whether to the second cache, not the first */
 } Tile;
 
 INLINE void prefetch(const Tile *tile, int64_t step)
 {
     if (tile->every == 1 || (tile->every == 2 && step % 2 == 0)) {
         const int64_t at = (tile->every == 1 ? 64 : 32) * step; /* a line is 64 bytes */
-        __builtin_prefetch(tile->keys + at);
-        __builtin_prefetch(tile->values + at);
+        prefetch_line(tile->keys + at, tile->to_second);
+        prefetch_line(tile->values + at, tile->to_second);
     }
 }
 
@@ -176,12 +177,14 @@ INLINE void take_rows(const int weighs, const SplitRows *this, Tile *tile)
 static void prefetch_later(Tile *tile, const SplitRows *this, const uint16_t *k, const uint16_t *v, int64_t key)
 {
     const Attention *call = this->call;
-    const int64_t ahead = keys_ahead(), later = key + ahead;
-    if (!ahead || later >= call->m || call->k_row != call->head_dim || call->v_row != call->head_dim)
+    const Prefetching *suits = prefetching();
+    const int64_t later = key + suits->keys_ahead;
+    if (!suits->keys_ahead || later >= call->m || call->k_row != call->head_dim || call->v_row != call->head_dim)
         return;
     tile->keys = (const char *)(k + place_of(call, later, call->k_block, call->k_row));
     tile->values = (const char *)(v + place_of(call, later, call->v_block, call->v_row));
     tile->every = this->some <= AT_A_TIME ? 1 : 2;
+    tile->to_second = this->some <= suits->few_rows;
 }
 
 /* A copy of a tile of which the keys or values from `start` to before `stop` alone may be read, with zeros for the others. */

@@ -150,6 +150,7 @@ INLINE void add_columns(
     const int64_t stride = row_stride(call->head_dim), k_row = call->k_row, v_row = call->v_row;
     const element *values = tile->values + 2 * LANES * i;
     const element *next_keys = tile->next_keys + 2 * LANES * i, *next_values = tile->next_values + 2 * LANES * i;
+    const int to_second = prefetching()->to_second;
     vec sums[AT_A_TIME][STEP];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -160,8 +161,8 @@ INLINE void add_columns(
         vec columns[STEP];
         if (fetch)
             for (int at = 0; at < pairs * 2 * LANES; at += 64 / (int)sizeof(element)) {
-                __builtin_prefetch(next_keys + key * k_row + at);
-                __builtin_prefetch(next_values + key * v_row + at);
+                prefetch_line(next_keys + key * k_row + at, to_second);
+                prefetch_line(next_values + key * v_row + at, to_second);
             }
 #pragma GCC unroll 8
         for (int j = 0; j < pairs; j++)
