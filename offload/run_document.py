@@ -52,7 +52,7 @@ def run_identity(
         "arithmetic": arithmetic(device.type),
         "dtype": str(target.dtype).removeprefix("torch."),
         "seed": seed,
-        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
+        "sampling": sampling.filters,
         "settings": {
             "tiers": tiers,
             "budget": budget,

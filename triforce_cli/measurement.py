@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 import torch
 
+from ..offload.speculation.sampling import OFF
 from .terminal.output import JsonFile, result_console
 
 if TYPE_CHECKING:
@@ -52,12 +53,11 @@ def on(where: dict[str, Any]) -> str:
 
 
 def sampling_words(sampling: dict[str, Any]) -> str:
-    """`temperature`, `top_p` and `top_k` in words."""
+    """The temperature and the filters that are not off, in words. `sampling`: see `Sampling.filters`."""
     if sampling["temperature"] == 0:
         return "greedy"
     words = [f"temperature {sampling['temperature']:g}"]
-    words += [f"top-p {sampling['top_p']:g}"] if sampling["top_p"] < 1 else []
-    words += [f"top-k {sampling['top_k']}"] if sampling["top_k"] else []
+    words += [f"{name.replace('_', '-')} {sampling[name]}" for name, off in OFF.items() if sampling[name] != off]
     return ", ".join(words)
 
 

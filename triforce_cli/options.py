@@ -1,16 +1,17 @@
 """Options as fields of dataclasses: a command states its options once, as the dataclass that it is called with.
 
-A field's annotation says type, help and group; its default is the option's. `Request` has what the commands that run an
-engine share.
+A field's annotation says type, help and group; its default is the option's. A field can also be a dataclass that the
+engine takes, annotated with the options that its own fields are. `Request` has what the commands that run an engine
+share.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import typer
 
@@ -63,43 +64,75 @@ def flag(name: str, group: str, help: str) -> Any:
 
 
 def command(request_type: type[Options], function: Callable[[Options, Call], None]) -> Callable[..., None]:
-    """`function` as the option parser wants it: a parameter for each field of `request_type` that is an option."""
+    """`function` as the option parser wants it: a parameter for each option of `request_type`."""
+    declared = sorted(_declared(request_type), key=lambda one: _place(one.info))
 
     def call(parser_context: typer.Context, **given: Any) -> None:
-        function(request_type(**given), parser_context.obj)
+        parts: dict[str, Any] = {}
+        for one in declared:
+            if one.part is not None:
+                whole = parts.setdefault(one.part, {})
+                whole[one.name] = given.pop(one.name)
+        defaults = {field.name: field.default for field in fields(request_type)}  # pyright: ignore[reportArgumentType]
+        composed = {part: replace(defaults[part], **values) for part, values in parts.items()}
+        function(request_type(**given, **composed), parser_context.obj)
 
     parameters = [inspect.Parameter("parser_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    hints = get_type_hints(request_type, include_extras=True)
-    for field in fields(request_type):  # pyright: ignore[reportArgumentType]
-        info = _info(hints[field.name])
-        if info is not None:
-            # `None` is auto there, which the parser gives for the word; `--help` is to show the word.
-            auto = field.default is None and (info.metavar or "").startswith("auto|")
-            default = inspect.Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default="auto" if auto else default,
-                    annotation=hints[field.name],
-                )
+    for one in declared:
+        # `None` is auto there, which the parser gives for the word; `--help` is to show the word.
+        auto = one.default is None and (one.info.metavar or "").startswith("auto|")
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        parameters.append(
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default="auto" if auto else default,
+                annotation=Annotated[one.type, one.info],
             )
-    parameters[1:] = sorted(parameters[1:], key=lambda one: _place(_info(one.annotation)))
+        )
     call.__name__, call.__doc__ = function.__name__, function.__doc__
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
+def changed(request: Any) -> list[str]:
+    """The names of the options of a request that are not at their defaults."""
+    return [one.name for one in _declared(type(request)) if one.value(request) != one.default]
+
+
+class _Declared(NamedTuple):
+    """An option of a request."""
+
+    part: str | None
+    """The field that is a dataclass with this option; `None` where the option is a field of the request itself."""
+    name: str
+    type: Any
+    info: Any
+    """What `option`, `flag` or `argument` gave."""
+    default: Any
+
+    def value(self, request: Any) -> Any:
+        return getattr(request if self.part is None else getattr(request, self.part), self.name)
+
+
+def _declared(request_type: Any) -> Iterator[_Declared]:
+    """The options of a request, in the order of its fields."""
+    hints = get_type_hints(request_type, include_extras=True)
+    for field in fields(request_type):
+        annotation = hints[field.name]
+        info = getattr(annotation, "__metadata__", (None,))[0]
+        if isinstance(info, dict):
+            types = get_type_hints(annotation.__origin__)
+            for name, own in info.items():
+                yield _Declared(field.name, name, types[name], own, getattr(field.default, name))
+        elif info is not None:
+            yield _Declared(None, field.name, annotation.__origin__, info, field.default)
+
+
 def _place(info: Any) -> int:
     """Where `--help` shows an option; arguments come before all."""
     return _GROUPS.index(info.rich_help_panel) if info.rich_help_panel else -1
-
-
-def _info(annotation: Any) -> Any:
-    """The option that a field's annotation declares; `None` for a field that is no option."""
-    declared = getattr(annotation, "__metadata__", ())
-    return declared[0] if declared else None
 
 
 AutoTokens = int | None
@@ -193,6 +226,18 @@ GPUS = option(
     whole(1),
     "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
 )
+SAMPLING_OPTIONS = {
+    "temperature": option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding."),
+    "top_p": option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all."),
+    "top_k": option(SAMPLING, whole(0, "K"), "Keep the K most likely tokens; 0 keeps all."),
+    "seed": option(
+        SAMPLING,
+        whole(0, "S"),
+        "Random seed. A seed is a text: the same tokens whatever drafts them. Default: drawn at random; a little "
+        "more of the draft is accepted then, and the text cannot be had again.",
+    ),
+}
+"""Every field of `Sampling`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,20 +312,7 @@ class Request(ModelRequest):
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
     device: Annotated[str, DEVICE] = "auto"
     threads: Annotated[int | None, THREADS] = None
-    temperature: Annotated[float, option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding.")] = 0.6
-    top_p: Annotated[
-        float, option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all.")
-    ] = 0.9
-    top_k: Annotated[int, option(SAMPLING, whole(0, "K"), "Keep the K most likely tokens; 0 keeps all.")] = 0
-    seed: Annotated[
-        int | None,
-        option(
-            SAMPLING,
-            whole(0, "S"),
-            "Random seed. A seed is a text: the same tokens whatever drafts them. Default: drawn at random; a little "
-            "more of the draft is accepted then, and the text cannot be had again.",
-        ),
-    ] = None
+    sampling: Annotated[Sampling, SAMPLING_OPTIONS] = Sampling()  # noqa: RUF009 - frozen
     refresh: Annotated[
         str,
         option(
@@ -319,16 +351,6 @@ class Request(ModelRequest):
         """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
         names = ("refresh", "resident", "exact", "early_end", "pack", "host_memory")
         return self.lengths | {name: getattr(self, name) for name in names}
-
-    def __post_init__(self) -> None:
-        """Raises:
-        UsageError: an impossible sampling parameter, before anything is read or loaded.
-        """
-        self.sampling  # noqa: B018
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.seed)
 
 
 def new_tokens(least: int, help: str) -> Any:

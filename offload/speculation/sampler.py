@@ -38,7 +38,7 @@ def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[in
     Args:
         logits: `[n, vocab]`, the first `rows[0]` rows of the first sampler's sequence, and so on.
     """
-    filters = [_filters(sampler.sampling) for sampler in samplers]
+    filters = [sampler.sampling.filters for sampler in samplers]
     if filters.count(filters[0]) == len(filters):
         return distribution(logits, samplers[0].sampling)
     parts = logits.split(list(rows))
@@ -69,7 +69,3 @@ def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], posi
 def _position_free(noise: Noise) -> bool:
     """Whether its draws do not depend on positions."""
     return not isinstance(noise, CommonNoise) or noise.key is None
-
-
-def _filters(sampling: Sampling) -> tuple[float, float, int]:
-    return sampling.temperature, sampling.top_p, sampling.top_k

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from ...tp.errors import UsageError
 
@@ -38,6 +39,15 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """All but the seed, by name: what makes a distribution of logits."""
+        return {name: value for name, value in vars(self).items() if name != "seed"}
+
+
+OFF = {"top_p": 1.0, "top_k": 0}
+"""The values that switch filters off."""
 
 
 @dataclass(frozen=True)

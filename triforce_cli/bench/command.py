@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ...tp.errors import TriforceError, UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
+from ..options import SAMPLING_OPTIONS, changed
 from .request import QUESTION_TOKENS, Asked
 
 EPILOG = """[bold]Examples[/]
@@ -35,7 +36,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 _OF_RUNS = (
     *("prompt", "prompt_file", "model", "max_new_tokens", "repeat", "batch"),
-    *("temperature", "top_p", "top_k", "seed", "refresh", "exact", "early_end"),
+    *("refresh", "exact", "early_end", *SAMPLING_OPTIONS),
 )
 """Options that have no meaning for a shape."""
 
@@ -103,13 +104,12 @@ def _check_shape(request: Asked) -> None:
     """Raises:
     UsageError: options were given that a shape has no use for.
     """
-    for field in fields(request):
-        if field.name in _OF_RUNS and getattr(request, field.name) != field.default:
-            option = f"--{field.name.replace('_', '-')}"
-            raise UsageError(
-                f"{option} and --shape are both given; a shape has random weights and writes no text, only its steps "
-                "are timed: leave one out"
-            )
+    useless = next((name for name in changed(request) if name in _OF_RUNS), None)
+    if useless:
+        raise UsageError(
+            f"--{useless.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
+            "only its steps are timed: leave one out"
+        )
     if {2, 3} <= set(request.tiers):
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
     if request.gpus > 1:

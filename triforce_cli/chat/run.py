@@ -58,7 +58,7 @@ def run(
             positions=config.max_position_embeddings,
             max_new_tokens=request.max_new_tokens,
             opening=opening,
-            seed=request.seed,
+            seed=request.sampling.seed,
             trim=request.trim,
         )
         conversation.ask("?")  # the text alone may be too long, which is known before weights load

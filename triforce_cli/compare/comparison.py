@@ -218,14 +218,14 @@ def find_differences(comparison: Comparison, limit_s: float) -> None:
     if not comparison.triforce.runs:
         return
     answer = comparison.triforce.runs[0].token_ids
-    rows = comparison.rows[1:] if job.greedy else comparison.own_rows[1:]
+    rows = comparison.rows[1:] if job.sampling.greedy else comparison.own_rows[1:]
     for row in rows:
         if row.runs:
             row.differences = _differences(row.runs[0].token_ids, answer, job.max_new_tokens)
     candidates = [
         [found.sequence, found.index, found.triforce_token, found.token] for row in rows for found in row.differences
     ]
-    if not candidates or not job.greedy:  # with noise, logits do not explain a draw
+    if not candidates or not job.sampling.greedy:  # with noise, logits do not explain a draw
         return
     job = replace(job, system=TRIFORCE.name, options={"answer": answer, "candidates": candidates})
     try:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from ...offload.speculation.sampling import Sampling
 from ..bench.request import REPEAT
 from ..generate.request import ASK, TRUNCATE
-from ..options import CONTEXT, MEASURING, OUTPUT, PROMPT, SAMPLING, Request, flag, new_tokens, option
+from ..options import CONTEXT, MEASURING, OUTPUT, PROMPT, SAMPLING, SAMPLING_OPTIONS, Request, flag, new_tokens, option
 from ..parameters import MINUTES, real, whole, words
 from .baselines.catalogue import BASELINES
 
@@ -67,15 +68,18 @@ class Asked(Request):
         int | None, option(PROMPT, whole(1), "Use only the first N tokens of the prompt.")
     ] = None  # fmt: skip
     max_new_tokens: Annotated[int, new_tokens(1, "Tokens of each answer, which is written to the full length.")] = 128
-    temperature: Annotated[
-        float,
-        option(
-            SAMPLING,
-            real("T"),
-            "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
-            "with --seed too.",
-        ),
-    ] = 0.0
+    sampling: Annotated[
+        Sampling,
+        SAMPLING_OPTIONS
+        | {
+            "temperature": option(
+                SAMPLING,
+                real("T"),
+                "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
+                "with --seed too.",
+            )
+        },
+    ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen
     debug: Annotated[
         bool, flag("--debug", OUTPUT, "Show tracebacks of errors, and what failing systems printed.")
     ] = False  # fmt: skip

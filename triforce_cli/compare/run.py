@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -77,7 +76,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         TriforceError: it cannot be met.
     """
     target, draft = directories
-    if asked.audit and asked.temperature > 0 and asked.seed is None:
+    if asked.audit and not asked.sampling.greedy and asked.sampling.seed is None:
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     Settings(**asked.settings)
     config = check_pair(target, draft)
@@ -103,7 +102,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         dtype=str(resolve_dtype(asked.dtype, config)).removeprefix("torch."),
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
-        **asdict(asked.sampling),
+        sampling=asked.sampling,
         threads=asked.threads or torch.get_num_threads(),
         questions=questions,
         context=asked.context,

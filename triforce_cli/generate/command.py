@@ -57,7 +57,7 @@ def generate(request: GenerateRequest, call: Call) -> None:
         return
     with JsonFile.prepare(request.json) as json_file:
         answers = wanted_answers(asks, request.asks, request.answers)
-        source = read_source(request.prompt_file, request.prompt, tell, request.context, request.seed)
+        source = read_source(request.prompt_file, request.prompt, tell, request.context, request.sampling.seed)
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from ...offload import Sampling
 from ...tp.errors import TriforceError
@@ -19,7 +19,10 @@ MOST_ANSWERS = 128
 MOST_LOGPROBS = 20
 """Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
 
-_BOTH = ("model", "context", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n")
+_SAMPLING = get_type_hints(Sampling)
+"""The fields of how tokens are drawn, and their types."""
+
+_BOTH = ("model", "context", "max_tokens", *_SAMPLING, "stop", "n")
 _HONOURED = {
     CHAT: ("messages", "max_completion_tokens", "logprobs", "top_logprobs", *_BOTH),
     COMPLETION: ("prompt", "logprobs", *_BOTH),
@@ -149,8 +152,7 @@ def _not_honoured(name: str, endpoint: str) -> str:
 
 
 def _sampling(fields: _Fields, defaults: Sampling) -> Sampling:
-    given = {"temperature": fields.number("temperature"), "top_p": fields.number("top_p")}
-    given |= {"top_k": fields.whole("top_k", 0), "seed": fields.whole("seed", 0)}
+    given = {name: fields.number(name) if kind is float else fields.whole(name, 0) for name, kind in _SAMPLING.items()}
     try:
         return replace(defaults, **{name: value for name, value in given.items() if value is not None})
     except TriforceError as error:

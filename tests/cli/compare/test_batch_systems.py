@@ -14,6 +14,7 @@ from triforce.cli.bench.request import QUESTION_TOKENS
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.protocol import Job, Measurement
 from triforce.cli.compare.baselines.transformers_baseline import CopiedPrefix, Transformers
+from triforce.offload.speculation.sampling import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
 SEQUENCES, TOKENS = 3, 12
@@ -55,8 +56,8 @@ def test_each_sequence_that_differs_is_named_with_the_targets_logits(compare, pa
 
 PLAIN = {
     "system": "", "model": "", "draft": None, "asked_model": "", "asked_draft": None, "device": "cpu",
-    "dtype": "float32", "prompt_ids": [5, 6], "max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "top_k": 0,
-    "seed": None, "threads": 1, "folder": "",
+    "dtype": "float32", "prompt_ids": [5, 6], "max_new_tokens": 6, "sampling": Sampling(temperature=0.0),
+    "threads": 1, "folder": "",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from triforce.cli.compare import comparison
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.protocol import Job, Measurement
+from triforce.offload.speculation.sampling import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
 
@@ -56,7 +57,7 @@ def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact
         run = Measurement("", tokens, 1.0, 1.0, 1, 0.0, 1, 0, {"settings": {"exact": exact}})
         return comparison.Row(Entry(name, "", OURS.module), [run])
 
-    seeded = replace(job, temperature=1.0, seed=4)
+    seeded = replace(job, sampling=Sampling(temperature=1.0, seed=4))
     found = comparison.Comparison(seeded, 1, [measured("triforce", [1, 2, 3]), measured("autoregressive", [1, 2, 3])])
     comparison.find_differences(found, 1.0)
     assert found.wrong is None
@@ -77,8 +78,7 @@ def job(tmp_path):
     """A job that no model is needed for."""
     return Job(
         system="", model="", draft=None, asked_model="", asked_draft=None, device="cpu", dtype="float32",
-        prompt_ids=[1, 1, 2], max_new_tokens=3, temperature=0.0, top_p=1.0, top_k=0, seed=None, threads=1,
-        folder=str(tmp_path),
+        prompt_ids=[1, 1, 2], max_new_tokens=3, sampling=Sampling(temperature=0.0), threads=1, folder=str(tmp_path),
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def job_for(directory, **changes):
     """Greedy, in float32; the file is in `directory` when this returns."""
     job = Job(
         system="llama.cpp", model=str(directory), draft=None, asked_model="", asked_draft=None, device="cpu",
-        dtype="float32", prompt_ids=PROMPT, max_new_tokens=32, temperature=0.0, top_p=1.0, top_k=0, seed=None,
-        threads=1, folder=str(directory),
+        dtype="float32", prompt_ids=PROMPT, max_new_tokens=32, sampling=Sampling(temperature=0.0), threads=1,
+        folder=str(directory),
     )  # fmt: skip
     job = replace(job, **changes)
     llama_cpp.prepare(job)
@@ -60,12 +60,12 @@ def test_draws_follow_temperature_then_top_k_then_top_p(tmp_path):
     model = save_family(tmp_path, "llama", initializer_range=0.1)
     sampling = Sampling(temperature=3.0, top_p=0.7, top_k=12)
     prompt, draws = PROMPT[:3], 1500
-    job = job_for(tmp_path, prompt_ids=prompt, temperature=3.0, top_p=0.7, top_k=12)
+    job = job_for(tmp_path, prompt_ids=prompt, sampling=sampling)
     system = llama_cpp.load(job)
     system.generate(prompt, 1)
     counts = torch.zeros(97)
     for seed in range(draws):
-        system._job = replace(job, seed=seed)
+        system._job = replace(job, sampling=replace(sampling, seed=seed))
         counts[system.generate(prompt, 1).token_ids[0]] += 1
     exact = distribution(model(torch.tensor([prompt])).logits[0, -1:], sampling)[0]
     apart = 0.5 * float((counts / draws - exact).abs().sum())

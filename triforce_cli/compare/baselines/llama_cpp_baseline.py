@@ -134,12 +134,13 @@ def _sampler(job: Job, sequence: int = 0) -> Any:
     """Temperature, then top-k, then top-p, then a draw (each sequence with its own numbers); or the largest logit."""
     chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts: list[Any] = [llama_cpp.llama_sampler_init_greedy()]
-    if not job.greedy:
+    sampling = job.sampling
+    if not sampling.greedy:
         parts = [
-            llama_cpp.llama_sampler_init_temp(job.temperature),
-            *([llama_cpp.llama_sampler_init_top_k(job.top_k)] if job.top_k else []),
-            llama_cpp.llama_sampler_init_top_p(job.top_p, 1),
-            llama_cpp.llama_sampler_init_dist(((job.seed or 0) + sequence) % 2**32),
+            llama_cpp.llama_sampler_init_temp(sampling.temperature),
+            *([llama_cpp.llama_sampler_init_top_k(sampling.top_k)] if sampling.top_k else []),
+            llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
+            llama_cpp.llama_sampler_init_dist(((sampling.seed or 0) + sequence) % 2**32),
         ]
     for part in parts:
         llama_cpp.llama_sampler_chain_add(chain, part)

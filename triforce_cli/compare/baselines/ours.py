@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ....offload import Engine, Request, Sampling
+from ....offload import Engine, Request
 from ....tp.errors import TriforceError
 from .protocol import Job, Timed
 
@@ -23,7 +23,7 @@ class Ours:
 
     def __init__(self, job: Job) -> None:
         self._engine = engine = _engine(job)
-        self._sampling = _sampling(job)
+        self._sampling = job.sampling
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft or engine.settings.lookup else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
         together = "" if job.questions is None else "all sequences together, "
@@ -110,11 +110,7 @@ def logits(job: Job) -> list[list[float]]:
 def audit(job: Job) -> list[int]:
     """What decoding token by token draws at each position of an answer, `job.options["answer"]`."""
     engine = _engine(replace(job, system="autoregressive", options=job.options["settings"]))
-    return engine.drawn_alone(job.prompt_ids, job.options["answer"], _sampling(job))
-
-
-def _sampling(job: Job) -> Sampling:
-    return Sampling(job.temperature, job.top_p, job.top_k, job.seed)
+    return engine.drawn_alone(job.prompt_ids, job.options["answer"], job.sampling)
 
 
 def _engine(job: Job) -> Engine:

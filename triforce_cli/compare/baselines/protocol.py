@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ....offload.speculation.sampling import Sampling
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,12 +32,7 @@ class Job:
     prompt_ids: list[int]
     max_new_tokens: int
     """Written in full: nobody stops at an end-of-sequence token."""
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    top_k: int
-    """0 is off."""
-    seed: int | None
+    sampling: Sampling
     threads: int
     folder: str
     """For files that one worker of a system leaves for the next."""
@@ -47,13 +44,9 @@ class Job:
     """What only this system's module understands."""
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
     def one_text(self) -> bool:
         """Whether this engine writes one text only, whatever drafts for it: a greedy one, or that of a seed."""
-        return self.greedy or self.seed is not None
+        return self.sampling.greedy or self.sampling.seed is not None
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -81,7 +74,8 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        given = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**given | {"sampling": Sampling(**given["sampling"])})
 
 
 @dataclass(frozen=True)

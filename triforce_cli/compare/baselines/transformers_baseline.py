@@ -74,8 +74,8 @@ class CopiedPrefix(Transformers):
 
 def seed(job: Job) -> None:
     """Starts PyTorch's generator from the job's seed, if it has one."""
-    if job.seed is not None:
-        torch.manual_seed(job.seed)
+    if job.sampling.seed is not None:
+        torch.manual_seed(job.sampling.seed)
 
 
 def left_padded(prompts: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
@@ -88,10 +88,9 @@ def left_padded(prompts: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
 
 def generation_config(job: Job, max_new_tokens: int) -> transformers.GenerationConfig:
     """The job's sampling, to the full length."""
-    filters = {} if job.greedy else {"temperature": job.temperature, "top_p": job.top_p, "top_k": job.top_k}
-    return transformers.GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=not job.greedy, pad_token_id=0, **filters
-    )
+    samples = not job.sampling.greedy
+    filters = job.sampling.filters if samples else {}
+    return transformers.GenerationConfig(max_new_tokens=max_new_tokens, do_sample=samples, pad_token_id=0, **filters)
 
 
 def timed_generate(
