@@ -53,11 +53,13 @@ def on(where: dict[str, Any]) -> str:
 
 
 def sampling_words(sampling: dict[str, Any]) -> str:
-    """The temperature and the filters that are not off, in words. `sampling`: see `Sampling.filters`."""
+    """The temperature and the filters that are not off, in words. `sampling`: see `Sampling.filters`; documents of
+    older versions have fewer."""
     if sampling["temperature"] == 0:
         return "greedy"
     words = [f"temperature {sampling['temperature']:g}"]
-    words += [f"{name.replace('_', '-')} {sampling[name]}" for name, off in OFF.items() if sampling[name] != off]
+    filters = {name: value for name, value in sampling.items() if value != OFF.get(name, value)}
+    words += [f"{name.replace('_', '-')} {value}" for name, value in filters.items()]
     return ", ".join(words)
 
 
