@@ -230,6 +230,7 @@ SAMPLING_OPTIONS = {
     "temperature": option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding."),
     "top_p": option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all."),
     "top_k": option(SAMPLING, whole(0, "K"), "Keep the K most likely tokens; 0 keeps all."),
+    "min_p": option(SAMPLING, real("P"), "Drop tokens less likely than P times the likeliest; 0 drops none."),
     "seed": option(
         SAMPLING,
         whole(0, "S"),

@@ -17,9 +17,20 @@ _ODD: list[Any] = [
 ]
 _FIELDS = (
     *("model", "messages", "prompt", "context", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
-    *("seed", "stop", "n", "stream", "stream_options", "return_progress", "timings_per_token", "logprobs", "user"),
+    *(
+        "min_p",
+        "seed",
+        "stop",
+        "n",
+        "stream",
+        "stream_options",
+        "return_progress",
+        "timings_per_token",
+        "logprobs",
+        "user",
+    ),
     *("top_logprobs", "frequency_penalty", "presence_penalty", "logit_bias", "best_of", "echo", "suffix", "tools"),
-    *("tool_choice", "functions", "function_call", "response_format", "modalities", "metadata", "store", "min_p"),
+    *("tool_choice", "functions", "function_call", "response_format", "modalities", "metadata", "store"),
     *("ignore_eos", "repetition_penalty", "audio", "prediction", "reasoning_effort", "unknown", "__class__", ""),
 )
 

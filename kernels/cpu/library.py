@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 10
+_ABI = 11
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -127,7 +127,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
         kernel.argtypes = [ctypes.POINTER(PackingCall)]
     kernels.triforce_gather.argtypes = [ctypes.POINTER(PackingCall), pointer, count, count, count]
     double = ctypes.c_double
-    kernels.triforce_distribution.argtypes = [pointer, count, count, double, count, double, pointer, flag]
+    kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):
         kernel.argtypes, kernel.restype = [pointer, count, count, pointer, pointer], None
     kernels.triforce_likeliest.argtypes, kernels.triforce_likeliest.restype = [pointer, count, count, pointer], None

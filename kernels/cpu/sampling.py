@@ -28,7 +28,7 @@ def samples_compiled(rows: Tensor) -> bool:
     )
 
 
-def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """See `sampling.distribution`; a temperature of 0 is greedy.
 
     Raises:
@@ -38,7 +38,7 @@ def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p:
     n, vocab = logits.shape
     out = torch.empty_like(logits)
     many = max(1, min(n, threads())) if logits.numel() >= _LARGE else 1
-    filters = temperature, min(top_k, vocab), top_p
+    filters = temperature, min(top_k, vocab), top_p, min_p
     if _kernels().triforce_distribution(logits.data_ptr(), n, vocab, *filters, out.data_ptr(), many):
         raise MemoryError(f"no memory for the temporaries of sampling from {vocab} tokens")
     return out

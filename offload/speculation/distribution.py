@@ -1,6 +1,6 @@
 """From logits to the distribution that a token is drawn from, the same for every tier.
 
-The order and the meaning of the filters are those of `transformers`: temperature, then top-k, then top-p.
+The order and the meaning of the filters are those of `transformers`: temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if samples_compiled(logits):
-        return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p)
+        return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     together = rows_at_once(logits)
     if logits.shape[0] > together:
         return torch.cat([distribution(some, sampling) for some in logits.split(together)])
@@ -60,7 +60,9 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     probabilities = logits.softmax(dim=-1)
-    return _nucleus(probabilities, sampling.top_p) if sampling.top_p < 1.0 else probabilities
+    if sampling.top_p < 1.0:
+        probabilities = _nucleus(probabilities, sampling.top_p)
+    return _likely(probabilities, sampling.min_p) if sampling.min_p > 0.0 else probabilities
 
 
 def rows_at_once(rows: Tensor) -> int:
@@ -96,6 +98,13 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     kept = ordered.masked_fill_(before >= top_p, 0.0)
     kept /= kept.sum(dim=-1, keepdim=True)
     return torch.zeros_like(probabilities).scatter_(-1, order, kept)
+
+
+def _likely(probabilities: Tensor, min_p: float) -> Tensor:
+    """Each row of `[n, vocab]` with only tokens at least `min_p` times as likely as the likeliest; they sum to 1."""
+    least = min_p * probabilities.amax(dim=-1, keepdim=True)
+    kept = probabilities.masked_fill(probabilities < least, 0.0)
+    return kept.div_(kept.sum(dim=-1, keepdim=True))
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

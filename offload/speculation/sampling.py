@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...tp.errors import UsageError
@@ -11,7 +11,7 @@ from ...tp.errors import UsageError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 switch the filters off.
+    """Sampling parameters. `temperature` 0 is greedy; `top_p` 1, `top_k` 0 and `min_p` 0 switch the filters off.
 
     A seed that was given is a text: the tokens then follow from model, prompt and sampling parameters (and from the
     number of ranks, the dtype and the kernels), not from what was drafted. With `None` tokens are drawn with fresh
@@ -24,6 +24,8 @@ class Sampling:
     temperature: float = 0.6
     top_p: float = 0.9
     top_k: int = 0
+    min_p: float = field(default=0.0, kw_only=True)
+    """Tokens are left out that are less likely than so much of the likeliest one's probability, after temperature."""
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -33,6 +35,8 @@ class Sampling:
             raise UsageError(f"top-p is {self.top_p}; it must be above 0 and at most 1 (off)")
         if self.top_k < 0:
             raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) or more")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise UsageError(f"min-p is {self.min_p}; it must be from 0 (off) to 1")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise UsageError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
 
@@ -46,13 +50,13 @@ class Sampling:
         return {name: value for name, value in vars(self).items() if name != "seed"}
 
 
-OFF = {"top_p": 1.0, "top_k": 0}
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """The values that switch filters off."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities that the target gave, before temperature, top-k and top-p."""
+    """Natural logarithms of probabilities that the target gave, before temperature and filters."""
 
     token: int
     """A token of the text."""

@@ -8,7 +8,7 @@ import pytest
 from command import TEXT, check_refusal, run_here
 
 SETTINGS = {"budget": 64, "chunk_size": 4, "draft_length": 2, "block_length": 5}
-SAMPLING = {"temperature": 0.5, "top_p": 0.8, "top_k": 7}
+SAMPLING = {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.2}
 NEW_TOKENS = 6
 LENGTHS = tuple(word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", value))
 SHARED = (

@@ -10,6 +10,7 @@ COMMON = ("generate", "chat", "batch", "serve", "bench", "compare")
 OPTIONS = {
     "--temperature": ("hot", "number", COMMON),
     "--top-p": ("much", "number", COMMON),
+    "--min-p": ("some", "number", COMMON),
     "--max-new-tokens": ("0", "whole number from", COMMON),
     "--budget": ("lots", "auto or a whole number of tokens from 1", (*COMMON, "plan")),
     "--chunk-size": ("-8", "auto or a whole number", (*COMMON, "plan")),

@@ -135,6 +135,7 @@ SESSIONS = (
         "generate/two-tiers-lookup",
         "generate $TWO --draft lookup $BOOK --max-new-tokens 8 --seed 3 --top-k 20 --json -",
     ),
+    one("generate/min-p", "generate $PAIR $BOOK --max-new-tokens 8 --seed 3 --temperature 2 --top-p 1 --min-p 0.3"),
     one("generate/seed-not-given", "generate $TARGET --prompt It --max-new-tokens 3 --temperature 0", rules=(SEED,)),
     one("generate/stdin", "generate $TARGET --prompt-file - --max-new-tokens 4 --seed 2 --top-p 1", stdin="It rained."),
     one("generate/streamed", "generate $TWO $BOOK --resident 0 --max-new-tokens 4 $GREEDY --json -"),

@@ -366,6 +366,7 @@ SCENARIOS = (
             complete("It rained."),
             complete([5, 6, 7], **TEMPERATURE),
             complete("It", temperature=1, top_k=5, top_p=0.5),
+            complete("It", temperature=1.5, min_p=0.9),
         ),
     ),
     Scenario(
@@ -433,6 +434,7 @@ SCENARIOS = (
             complete("x", temperature=-1),
             complete("x", temperature="hot"),
             complete("x", top_p=0),
+            complete("x", min_p=1.5),
             complete("x", n=129),
             complete("x", max_tokens=0),
             complete("x", seed=-1),

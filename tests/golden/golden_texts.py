@@ -96,6 +96,7 @@ class Case:
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 0, "seed": 7}
 SHARP = {"temperature": 0.6, "top_p": 0.9, "top_k": 12, "seed": 8}
+LIKELY = {"temperature": 2.0, "top_p": 1.0, "min_p": 0.3, "seed": 3}
 ONE, TWO = {"tiers": 1}, {"tiers": 2}
 
 
@@ -253,6 +254,7 @@ TEXTS = (
     text_of("float32/three-tiers-greedy", alone, Case()),
     text_of("float32/three-tiers-seeded", alone, Case(sampling=SEEDED)),
     text_of("float32/three-tiers-seeded-top-k", alone, Case(sampling=SHARP)),
+    text_of("float32/three-tiers-seeded-min-p", alone, Case(sampling=LIKELY)),
     text_of("float32/refresh-never", alone, Case(sampling=SEEDED, settings={"refresh": "never"})),
     text_of("float32/refresh-every-third", alone, Case(sampling=SEEDED, settings={"refresh": 3, "chunk_size": 16})),
     text_of("float32/lookup", alone, Case(draft="lookup", sampling=SEEDED)),

@@ -54,8 +54,10 @@ def random_settings(rng: random.Random) -> dict:
 
 
 def random_sampling(rng: random.Random) -> Sampling:
-    top_p, top_k = rng.choice([(1.0, 0), (0.9, 0), (0.5, 0), (1.0, 12), (0.8, 40)])
-    return Sampling(rng.choice([0.3, 0.6, 1.0, 1.5]), top_p, top_k, rng.randrange(2**40))
+    top_p, top_k, min_p = rng.choice(
+        [(1.0, 0, 0), (0.9, 0, 0), (0.5, 0, 0), (1.0, 12, 0), (0.8, 40, 0.1), (1.0, 0, 0.05)]
+    )
+    return Sampling(rng.choice([0.3, 0.6, 1.0, 1.5]), top_p, top_k, rng.randrange(2**40), min_p=min_p)
 
 
 def texts(checkpoints, family: str, dtype: str, exact: str, plain: bool, seed: int) -> tuple[list[int], list[int]]:

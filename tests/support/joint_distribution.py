@@ -34,6 +34,8 @@ SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range
 SAMPLING = Sampling(temperature=1.3, top_p=0.92, top_k=6)
 TWO_TOKENS = Sampling(temperature=1.3, top_p=1.0, top_k=2)
 """Two outcomes of a draw, so that all outcomes of a run can be had."""
+LIKELY = Sampling(temperature=2.6, top_p=1.0, min_p=0.2)
+"""What is left out is so by min-p alone."""
 
 
 @torch.inference_mode()

@@ -40,7 +40,6 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "min_p": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "best_of": (1,),

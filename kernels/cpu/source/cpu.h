@@ -14,7 +14,7 @@
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 10
+#define TRIFORCE_ABI 11
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -86,9 +86,9 @@ EXPORT int triforce_gather(const Packing *call, const int64_t *tokens, int64_t f
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is
- * greedy, `top_k` 0 and `top_p` 1 are off. 1 if memory ran out, else 0. */
+ * greedy, `top_k` 0, `top_p` 1 and `min_p` 0 are off. 1 if memory ran out, else 0. */
 EXPORT int triforce_distribution(const float *logits, int64_t n, int64_t vocab, double temperature, int64_t top_k, double top_p,
-                                 float *out, int threads);
+                                 double min_p, float *out, int threads);
 
 /* How sure logits are of `tokens` [n], in millionths. */
 EXPORT void triforce_certainties(const float *logits, int64_t n, int64_t vocab, const int64_t *tokens, int64_t *millionths);

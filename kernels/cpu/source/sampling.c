@@ -153,8 +153,21 @@ static void keep_nucleus(float *row, int64_t vocab, double top_p, Candidate *can
         row[candidates[i].token] = (float)(candidates[i].probability / reached);
 }
 
+/* Leaves only the tokens of a row that are at least `min_p` times as likely as the likeliest; they sum to 1. */
+static void keep_likely(float *row, int64_t vocab, double min_p)
+{
+    const float least = (float)min_p * largest(row, vocab);
+    double sum = 0.0;
+    for (int64_t i = 0; i < vocab; i++)
+        sum += row[i] = row[i] < least ? 0.0f : row[i];
+    const float share = (float)(1.0 / sum);
+    for (int64_t i = 0; i < vocab; i++)
+        row[i] *= share;
+}
+
 /* Writes a row's distribution. `room` is for `vocab` candidates, or numbers. */
-static void distribute(const float *logits, int64_t vocab, double temperature, int64_t top_k, double top_p, float *row, void *room)
+static void distribute(const float *logits, int64_t vocab, double temperature, int64_t top_k, double top_p, double min_p,
+                       float *row, void *room)
 {
     const int64_t first = likeliest(logits, vocab);
     if (first < 0 || !isfinite(logits[first])) {
@@ -181,10 +194,12 @@ static void distribute(const float *logits, int64_t vocab, double temperature, i
         row[i] *= share;
     if (top_p < 1.0)
         keep_nucleus(row, vocab, top_p, room);
+    if (min_p > 0.0)
+        keep_likely(row, vocab, min_p);
 }
 
-int triforce_distribution(
-    const float *logits, int64_t n, int64_t vocab, double temperature, int64_t top_k, double top_p, float *out, int threads)
+int triforce_distribution(const float *logits, int64_t n, int64_t vocab, double temperature, int64_t top_k, double top_p,
+                          double min_p, float *out, int threads)
 {
     Candidate *room = temperature == 0.0 ? 0 : malloc((size_t)(threads * vocab) * sizeof(Candidate));
     if (temperature != 0.0 && !room)
@@ -192,7 +207,8 @@ int triforce_distribution(
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static, 1)
     for (int part = 0; part < threads; part++)
         for (int64_t r = part; r < n; r += threads)
-            distribute(logits + r * vocab, vocab, temperature, top_k, top_p, out + r * vocab, room ? room + part * vocab : 0);
+            distribute(logits + r * vocab, vocab, temperature, top_k, top_p, min_p, out + r * vocab,
+                       room ? room + part * vocab : 0);
     free(room);
     return 0;
 }

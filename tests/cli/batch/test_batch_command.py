@@ -279,6 +279,7 @@ BAD_FIELDS = {
     "temperature": -1,
     "top_p": 1.5,
     "top_k": -1,
+    "min_p": 1.5,
     "seed": 2**63,
     "n": 129,
     "max_tokens": 0,

@@ -34,8 +34,10 @@ def test_absent_fields_are_the_defaults_of_the_command():
 
 
 def test_honoured_fields_are_taken_over():
-    found = check(max_tokens=5, temperature=1, top_p=0.5, top_k=3, seed=9, stop="\n", n=2, context="book", model="tiny")
-    assert found.sampling == Sampling(temperature=1, top_p=0.5, top_k=3, seed=9)
+    found = check(
+        max_tokens=5, temperature=1, top_p=0.5, top_k=3, min_p=0.1, seed=9, stop="\n", n=2, context="book", model="tiny"
+    )
+    assert found.sampling == Sampling(temperature=1, top_p=0.5, top_k=3, min_p=0.1, seed=9)
     assert (found.max_new_tokens, found.stops, found.answers, found.context) == (5, ("\n",), 2, "book")
     assert check(max_completion_tokens=5).max_new_tokens == check(max_tokens=5, max_completion_tokens=5).max_new_tokens
     assert check(stop=["a", "b"]).stops == ("a", "b") and check(stop=[]).stops == ()
@@ -76,7 +78,6 @@ def test_what_changes_no_answer_is_accepted(fields):
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "low"),
-        ("min_p", 0.1),
         ("temprature", 0.1),
     ],
 )
@@ -114,6 +115,9 @@ def test_another_model_is_refused():
         ({"temperature": float("nan")}, "temperature", "nan"),
         ({"top_p": 1.5}, "top_p", "at most 1"),
         ({"top_k": -1}, "top_k", "0 or more"),
+        ({"min_p": 1.5}, "min_p", "from 0 (off) to 1"),
+        ({"min_p": float("nan")}, "min_p", "nan"),
+        ({"min_p": "0.1"}, "min_p", "a number"),
         ({"seed": 2**63}, "seed", "2^63"),
         ({"seed": 0.5}, "seed", "whole number"),
         ({"n": 0}, "n", "from 1 to 128"),

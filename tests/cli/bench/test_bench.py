@@ -53,7 +53,7 @@ def test_the_json_says_what_was_measured_and_where_the_floor_is_from(bench, pair
     assert not undocumented(document, "bench.md", "json.md")
     assert document["kind"] == "triforce bench" and not document["interrupted"]
     assert document["machine"]["device"] == "cpu" and document["machine"]["threads"] >= 1
-    assert document["sampling"] == {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "seed": None}
+    assert document["sampling"] == {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": None}
     assert [at["context"] for at in document["contexts"]] == list(CONTEXTS)
     carried = document["measured_bandwidth"]
     assert 0.1 < carried["memory_gb_per_s"] < 1e4 and carried["link_gb_per_s"] is None

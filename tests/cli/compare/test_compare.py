@@ -156,11 +156,13 @@ def test_assistance_without_a_draft_is_a_row(compare):
     assert "two tiers" in outcome.out
 
 
-@pytest.mark.parametrize("only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {}])
+@pytest.mark.parametrize(
+    "only_the_likeliest", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}, {}]
+)
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_sampling_reaches_every_system_and_only_own_texts_are_compared(compare, tmp_path, only_the_likeliest):
-    changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30} | only_the_likeliest
+    changes = {"temperature": 4.0, "top_p": 0.8, "top_k": 30, "min_p": 1e-9} | only_the_likeliest
     outcome, document = compare("autoregressive", "transformers", json_path=tmp_path / "runs.json", seed=3, **changes)
     assert outcome.code == 0, outcome
     assert document["sampling"] == changes

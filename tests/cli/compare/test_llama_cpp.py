@@ -56,9 +56,9 @@ def test_sequences_over_one_text_write_what_each_writes_alone(tmp_path):
 
 
 @torch.inference_mode()
-def test_draws_follow_temperature_then_top_k_then_top_p(tmp_path):
+def test_draws_follow_temperature_then_top_k_then_top_p_then_min_p(tmp_path):
     model = save_family(tmp_path, "llama", initializer_range=0.1)
-    sampling = Sampling(temperature=3.0, top_p=0.7, top_k=12)
+    sampling = Sampling(temperature=3.0, top_p=0.8, top_k=12, min_p=0.4)
     prompt, draws = PROMPT[:3], 1500
     job = job_for(tmp_path, prompt_ids=prompt, sampling=sampling)
     system = llama_cpp.load(job)

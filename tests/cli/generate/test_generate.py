@@ -27,7 +27,7 @@ FIELDS = {
     "text": None,
     "finish_reason": None,
     "seed": None,
-    "sampling": {"temperature", "top_p", "top_k"},
+    "sampling": {"temperature", "top_p", "top_k", "min_p"},
     "prefill_s": None,
     "ttft_s": None,
     "decode_s": None,
@@ -47,7 +47,7 @@ FIELDS = {
 OPTIONS = (
     *("--prompt-file", "--prompt", "--ask", "--asks", "--answers", "--truncate", "--context", "--save-context"),
     *("--no-context", "--model", "--draft", "--dtype", "--device", "--gpus", "--threads", "--pack", "--host-memory"),
-    *("--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--ignore-eos"),
+    *("--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--ignore-eos"),
     *("--tiers", "--budget", "--chunk-size", "--draft-length", "--block-length", "--resident", "--refresh"),
     *("--early-end", "--exact", "--live", "--json", "--debug"),
 )

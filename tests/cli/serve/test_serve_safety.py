@@ -86,6 +86,7 @@ MALFORMED = [
     *(b'{"prompt": "a", "max_tokens": 1e400}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"),
     *(b'{"prompt": "\\ud800"}', b'{"prompt": [1, 999999]}', b'{"prompt": [-1]}', b'{"prompt": {"a": 1}}'),
     *(b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "top_p": 0}', b'{"prompt": "a", "n": 1000}'),
+    *(b'{"prompt": "a", "min_p": NaN}', b'{"prompt": "a", "min_p": 1.1}', b'{"prompt": "a", "min_p": true}'),
     *(b'{"prompt": "a", "stop": [""]}', b'{"prompt": "a", "context": "/etc/passwd"}', b'{"prompt": "a", "file": "/x"}'),
 ]
 
@@ -102,8 +103,8 @@ def test_bodies_made_at_random_are_answered_or_refused(server):
     draw = random.Random(1)
     values = [None, True, False, 0, 1, -1, 0.5, 1e300, 2**70, "", "a", "\ud800", [], [1], ["a"], {}, {"a": []}]
     names = [
-        *("prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream", "model"),
-        *("stream_options", "return_progress", "context", "tools", "logprobs", "user", "other"),
+        *("prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "stream"),
+        *("stream_options", "return_progress", "context", "tools", "logprobs", "user", "model", "other"),
     ]
     for _ in range(600):
         body = {"max_tokens": 2, "prompt": "a"} | {name: draw.choice(values) for name in draw.sample(names, 3)}

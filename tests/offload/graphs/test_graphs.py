@@ -197,7 +197,7 @@ def test_the_recorder_notices_positions_that_the_host_gives(decoder, monkeypatch
 
 def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     engine, recorder = recorded_engine(pairs["llama"])
-    run = engine.stream(PROMPT, Sampling(temperature=1.0, top_p=0.9, top_k=40, seed=1), 50)
+    run = engine.stream(PROMPT, Sampling(temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=1), 50)
     for _ in range(5):
         next(run)
     _, retrieval, draft = run.batch.tiers

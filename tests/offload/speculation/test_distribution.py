@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 from joint_distribution import (
+    LIKELY,
     PROMPT,
     SAMPLING,
     TWO_TOKENS,
@@ -33,6 +34,7 @@ from profiles import profile_name, share
     ("draft_length", "block_length", "sampling", "least"),
     [
         (1, 2, TWO_TOKENS, 0.0),
+        (1, 2, replace(LIKELY, top_k=2), 0.0),
         pytest.param(2, 2, TWO_TOKENS, 0.0, marks=pytest.mark.slow),
         *([(1, 2, replace(SAMPLING, top_k=3), 1e-7)] if profile_name() == "campaign" else []),
     ],
@@ -68,12 +70,14 @@ def test_sampled_texts_of_three_tiers_follow_the_target_distribution(tmp_path):
 
 
 SEEDS = 20_000
+FILTERS = pytest.mark.parametrize("sampling", [SAMPLING, LIKELY], ids=["top-k and top-p", "min-p"])
 
 
-def test_texts_of_seeds_follow_the_target_distribution(engine_and_target):
+@FILTERS
+def test_texts_of_seeds_follow_the_target_distribution(engine_and_target, sampling):
     _, target = engine_and_target
-    counts = Counter(drawn_texts(next_distributions(target, SAMPLING), SEEDS))
-    p = p_value(counts, enumerate_joint(target, SAMPLING))
+    counts = Counter(drawn_texts(next_distributions(target, sampling), SEEDS))
+    p = p_value(counts, enumerate_joint(target, sampling))
     assert p > 1e-3, f"chi-square p-value {p:.2e} over {len(counts)} continuations"
 
 
@@ -87,13 +91,14 @@ def test_that_test_notices_noise_that_positions_share(engine_and_target, positio
     assert p_value(counts, enumerate_joint(target, SAMPLING)) < 1e-9
 
 
-def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, monkeypatch):
+@FILTERS
+def test_the_engine_draws_the_text_of_a_seed_whatever_drafts(engine_and_target, monkeypatch, sampling):
     engine, target = engine_and_target
-    texts = drawn_texts(next_distributions(target, SAMPLING), share(150))
+    texts = drawn_texts(next_distributions(target, sampling), share(150))
     rejected = 0
     for seed, want in enumerate(texts):
         monkeypatch.setattr(engine, "settings", with_lengths(engine, 1 + seed % 3, 1 + seed % 4))
-        tokens, rejections = first_tokens(engine, replace(SAMPLING, seed=seed))
+        tokens, rejections = first_tokens(engine, replace(sampling, seed=seed))
         assert tokens == want, f"seed {seed}"
         rejected += sum(rejections.values())
     assert rejected > len(texts) / 2, "the tiers must disagree, or this shows nothing"

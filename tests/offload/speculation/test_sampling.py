@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
 from triforce.offload.speculation.acceptance import accept, residual
@@ -30,7 +30,8 @@ def kernels(request):
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 500])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
-def test_distribution_equals_transformers(temperature, top_k, top_p):
+@pytest.mark.parametrize("min_p", [0.0, 0.01, 0.2, 1.0])
+def test_distribution_equals_transformers(temperature, top_k, top_p, min_p):
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(0)) * 3
     ids = torch.LongTensor()  # the warpers take them and do not look
     want: torch.Tensor = TemperatureLogitsWarper(temperature)(ids, logits)
@@ -38,7 +39,9 @@ def test_distribution_equals_transformers(temperature, top_k, top_p):
         want = TopKLogitsWarper(top_k)(ids, want)
     if top_p < 1:
         want = TopPLogitsWarper(top_p)(ids, want)
-    got = distribution(logits, Sampling(temperature, top_p, top_k))
+    if min_p:
+        want = MinPLogitsWarper(min_p)(ids, want)
+    got = distribution(logits, Sampling(temperature, top_p, top_k, min_p=min_p))
     assert torch.allclose(got, want.softmax(-1), atol=1e-6)
 
 
@@ -50,9 +53,26 @@ def test_top_p_of_a_large_vocabulary_equals_transformers(sharpness):
     assert torch.allclose(distribution(logits, Sampling(1.0, 0.9)), want, atol=1e-6)
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+@pytest.mark.parametrize("min_p", [1e-50, 0.003, 0.7])
+def test_min_p_of_many_rows_of_a_large_vocabulary_equals_transformers(top_p, min_p):
+    ids, logits = torch.LongTensor(), torch.randn(5, 30_001, generator=torch.Generator().manual_seed(0)) * 2
+    want = MinPLogitsWarper(min_p)(ids, TopPLogitsWarper(top_p)(ids, logits))
+    assert torch.allclose(distribution(logits, Sampling(1.0, top_p, min_p=min_p)), want.softmax(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("others", [0, 21])  # so that the likeliest stand in whole vectors and behind them
+def test_a_min_p_of_one_keeps_the_likeliest_and_those_as_likely(others):
+    logits = torch.tensor([[3.0, 1.0, 3.0, 2.999] + [0.0] * others + [3.0]])
+    likely = distribution(logits, Sampling(1.7, top_p=1.0, min_p=1.0))[0]
+    assert likely.nonzero().flatten().tolist() == [0, 2, 4 + others]
+    assert torch.allclose(likely[likely > 0], torch.tensor(1 / 3))
+
+
 def test_greedy_puts_all_mass_on_the_first_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
-    assert distribution(logits, Sampling(temperature=0.0)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    for filters in ({}, {"min_p": 1.0}, {"top_p": 0.1, "top_k": 3, "min_p": 0.5}):
+        assert distribution(logits, Sampling(temperature=0.0, **filters)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-60, 1e60, 10**30, int(1.7e308)])
@@ -90,24 +110,28 @@ def test_draws_follow_the_weights_and_never_fall_on_a_weight_of_zero(noise, othe
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-@pytest.mark.parametrize("filters", [(0.0,), (1.0,), (0.6, 0.9), (0.6, 0.9, 5)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.0), Sampling(1.0), Sampling(0.6, 0.9), Sampling(0.6, 0.9, 5), Sampling(0.6, 1.0, min_p=0.1)],
+)
 @pytest.mark.parametrize("noise", [fresh(), CommonNoise(7), CommonNoise(None)], ids=["fresh", "common", "none"])
-def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, filters, noise):
+def test_logits_that_are_no_numbers_are_noticed_when_their_token_is_read(broken, sampling, noise):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = broken
-    tokens = [[token] for token in noise.draw(distribution(logits, Sampling(*filters)), 0).tolist()]
+    tokens = [[token] for token in noise.draw(distribution(logits, sampling), 0).tolist()]
     check_finite("ac", tokens[::2])
     with pytest.raises(NotFiniteError, match="not finite numbers") as raised:
         check_finite("abc", tokens)
     assert raised.value.whose == ["b"]
-    _, token = accept_one([1], torch.full((1, 20), 0.05), distribution(logits[1:], Sampling(*filters)), noise, 0)
+    _, token = accept_one([1], torch.full((1, 20), 0.05), distribution(logits[1:], sampling), noise, 0)
     assert token < 0
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("temperature", value) for value in (-0.1, float("nan"), float("inf"), 10**400)]
-    + [("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)],
+    + [("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)]
+    + [("min_p", value) for value in (-0.1, 1.1, float("nan"), 10**400)],
 )
 def test_impossible_sampling_is_refused_by_name_and_value(name, value):
     with pytest.raises(UsageError, match=f"{name.replace('_', '-')} is {value}"):

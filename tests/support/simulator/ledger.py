@@ -276,7 +276,7 @@ class _History:
             self.engine.logits(self.context, self.new(5))
 
     def sampling(self) -> Sampling:
-        return self.chance.choice([Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(1.0, seed=4)])
+        return self.chance.choice([Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(1.0, seed=4, min_p=0.1)])
 
     def new(self, most: int) -> list[int]:
         return random_tokens(self.chance.randint(1, most), seed=self.chance.randint(10, 99))

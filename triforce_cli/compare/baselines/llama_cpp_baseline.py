@@ -131,7 +131,7 @@ def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) 
 
 
 def _sampler(job: Job, sequence: int = 0) -> Any:
-    """Temperature, then top-k, then top-p, then a draw (each sequence with its own numbers); or the largest logit."""
+    """Temperature, top-k, top-p, min-p, then a draw (each sequence with its own numbers); or the largest logit."""
     chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
     parts: list[Any] = [llama_cpp.llama_sampler_init_greedy()]
     sampling = job.sampling
@@ -140,6 +140,7 @@ def _sampler(job: Job, sequence: int = 0) -> Any:
             llama_cpp.llama_sampler_init_temp(sampling.temperature),
             *([llama_cpp.llama_sampler_init_top_k(sampling.top_k)] if sampling.top_k else []),
             llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
+            llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1),
             llama_cpp.llama_sampler_init_dist(((sampling.seed or 0) + sequence) % 2**32),
         ]
     for part in parts:
