@@ -73,7 +73,7 @@ class Engine:
             check_draft(target.config, draft.config)
         self.target, self.draft, self.settings, self.system = target, draft, settings, system
         self._names = names
-        self._kept = KeptCache(target, settings.link_gbps, system)
+        self._kept = KeptCache(target, settings.link_gbps, system, draft)
         self._capture = capture_for(target.device, target.ranks)
         self._graphs = Graphs()  # of the last run
         self._running: Run | None = None

@@ -61,7 +61,8 @@ class Generation(Iterator[Round]):
         return self.batch.document(0)
 
     def close(self) -> None:
-        """Ends the run where it is; iteration stops, statistics stay."""
+        """Ends the run where it is, and gives back its memory, but for the keys and values that a next run may go on
+        from; iteration stops, statistics and JSON stay."""
         self.batch.close()
 
     def end(self) -> None:

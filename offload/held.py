@@ -7,6 +7,7 @@ Whoever keeps tensors from one round to the next has `held()`, which gives each 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,12 @@ from ..kernels.plain_attention import Scratch
 
 Held = Iterator[tuple[str, Tensor]]
 """Parts and tensors; the same memory may come several times, as a view or from several owners."""
+
+
+class Holder(Protocol):
+    """Whoever keeps tensors."""
+
+    def held(self) -> Held: ...
 
 
 def bytes_by_part(held: Iterable[tuple[str, Tensor]]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..tp.devices import device_memory, synchronize
+from ..tp.devices import DeviceMemory, device_memory, synchronize
 from ..tp.parallel.ranks import WAIT_LIMIT_S
 from .limits import LIMITS, Limits
 from .transfer.device_blocks import Blocks
@@ -32,8 +32,8 @@ class System:
     """The link between host memory and a device, and on a CPU what it may carry, in gigabytes a second."""
     make_blocks: Callable[..., Blocks] = make_blocks
     """Takes the memory for the blocks of a cache; see `transfer.make`."""
-    device_memory: Callable[[torch.device], tuple[int, int] | None] = device_memory
-    """Bytes that are free on a device, and those that it has; `None` where the CPU computes."""
+    device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
+    """What is free on a device; `None` where the CPU computes."""
     host: Host = HOST
     """What streaming asks of the host."""
     limits: Limits = LIMITS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,13 +40,23 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def device_memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of a GPU that are free, with what PyTorch keeps of tensors that are gone, and all bytes it has; `None` of a
-    CPU."""
+class DeviceMemory(NamedTuple):
+    """Bytes of a GPU."""
+
+    free: int
+    """With what PyTorch keeps of tensors that are gone."""
+    total: int
+    taken: int
+    """By this process's tensors, and by what libraries compute in that ask PyTorch for it, as cuBLAS does."""
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of a GPU; `None` of a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+    taken = torch.cuda.memory_allocated(device)
+    return DeviceMemory(free + torch.cuda.memory_reserved(device) - taken, total, taken)
 
 
 def check_cpu_level() -> None:

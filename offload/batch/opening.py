@@ -96,7 +96,7 @@ class Opening:
         self._owner: BatchSequence | None = None  # of the cache that is kept; it may have ended
         self._expected = expected
         self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
-        self._made_room = 0  # bytes on this rank
+        self._moved_before = models.kept.moved
         self._budget = 0  # of each sequence, where several would not leave each its own; 0 where they do
         self.tiers: list[Tier] = []
         """The full cache's tier first, then those below it; none before a sequence was opened."""
@@ -111,10 +111,10 @@ class Opening:
     def warnings(self) -> list[str]:
         """What rounds had to do without so far, a line each."""
         found = self.threads.warnings + self._models.kept.disk.warnings
-        if self._made_room:
-            moved = gib(self._made_room)
+        moved = self._models.kept.moved - self._moved_before
+        if moved:
             found.append(
-                f"GPU memory became short: {moved} of the KV cache went to host memory, and streams from there"
+                f"GPU memory became short: {gib(moved)} of the KV cache went to host memory, and streams from there"
             )
         return found
 
@@ -208,13 +208,14 @@ class Opening:
         if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
             contexts = replace(contexts, prefix=None)
         sequence.caches = self._caches(sequence, full, plan, contexts)
+        models.kept.others.add(sequence.caches)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
         """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken
         memory that `next_bytes` may need. Every rank calls it."""
         caches = (one.opened.full for one in [*running, *([reading] if reading else [])])
-        self._made_room += self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
+        self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
 
     def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
         """What is to be free on the device before the next round of these sequences, and before the prefill of one that

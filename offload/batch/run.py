@@ -7,6 +7,7 @@ goes on from there, beside others that run.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -133,8 +134,13 @@ class Run(Iterator[Event]):
         self._asked_to_end = True
 
     def close(self) -> None:
-        """Ends all sequences where they are; iteration stops, statistics stay."""
+        """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
+        next run; iteration stops, statistics stay."""
         self._steps.close()
+        for sequence in self.live:
+            if sequence.caches:
+                with suppress(RuntimeError):  # of a device that has failed; that was said where it did
+                    self._give_back(sequence, self.warnings + sequence.warnings)
 
     @property
     def broken(self) -> bool:
@@ -428,11 +434,14 @@ class Run(Iterator[Event]):
             if sequence.failure is None and sequence.statistics.token_ids:  # its prompt was read to its end
                 self._opening.keep_last(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
-            sequence.give_back(self.lengths, self._system.synchronize)
-            self._described = self._described or [sequence.document(self.lengths, [])]
+            self._give_back(sequence, sequence.warnings)
             self.tiers[0].part_with()
             if not self._opening.is_kept(sequence):
                 sequence.forget_prompt()
+
+    def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
+        sequence.give_back(self.lengths, warnings, self._system.synchronize)
+        self._described = self._described or [sequence.document(self.lengths, [])]
 
     def _fail_some(self, running: Sequence[BatchSequence], error: NotFiniteError) -> None:
         """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they

@@ -206,15 +206,22 @@ class BatchSequence:
         found = run_document(identity, statistics, lengths, warnings)
         return found if self.error is None else {**found, "error": self.error}
 
-    def give_back(self, lengths: dict[str, int], synchronize: Callable[[torch.device], None]) -> None:
-        """Parts with the caches; statistics stay. `synchronize` waits for a device."""
-        if self.caches is not None:
-            self._document, self._warnings = self.document(lengths, self.warnings), self.warnings
+    def give_back(
+        self, lengths: dict[str, int], warnings: list[str], synchronize: Callable[[torch.device], None]
+    ) -> None:
+        """Parts with the caches; statistics and its JSON stay.
+
+        Args:
+            lengths, warnings: for the JSON.
+            synchronize: waits for a device.
+        """
+        caches, document = self.caches, self.document(lengths, warnings)
+        if caches is not None:
+            self._document, self._warnings, self.caches = document, self.warnings, None
             with suppress(LinkError):  # of what is not wanted any more
-                self.caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
-            synchronize(self.caches.full.blocks.device)
-            self.caches.full.release_prefix()
-            self.caches = None
+                caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
+            synchronize(caches.full.blocks.device)
+            caches.full.release_prefix()
 
     def forget_prompt(self) -> None:
         """Drops the tokens of prompt and answer; the answer is in the statistics."""

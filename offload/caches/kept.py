@@ -12,7 +12,7 @@ from weakref import WeakSet
 from ...tp.errors import CapacityError
 from ...tp.model.decoder import Decoder
 from ..contexts.home import contexts_root
-from ..held import held_bytes
+from ..held import Holder, bytes_by_part, held_bytes
 from ..planning.memory import plan_here, shortage_explained
 from ..planning.request import RunRequest
 from ..planning.run_plan import RunPlan, make_plan
@@ -31,8 +31,17 @@ one sequence alone does."""
 class KeptCache:
     """At most one full cache and the tokens whose keys and values are in it."""
 
-    def __init__(self, decoder: Decoder, link_gbps: float | None = None, system: System = THIS_MACHINE) -> None:
-        self._decoder, self._link_gbps, self._system = decoder, link_gbps, system
+    def __init__(
+        self,
+        decoder: Decoder,
+        link_gbps: float | None = None,
+        system: System = THIS_MACHINE,
+        draft: Decoder | None = None,
+    ) -> None:
+        """Args: `draft` is another model on the same device, if there is one."""
+        self._decoder, self._link_gbps, self._system, self._draft = decoder, link_gbps, system, draft
+        self.others: WeakSet[Holder] = WeakSet()
+        """Who else holds tensors on the device: sequences, while they are decoded."""
         self.folder: Path | None = None
         """Where what exceeds host memory is kept; `None`: beside the user's saved contexts."""
         self.room = 0
@@ -40,6 +49,8 @@ class KeptCache:
         then need not move anything."""
         self.cache: FullCache | None = None
         """The one that is kept."""
+        self.moved = 0
+        """Bytes of caches on this rank that have left the device so far because memory there became short."""
         self._blocks: WeakSet[Blocks] = WeakSet()  # of all caches there are
         self._link: Link | None = None
         self.context: list[int] = []
@@ -80,9 +91,13 @@ class KeptCache:
         shared = shared if reuse is None else min(shared, reuse)
         plan = self._plan(request, replaces=old)
         same = old and (shared or old.blocks.block_size == plan.placement.block_size)
-        if old and same and old.capacity >= request.context and self._leaves_room(old, plan):
-            old.rollback(shared)
-            return old, plan
+        resident = 0
+        if old and same and old.capacity >= request.context:
+            going_on = self._going_on(old, plan)
+            if going_on:
+                old.rollback(shared)
+                return old, going_on
+            resident = held_bytes(old.blocks.held(), "resident_kv")
         asked, request = request, self._with_room(request, plan, old)
         if request is not asked:
             plan = self._plan(request, replaces=old)
@@ -110,6 +125,7 @@ class KeptCache:
                     raise  # else others have taken memory since it was planned
         if old:
             self.cache.move_from(old, shared)
+        self.moved += max(0, resident - held_bytes(self.cache.blocks.held(), "resident_kv"))
         return self.cache, plan if request is asked else self._plan(asked, replaces=self.cache)
 
     def beside(self, request: RunRequest, prefix: FullCache | None) -> tuple[FullCache, RunPlan]:
@@ -166,33 +182,40 @@ class KeptCache:
         as_planned = found.placement.streams == plan.placement.streams and found.disk_kv <= _MORE_ON_DISK * plan.disk_kv
         return larger if found.fits and as_planned else request
 
-    def _leaves_room(self, cache: FullCache, plan: RunPlan) -> bool:
-        """Whether a cache that was made for another run leaves a GPU what this one's plan wants beside it, but for a
-        hundredth of its memory, by which what is free may vary; blocks leave for host memory that has room for them, if
-        they have to. Every rank calls it."""
-        request = plan.request
+    def _going_on(self, cache: FullCache, plan: RunPlan) -> RunPlan | None:
+        """The plan of a run in a cache that was made for another one, where `plan` is what would be made for it now;
+        `None` if the cache does not leave a GPU what the run takes beside it, but for a hundredth of its memory, by
+        which what is free may vary. Blocks leave for host memory that has room for them, if they have to and that is
+        enough. Every rank calls it."""
+        request, blocks = plan.request, cache.blocks
+        going_on = make_plan(request, blocks.placement)
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
-            return True
-        more = held_bytes(cache.blocks.held()) - plan.resident_kv - plan.ring - plan.open_stretches
-        left = request.gpu_bytes - plan.device_total + request.gpu_total_bytes // 100
-        (left,) = self._decoder.ranks.least([left - more])
-        return left >= 0 or cache.blocks.offload(-left) >= -left
+            return going_on
+        left = request.gpu_bytes - going_on.device_needed + request.gpu_total_bytes // 100
+        left, spare = self._decoder.ranks.least([left, blocks.spare_bytes])
+        if left >= 0:
+            return going_on
+        if spare < -left:
+            return None
+        moved = blocks.offload(-left)
+        self.moved += moved
+        (moved,) = self._decoder.ranks.least([moved])
+        return make_plan(request, blocks.placement) if moved >= -left else None
 
-    def make_room(self, caches: Iterable[FullCache], needed: Callable[[], int]) -> int:
+    def make_room(self, caches: Iterable[FullCache], needed: Callable[[], int]) -> None:
         """Has blocks of these caches leave a GPU that has fewer bytes free than are `needed`, as far as host memory has
-        room for them; how many bytes have left. Every rank calls it, and the one with the least memory counts."""
+        room for them. Every rank calls it, and the one with the least memory counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
         if not any(blocks.spare_bytes for blocks in holders):
-            return 0
+            return
         found = self._system.device_memory(self._decoder.device)
         if found is None:
-            return 0
-        (left,) = self._decoder.ranks.least([found[0] - needed()])
-        moved = 0
+            return
+        (left,) = self._decoder.ranks.least([found.free - needed()])
         for blocks in holders:
-            if moved < -left:
-                moved += blocks.offload(-left - moved)
-        return moved
+            if left < 0:
+                moved = blocks.offload(-left)
+                self.moved, left = self.moved + moved, left + moved
 
     def fits(self, request: RunRequest) -> bool:
         """Whether there is memory for such a run, in place of the cache that is kept, with hardly more on a disk than
@@ -204,10 +227,9 @@ class KeptCache:
 
     def planned_alone(self, request: RunRequest) -> RunPlan:
         """The plan of a run as this rank alone sees the memory that is free."""
-        memory = self._system.device_memory
-        return plan_here(
-            request, self._decoder.device, loaded=True, free_disk=self.disk.free_bytes, device_memory=memory
-        )
+        free_disk, memory = self.disk.free_bytes, self._system.device_memory
+        held = self._held_by_part()
+        return plan_here(request, self._decoder.device, held=held, free_disk=free_disk, device_memory=memory)
 
     def distrust(self) -> None:
         """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
@@ -224,14 +246,18 @@ class KeptCache:
             request,
             decoder.device,
             decoder.ranks,
-            loaded=True,
-            given_back=held_bytes(blocks.held()) if blocks else 0,
+            held=self._held_by_part(),
+            given_back=held_bytes(replaces.held()) if replaces else 0,
             given_back_on_host=blocks.host_bytes if blocks else 0,
             given_back_on_disk=blocks.disk_bytes if blocks else 0,
-            held=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
+            held_on_host=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
         )
+
+    def _held_by_part(self) -> dict[str, int]:
+        holders = self._decoder, self._draft, self.cache, *self.others
+        return bytes_by_part(one for holder in holders if holder for one in holder.held())
 
     def _drop(self) -> None:
         """Gives the cache's memory back."""

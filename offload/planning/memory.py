@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from ...kernels.packing import packs_fast
-from ...tp.devices import device_memory
+from ...tp.devices import DeviceMemory, device_memory
 from ...tp.errors import CapacityError
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.units import gib
 from .request import RunRequest
-from .run_plan import CUDA_CONTEXT, RunPlan, make_plan
+from .run_plan import CUDA_CONTEXT, RunPlan, left_free, make_plan
 
 
 def plan_here(
@@ -26,39 +26,49 @@ def plan_here(
     device: torch.device,
     ranks: Ranks = ALONE,
     *,
-    loaded: bool = False,
+    held: Mapping[str, int] | None = None,
     given_back: int = 0,
     given_back_on_host: int = 0,
     given_back_on_disk: int = 0,
-    held: int = 0,
+    held_on_host: int = 0,
     free_disk: Callable[[], int] | None = None,
-    device_memory: Callable[[torch.device], tuple[int, int] | None] = device_memory,
+    device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RunPlan:
     """The plan of a run in the memory that is free now on the machines of all ranks. A collective call: of what the
     ranks find, the least counts for all, so that every rank makes the same plan.
 
     Args:
         request: its memory is filled in here.
-        loaded: whether this process holds the weights already.
+        held: bytes on the device by part (`Engine.held`) of an engine that has loaded the weights; `None`: nothing is
+            loaded. What of it lasts from run to run the plan counts again, so it is available to the run.
         given_back, given_back_on_host, given_back_on_disk: bytes on the device, in host memory besides, and on the disk
-            that the run will not need any more.
-        held: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
+            that the run will not need any more, or that its plan counts again.
+        held_on_host: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
         free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
         device_memory: see `System`.
     """
     kernels, found = packs_fast(device), device_memory(device)
-    request = replace(request, kernels=kernels, gpu_bytes=found and found[0], gpu_total_bytes=found and found[1])
+    request = replace(request, kernels=kernels, gpu_bytes=found and found.free, gpu_total_bytes=found and found.total)
     bare = make_plan(request)
     host = psutil.virtual_memory().available // ranks.local_size + given_back_on_host
-    host += request.limits.runtime_bytes if loaded else 0
-    own = given_back + (bare.weights if loaded else 0)
+    own = given_back
+    if held is not None:
+        host += request.limits.runtime_bytes
+        own += bare.weights + min(held.get("rope", 0), bare.rope)
     most = sys.maxsize
     if request.settings.host_memory is not None:
-        most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held)
+        most = max(0, int(request.settings.host_memory * 2**30) // ranks.local_size - held_on_host)
     if found:
-        free, total = found[0] + own + CUDA_CONTEXT, found[1]
-        free, total, host, everywhere = ranks.least([free, total, min(host, most), int(kernels)])
-        request = replace(request, gpu_bytes=free, gpu_total_bytes=total, kernels=bool(everywhere))
+        reserve = left_free(found.total, request.gpus)
+        outside = CUDA_CONTEXT + (reserve["nccl"] if ranks.on_device else 0)  # what PyTorch does not know of
+        if held is not None:
+            own += max(0, min(found.taken - sum(held.values()), reserve["workspaces"]))
+        for_others = max(0, found.taken - own)
+        numbers = found.free + own + outside, found.total, for_others, min(host, most), int(kernels)
+        free, total, for_others, host, everywhere = ranks.least([*numbers])
+        request = replace(
+            request, gpu_bytes=free, gpu_total_bytes=total, gpu_bytes_beside=for_others, kernels=bool(everywhere)
+        )
     else:
         host, everywhere = ranks.least([min(host + own, most), int(kernels)])
         request = replace(request, kernels=bool(everywhere))
@@ -71,7 +81,7 @@ def plan_here(
 
 @contextmanager
 def shortage_explained(
-    device: torch.device, device_memory: Callable[[torch.device], tuple[int, int] | None] = device_memory
+    device: torch.device, device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory
 ) -> Iterator[None]:
     """Turns PyTorch's failure to allocate, within, into an error that says what is taken and what helps.
 
@@ -87,12 +97,12 @@ def shortage_explained(
             raise
         found = device_memory(device)
         if found:
-            free, total = found
             peak = device_peak_bytes(device)
             of_these = f", {gib(peak)} at most by this run" if peak else ""
             raise CapacityError(
-                f"GPU memory ran out: {gib(total - free)} of {gib(total)} are taken{of_these}; keep less of the KV "
-                "cache there (--resident), lower --budget, shorten the prompt (--truncate), or free memory"
+                f"GPU memory ran out: {gib(found.total - found.free)} of {gib(found.total)} are taken{of_these}; keep "
+                "less of the KV cache there (--resident), lower --budget, shorten the prompt (--truncate), or free "
+                "memory"
             ) from error
         raise CapacityError(
             f"memory ran out: this process takes {gib(host_peak_bytes())} and {gib(available_bytes(device))} are "
@@ -103,7 +113,7 @@ def shortage_explained(
 def available_bytes(device: torch.device) -> int:
     """Free memory where tensors of `device` live; on a GPU with what PyTorch keeps of tensors that are gone."""
     found = device_memory(device)
-    return found[0] if found else psutil.virtual_memory().available
+    return found.free if found else psutil.virtual_memory().available
 
 
 def host_peak_bytes() -> int:

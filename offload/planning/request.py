@@ -37,6 +37,8 @@ class RunRequest:
     """Memory of each GPU that the run may take; `None` where the CPU computes."""
     gpu_total_bytes: int | None = None
     """All memory of each GPU, of which a share stays free; default `gpu_bytes`."""
+    gpu_bytes_beside: int = 0
+    """Memory of each GPU that this process has and the run may not take, as that of sequences that are running."""
     host_bytes: int | None = None
     """Host memory that `ranks_per_host` ranks may take together; `None` leaves it unchecked."""
     disk_bytes: int | None = None
@@ -73,7 +75,9 @@ class RunRequest:
     @property
     def taken_by_others(self) -> int:
         """Bytes of a GPU that other processes have; 0 where it is not known what there is in all."""
-        return max(0, (self.gpu_total_bytes or 0) - self.gpu_bytes) if self.gpu_bytes is not None else 0
+        if self.gpu_bytes is None:
+            return 0
+        return max(0, (self.gpu_total_bytes or 0) - self.gpu_bytes - self.gpu_bytes_beside)
 
     @property
     def ranks_per_host(self) -> int:

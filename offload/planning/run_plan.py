@@ -93,17 +93,17 @@ class RunPlan:
     resident_kv: int
     """Blocks of the full cache on the compute device."""
     streamed_kv: int
-    """Blocks of the full cache in host memory, from which they stream, and `room_for_unpacked`."""
+    """Blocks of the full cache in host memory, from which they stream, and their `room_for_unpacked`."""
     disk_kv: int
     """Blocks of the full cache on a disk, as they exceed host memory."""
     staging: int
     """Buffers in host memory that they are read into."""
     room_for_unpacked: int
-    """Memory for packed blocks that turn out not to fit into their slots. If there are more of them than
-    `UNPACKED_SHARE`, memory is taken for each as it comes."""
+    """Memory for packed blocks that turn out not to fit into their slots, of those that stream and of `spare`. If there
+    are more of them than `UNPACKED_SHARE`, memory is taken for each as it comes."""
     spare: int
-    """Room in host memory for the last of the resident blocks, so that they can leave a GPU on which others take memory
-    while the run lasts. It is planned for where nothing else needs it."""
+    """Room in host memory for the last of the resident blocks, with their `room_for_unpacked`, so that they can leave a
+    GPU on which others take memory while the run lasts. It is planned for where nothing else needs it."""
     tail: int
     """Tokens that a retrieval cache has room for behind its chunks; 0 where that tier is off."""
     retrieval: int
@@ -207,6 +207,11 @@ class RunPlan:
         return self.weights + self.resident_kv + self.working + self.cuda_context + self.reserve
 
     @property
+    def device_needed(self) -> int:
+        """What the rank's GPU must have for the run to begin: what is set by hand may take the reserve."""
+        return self.device_total - (self.reserve if self.request.settings.resident is not None else 0)
+
+    @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
         everywhere = self.streamed_kv + self.spare + self.staging + self.index + self.request.limits.runtime_bytes
@@ -219,10 +224,8 @@ class RunPlan:
     def shortages(self) -> list[Shortage]:
         """Memory that does not suffice."""
         request, found = self.request, []
-        by_hand = request.settings.resident is not None  # what is set by hand may take the reserve
-        needed = self.device_total - (self.reserve if by_hand else 0)
-        if request.gpu_bytes is not None and needed > request.gpu_bytes:
-            found.append(Shortage("GPU memory", needed, request.gpu_bytes))
+        if request.gpu_bytes is not None and self.device_needed > request.gpu_bytes:
+            found.append(Shortage("GPU memory", self.device_needed, request.gpu_bytes))
         if request.host_bytes is not None:
             needed, where = self.host_total * request.ranks_per_host, "host memory" if request.on_gpu else "memory"
             if needed > request.host_bytes:
@@ -288,8 +291,10 @@ class Shortage:
     available: int
 
 
-def make_plan(request: RunRequest) -> RunPlan:
+def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPlan:
     """Plans a run.
+
+    Args: `placement` is of a full cache that is there, and stays as it is; `None`: one is to be made.
 
     Raises:
         UsageError: so many ranks cannot share the model's heads.
@@ -307,8 +312,13 @@ def make_plan(request: RunRequest) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
         host_block = placement.host_block_bytes(part, request.dtype) * part.num_layers
         away = placement.num_host + placement.num_disk
-        unpacked = math.ceil(UNPACKED_SHARE * away * part.num_layers) if placement.packed else 0
-        room_for_unpacked = unpacked * block // part.num_layers
+
+        def room_for(packed: int) -> int:
+            """For those of so many blocks of each layer that do not fit into their slots."""
+            count = math.ceil(UNPACKED_SHARE * packed * part.num_layers) if placement.packed else 0
+            return count * block // part.num_layers
+
+        unpacked, spare_unpacked = room_for(away), room_for(placement.num_spare)
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
         if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
             workspace += _prefix_bytes(request, request.shared)
@@ -325,11 +335,11 @@ def make_plan(request: RunRequest) -> RunPlan:
             chunk_size=chunk_size,
             weights=weights,
             resident_kv=placement.num_resident * block,
-            streamed_kv=placement.num_host * host_block + room_for_unpacked,
+            streamed_kv=placement.num_host * host_block + unpacked,
             disk_kv=placement.num_disk * host_block,
             staging=placement.staging_bytes(part, request.dtype),
-            room_for_unpacked=room_for_unpacked,
-            spare=placement.num_spare * host_block,
+            room_for_unpacked=unpacked + spare_unpacked,
+            spare=placement.num_spare * host_block + spare_unpacked,
             tail=tail,
             retrieval=request.sequences * (budget + tail) * token_bytes,
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
@@ -360,8 +370,9 @@ def make_plan(request: RunRequest) -> RunPlan:
         whole = request.host_bytes // request.ranks_per_host
         room = whole - (int(LEFT_TO_OTHERS * whole) if settings.host_memory is None else 0)
         if found.spare and found.host_total > room:
-            fitting = (room - found.host_total + found.spare) * found.placement.num_spare // found.spare
-            found = plan(replace(found.placement, num_spare=max(0, fitting)))
+            place = found.placement
+            fits = lambda n: plan(replace(place, num_spare=n)).host_total <= room  # noqa: E731
+            found = plan(replace(place, num_spare=largest_whole(place.num_spare, fits)))
         if request.disk_bytes is None or found.host_total <= whole:
             return found
         if not (found.placement.streams or not request.on_gpu):
@@ -378,6 +389,8 @@ def make_plan(request: RunRequest) -> RunPlan:
         num_disk = 1 + max(0, -(-(one.host_total - room) // host_block))
         return plan(replace(place, num_disk=min(num_disk, place.num_host)))
 
+    if placement:
+        return plan(placement)
     one_block = request.on_gpu and request.kernels
     whole = plan(place_resident(part, request.dtype, request.own, chunk_size, one_block=one_block, limits=limits))
     if request.shared and request.own <= limits.largest_block:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from ..held import Held
+from ..planning.placement import Placement
 from .link import Traffic
 
 
@@ -43,6 +44,11 @@ class Blocks(Protocol):
     @property
     def capacity(self) -> int:
         """Tokens there is room for."""
+        ...
+
+    @property
+    def placement(self) -> Placement:
+        """Where they are now."""
         ...
 
     def held(self) -> Held:
@@ -163,6 +169,11 @@ class DeviceBlocks:
     @property
     def capacity(self) -> int:
         return self._layers[0].shape[0] * self.block_size
+
+    @property
+    def placement(self) -> Placement:
+        num_blocks = self._layers[0].shape[0]
+        return Placement(self.block_size, num_blocks, num_blocks)
 
     def held(self) -> Held:
         yield from (("resident_kv", blocks) for blocks in self._layers)

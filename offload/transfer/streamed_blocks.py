@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from ...kernels.chunks import copy_chunks
+from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
 from ..held import Held
 from ..planning.placement import Placement
@@ -63,7 +65,7 @@ class StreamedBlocks:
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.num_resident, self.packed = num_resident, placement.packed
         self._first_on_host = placement.first_on_host
-        self._link = link
+        self._link, self._placement = link, placement
         self._num_blocks, self._few_rows = placement.num_blocks, placement.limits.few_rows
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
 
@@ -97,6 +99,11 @@ class StreamedBlocks:
         return self._num_blocks * self.block_size
 
     @property
+    def placement(self) -> Placement:
+        spare = self.num_resident - self._first_on_host
+        return replace(self._placement, num_resident=self.num_resident, num_spare=spare)
+
+    @property
     def _base(self) -> int:
         """Of the last layer: where every layer's stretch begins, or has begun before the pass under way."""
         return self._bases[-1]
@@ -124,10 +131,16 @@ class StreamedBlocks:
         before = self.spare_bytes
         self.drain()
         while self.spare_bytes and before - self.spare_bytes < num_bytes:
-            self.num_resident -= 1
-            for layer, blocks in enumerate(self._resident):
-                # Also where nothing is known to be in it: a prefill that is paused has come further in some layers.
-                self._send_home(layer, self.num_resident, blocks.pop())
+            last = self.num_resident - 1
+            try:
+                for host, blocks in zip(self._host, self._resident, strict=True):
+                    # Also where nothing is known to be in it: a prefill that is paused has come further in some layers.
+                    self._ring.send(blocks[last], host, last - self._first_on_host)
+            except CapacityError:  # one does not pack, and there is no memory to keep it as it is
+                break
+            self.num_resident = last
+            for blocks in self._resident:
+                blocks.pop()
         return before - self.spare_bytes
 
     def _source(self, layer: int, index: int) -> Source:

@@ -14,6 +14,7 @@ from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import RunPlan, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.tiers import Tier
+from triforce.tp.devices import DeviceMemory
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.decoder import Decoder
 
@@ -52,7 +53,7 @@ def measured(directory, name, dtype, resident, packages=("triton",)) -> Taken:
     simulator = Simulator()
     vocabulary = SHAPES[name]["vocab_size"]
     shapes = config(directory / "target", **SHAPES[name]), config(directory / "draft", vocab_size=vocabulary, **DRAFT)
-    system = replace(simulated_system(simulator), device_memory=lambda device: (PLENTY, PLENTY))
+    system = replace(simulated_system(simulator), device_memory=lambda device: DeviceMemory(PLENTY, PLENTY, 0))
     with launching_nothing(), use_kernels(as_gpu=packages), ComputingNothing(), simulator:
         weights = UnwrittenWeights(dtype)
         decoders = [Decoder(shape, weights, CPU) for shape in shapes]  # pyright: ignore[reportArgumentType]

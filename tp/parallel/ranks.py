@@ -59,6 +59,8 @@ class Ranks:
     _limited: dist.ProcessGroup | None = None
     _patient: dist.ProcessGroup | None = None
     _watch: DeviceWatch | None = None
+    on_device: bool = False
+    """Whether a collective has worked on a GPU's memory: NCCL has buffers there since then."""
 
     @classmethod
     def join(cls, place: Place, device: torch.device, limit_s: float = WAIT_LIMIT_S) -> Ranks:
@@ -175,6 +177,7 @@ class Ranks:
         """
         self.collectives[kind] += 1
         on_device = device is not None and device.type == "cuda"
+        self.on_device |= on_device
         began = time.monotonic()
         try:
             with self._watch.call(kind) if self._watch and on_device else nullcontext():

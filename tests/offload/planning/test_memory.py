@@ -16,8 +16,9 @@ from triforce.offload.limits import LIMITS
 from triforce.offload.planning.memory import gib, plan_here, shortage_explained
 from triforce.offload.planning.placement import Placement, block_size_for
 from triforce.offload.planning.request import RunRequest
-from triforce.offload.planning.run_plan import largest_context, make_plan
+from triforce.offload.planning.run_plan import CUDA_CONTEXT, largest_context, left_free, make_plan
 from triforce.offload.settings import Settings
+from triforce.tp.devices import DeviceMemory
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.parallel.ranks import Ranks
@@ -166,10 +167,39 @@ def test_ranks_agree_on_the_least_memory(tmp_path, monkeypatch):
             return [min(number, 5 * 2**30) for number in numbers]
 
     request = request_of(tmp_path)
-    plan = plan_here(request, CPU, TwoRanks(0, 2, 2), loaded=True, given_back=2**30)
+    plan = plan_here(request, CPU, TwoRanks(0, 2, 2), held={}, given_back=2**30)
     held = 2**30 + LIMITS.runtime_bytes + make_plan(request).weights
     assert asked == [[6 * 2**30 + held, packs_fast(CPU)]], "half of the host's, and what this rank holds already"
     assert plan.request.host_bytes == 5 * 2**30 and plan.request.gpu_bytes is None
+
+
+def test_what_a_process_has_on_a_gpu_is_available_to_its_next_run(tmp_path):
+    """RoPE's tables, cuBLAS's workspaces and NCCL's buffers are part of every plan, so they are not counted again."""
+
+    class TwoRanks(Ranks):
+        def least(self, numbers, *, patiently=False):
+            return numbers
+
+    total, others, cache, running = 24 * 2**30, 3 * 2**30, 2**30, 5 * 2**30
+    request = request_of(tmp_path, context=100_000, gpus=2)
+    plan = make_plan(request)
+    held = {"weights": plan.weights, "rope": plan.rope, "resident_kv": cache + running}
+    reserve = left_free(total, 2)
+    for on_device in (False, True):
+        outside = CUDA_CONTEXT + (reserve["nccl"] if on_device else 0)
+        for workspaces in (0, 2**24):
+            taken = sum(held.values()) + workspaces
+            memory = DeviceMemory(total - taken - outside - others, total, taken)
+            found = plan_here(
+                request,
+                CPU,
+                TwoRanks(0, 2, 2, on_device=on_device),
+                held=held,
+                given_back=cache,
+                device_memory=lambda device, memory=memory: memory,
+            ).request
+            assert found.gpu_bytes == total - others - running
+            assert found.taken_by_others == others, "what this process has for others of its sequences is not theirs"
 
 
 def test_on_a_gpu_what_does_not_stream_is_one_block_a_layer(tmp_path):

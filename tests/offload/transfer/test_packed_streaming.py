@@ -1,6 +1,7 @@
 """Blocks that stream packed are those that would stream raw, bit for bit, in three quarters of the bytes."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -60,6 +61,20 @@ def test_blocks_that_leave_the_device_are_those_that_stay(part, link, kind, seed
     for _ in range(20):
         twins.step()
     twins.add(60)
+
+
+def test_a_block_that_does_not_pack_stays_on_the_device_if_there_is_no_memory_for_it(part, link, monkeypatch):
+    twins = Twins(part, link, 3, "any bits", 1, (Twin(packed=True, spare=2), Twin()))
+    twins.add(5 * SIZE)
+    packed, _ = twins.all
+    spare = packed.spare_bytes
+    with monkeypatch.context() as full:
+        full.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        assert packed.offload(1) == 0 and packed.spare_bytes == spare
+    twins.same(lambda blocks: [torch.cat(blocks.export(1, 0, twins.length)(), dim=2)])
+    twins.add(30)
+    assert packed.offload(1) == spare // 2
+    twins.add(30)
 
 
 @pytest.mark.parametrize("resident", [0, 3])

@@ -193,6 +193,10 @@ class Simulator:
         """Bytes beyond which the device refuses, as CUDA's allocator does."""
         self.others = 0
         """Bytes that other processes have of them."""
+        self.workspaces = 0
+        """Bytes that libraries have PyTorch's allocator give them to compute in, as cuBLAS does."""
+        self.outside = 0
+        """Bytes that this process has beside its allocator, as CUDA's context."""
         self.refused: list[str] = []
         """What was refused so far."""
         self._memories: dict[int, Memory] = {}
@@ -281,8 +285,9 @@ class Simulator:
         """
         self.live += size
         self.peak = max(self.peak, self.live)
-        if size > 0 and self.live + self.others > self.limit:
-            self.refused.append(f"{size} bytes beside {self.live - size} and others' {self.others} of {self.limit}")
+        others = self.others + self.workspaces + self.outside
+        if size > 0 and self.live + others > self.limit:
+            self.refused.append(f"{size} bytes beside {self.live - size} and others' {others} of {self.limit}")
             raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
 
     def _is_locked(self, address: int) -> bool:

@@ -11,6 +11,7 @@ from triforce.offload.limits import LIMITS, Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.host import HOST, Host
+from triforce.tp.devices import DeviceMemory
 
 
 def as_on_a_gpu() -> AbstractContextManager[None]:
@@ -27,8 +28,11 @@ def simulated_system(
     """
     cpu = torch.device("cpu")
 
-    def memory(_: torch.device) -> tuple[int, int] | None:
-        return None if device_bytes is None else (device_bytes - simulator.live - simulator.others, device_bytes)
+    def memory(_: torch.device) -> DeviceMemory | None:
+        if device_bytes is None:
+            return None
+        taken = simulator.live + simulator.workspaces
+        return DeviceMemory(device_bytes - taken - simulator.others - simulator.outside, device_bytes, taken)
 
     return System(
         device_memory=memory,
