@@ -84,8 +84,8 @@ def test_a_layer_sums_twice_a_forward_gathers_once_and_a_round_broadcasts_once(r
             passes = collectives["all_gather"]
             assert collectives["all_reduce"] == 2 * 3 * passes  # three layers
             of_the_prefill = collectives["broadcast"] - report["rounds"]
-            # One at its end, and one before each half of a second of it, in which rank 0 may be asked to end: before one
-            # layer, the next two and the rest, as it is not known yet how long they take.
+            # One at its end, and one before each half of a second of it, in which rank 0 may be asked to end: before
+            # one layer, the next two and the rest, as it is not known yet how long they take.
             assert 2 <= of_the_prefill <= 4 + 2 * report["prefill_s"]
             assert collectives["broadcast_object_list"] == 1  # the prompt
             assert passes > report["rounds"]
