@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..tp.errors import UsageError
 from .speculation.refresh import RefreshPolicy
@@ -85,6 +86,11 @@ class Settings:
         if self.pack not in ("auto", "on", "off"):
             raise UsageError(f"pack is {self.pack!r}; it is auto, on or off")
         RefreshPolicy(self.refresh)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """These settings as `Engine.load` takes them: `lookup` comes with the draft's name there."""
+        return {name: value for name, value in vars(self).items() if name != "lookup"}
 
     def with_defaults(self, values: Mapping[str, int]) -> Settings:
         """These settings, with `values` (by name) for what is left open."""

@@ -11,10 +11,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
 
 import typer
 
+from ..offload.settings import Settings
 from ..offload.speculation.sampling import Sampling
 from ..tp.weights.registry import EMBEDDED
 from .call import Call
@@ -68,13 +70,11 @@ def command(request_type: type[Options], function: Callable[[Options, Call], Non
     declared = sorted(_declared(request_type), key=lambda one: _place(one.info))
 
     def call(parser_context: typer.Context, **given: Any) -> None:
-        parts: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
         for one in declared:
             if one.part is not None:
-                whole = parts.setdefault(one.part, {})
-                whole[one.name] = given.pop(one.name)
-        defaults = {field.name: field.default for field in fields(request_type)}  # pyright: ignore[reportArgumentType]
-        composed = {part: replace(defaults[part], **values) for part, values in parts.items()}
+                parts.setdefault(one.part, {})[one.name] = given.pop(one.name)
+        composed = {part: replace(getattr(request_type, part), **values) for part, values in parts.items()}
         function(request_type(**given, **composed), parser_context.obj)
 
     parameters = [inspect.Parameter("parser_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
@@ -125,7 +125,8 @@ def _declared(request_type: Any) -> Iterator[_Declared]:
         if isinstance(info, dict):
             types = get_type_hints(annotation.__origin__)
             for name, own in info.items():
-                yield _Declared(field.name, name, types[name], own, getattr(field.default, name))
+                several = len(set(get_args(types[name])) - {NoneType}) > 1  # which begins as a text
+                yield _Declared(field.name, name, str if several else types[name], own, getattr(field.default, name))
         elif info is not None:
             yield _Declared(None, field.name, annotation.__origin__, info, field.default)
 
@@ -133,10 +134,6 @@ def _declared(request_type: Any) -> Iterator[_Declared]:
 def _place(info: Any) -> int:
     """Where `--help` shows an option; arguments come before all."""
     return _GROUPS.index(info.rich_help_panel) if info.rich_help_panel else -1
-
-
-AutoTokens = int | None
-"""`None` is auto."""
 
 
 class EngineOptions(Protocol):
@@ -153,13 +150,9 @@ class EngineOptions(Protocol):
     @property
     def gpus(self) -> int: ...
     @property
-    def threads(self) -> int | None: ...
-    @property
     def wanted_draft(self) -> str | None: ...
     @property
-    def most_tiers(self) -> int: ...
-    @property
-    def settings(self) -> dict[str, Any]: ...
+    def settings(self) -> Settings: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,40 +179,10 @@ DTYPE = option(
     "same for all lengths and tiers: in 16 bits near-ties may round either way.",
 )
 DEVICE = option(MACHINE, choice("auto", "cpu", "cuda"), "Where to compute; auto is CUDA if there is a GPU.")
-THREADS = option(
-    MACHINE,
-    AUTO_OR_THREADS,
-    "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores, and decodes with fewer "
-    "while other programs take the cores.",
-)
-RESIDENT = option(
-    SPECULATION,
-    AUTO_OR_GIB,
-    "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On a CPU "
-    "auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
-)
-PACK = option(
-    MACHINE,
-    choice("auto", "on", "off"),
-    "Keep keys and values in bfloat16 in three quarters of their bytes, without loss: in saved contexts, and where "
-    "they stream from host memory or a disk. auto does so where compiled kernels do it, but not in a CPU's own memory.",
-)
-HOST_MEMORY = option(
-    MACHINE,
-    AUTO_OR_GIB,
-    "GiB of host memory to take, for all GPUs or processes of a host together; auto is what is free. What of the KV "
-    "cache exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
-)
 CONTEXT = option(
     PROMPT,
     NAME,
     "Start from a text that [bold]triforce read[/] has saved: no prompt file is needed, and nothing is read again.",
-)
-TIERS = option(
-    SPECULATION,
-    choice("1", "2", "3"),
-    "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
-    "2: the same without the small model; 1: plain decoding on the full cache.",
 )
 GPUS = option(
     MACHINE,
@@ -240,6 +203,78 @@ SAMPLING_OPTIONS = {
 }
 """Every field of `Sampling`."""
 
+SETTINGS_OPTIONS = {
+    "threads": option(
+        MACHINE,
+        AUTO_OR_THREADS,
+        "CPU threads to compute with, in each process; auto is OMP_NUM_THREADS, else all cores, and decodes with fewer "
+        "while other programs take the cores.",
+    ),
+    "pack": option(
+        MACHINE,
+        choice("auto", "on", "off"),
+        "Keep keys and values in bfloat16 in three quarters of their bytes, without loss: in saved contexts, and where "
+        "they stream from host memory or a disk. auto does so where compiled kernels do it, but not in a CPU's own "
+        "memory.",
+    ),
+    "host_memory": option(
+        MACHINE,
+        AUTO_OR_GIB,
+        "GiB of host memory to take, for all GPUs or processes of a host together; auto is what is free. What of the "
+        "KV cache exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
+    ),
+    "budget": option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens."),
+    "chunk_size": option(
+        SPECULATION,
+        AUTO_OR_TOKENS,
+        "Retrieval chunk size, in tokens: positions that are scored and chosen together.",
+    ),
+    "draft_length": option(
+        SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass on the retrieval cache (γ1)."
+    ),
+    "block_length": option(
+        SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass on the full cache, which verifies them (γ2)."
+    ),
+    "resident": option(
+        SPECULATION,
+        AUTO_OR_GIB,
+        "GiB of the full KV cache to keep on each GPU; the rest streams from host memory. auto keeps what fits. On a "
+        "CPU auto keeps all; with a number the rest streams through a thread, to try streaming without a GPU.",
+    ),
+    "refresh": option(
+        SPECULATION,
+        REFRESH,
+        "When the retrieval cache is filled anew: every round, every N rounds, or never; auto: every round while "
+        "that costs next to nothing, else when acceptance drops.",
+    ),
+    "early_end": option(
+        SPECULATION,
+        EARLY_END,
+        "End a draft early where the next token, with all before it, is less likely than P to be accepted; auto: "
+        "where it is not worth its time, unless lengths are set; off: nowhere.",
+    ),
+    "exact": option(
+        SPECULATION,
+        choice("auto", "on", "off"),
+        "Pad passes that decide about the text to a fixed number of rows, so that tokens do not depend on lengths "
+        "and tiers in 16 bits either; auto does so on GPUs, where it should cost next to nothing.",
+    ),
+    "tiers": option(
+        SPECULATION,
+        choice("1", "2", "3"),
+        "3: a small model drafts, the model on its retrieval cache checks, the model on its full cache verifies; "
+        "2: the same without the small model; 1: plain decoding on the full cache.",
+    ),
+}
+"""Fields of `Settings` (of which --draft says `lookup`)."""
+
+WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name != "tiers"}
+
+
+def some_settings(*names: str) -> dict[str, Any]:
+    """The options of these settings."""
+    return {name: SETTINGS_OPTIONS[name] for name in names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(ReportRequest):
@@ -257,49 +292,26 @@ class ModelRequest(ReportRequest):
         ),
     ] = None
     dtype: Annotated[str, DTYPE] = "auto"
-    gpus: int = 1
-    budget: Annotated[AutoTokens, option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens.")] = None
-    chunk_size: Annotated[
-        AutoTokens,
-        option(
-            SPECULATION,
-            AUTO_OR_TOKENS,
-            "Retrieval chunk size, in tokens: positions that are scored and chosen together.",
-        ),
-    ] = None
-    draft_length: Annotated[
-        AutoTokens,
-        option(
-            SPECULATION, AUTO_OR_TOKENS, "Tokens that the small model drafts for one pass on the retrieval cache (γ1)."
-        ),
-    ] = None
-    block_length: Annotated[
-        AutoTokens,
-        option(
-            SPECULATION, AUTO_OR_TOKENS, "Tokens drafted for one pass on the full cache, which verifies them (γ2).",
-        ),
-    ] = None  # fmt: skip
-    resident: Annotated[float | None, RESIDENT] = None
-
-    @property
-    def most_tiers(self) -> int:
-        """The largest number of tiers that is to run."""
-        return 3
-
-    @property
-    def wanted_draft(self) -> str | None:
-        """The draft to look for: none where fewer than three tiers run."""
-        return self.draft if self.most_tiers == 3 else "none"
-
-    @property
-    def lengths(self) -> dict[str, Any]:
-        """The lengths among the engine's settings, in tokens."""
-        return {name: getattr(self, name) for name in ("budget", "chunk_size", "draft_length", "block_length")}
+    gpus: Annotated[int, GPUS] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(ModelRequest):
-    """What every command can be asked for that runs a model on a text."""
+    """What every command can be asked for that runs a model on texts."""
+
+    device: Annotated[str, DEVICE] = "auto"
+    settings: Annotated[Settings, SETTINGS_OPTIONS] = Settings()  # noqa: RUF009 - frozen
+    sampling: Annotated[Sampling, SAMPLING_OPTIONS] = Sampling()  # noqa: RUF009 - frozen
+
+    @property
+    def wanted_draft(self) -> str | None:
+        """The draft to look for: none where fewer than three tiers run."""
+        return self.draft if self.settings.tiers == 3 else "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest(Request):
+    """What the commands can be asked for that run a model on one text."""
 
     prompt_file: Annotated[
         Path | None,
@@ -311,47 +323,6 @@ class Request(ModelRequest):
         ),
     ] = None
     prompt: Annotated[str | None, option(PROMPT, TEXT, "The text itself, instead of a file.")] = None
-    device: Annotated[str, DEVICE] = "auto"
-    threads: Annotated[int | None, THREADS] = None
-    sampling: Annotated[Sampling, SAMPLING_OPTIONS] = Sampling()  # noqa: RUF009 - frozen
-    refresh: Annotated[
-        str,
-        option(
-            SPECULATION,
-            REFRESH,
-            "When the retrieval cache is filled anew: every round, every N rounds, or never; auto: every round while "
-            "that costs next to nothing, else when acceptance drops.",
-        ),
-    ] = "auto"
-
-    early_end: Annotated[
-        str,
-        option(
-            SPECULATION,
-            EARLY_END,
-            "End a draft early where the next token, with all before it, is less likely than P to be accepted; auto: "
-            "where it is not worth its time, unless lengths are set; off: nowhere.",
-        ),
-    ] = "auto"
-
-    exact: Annotated[
-        str,
-        option(
-            SPECULATION,
-            choice("auto", "on", "off"),
-            "Pad passes that decide about the text to a fixed number of rows, so that tokens do not depend on lengths "
-            "and tiers in 16 bits either; auto does so on GPUs, where it should cost next to nothing.",
-        ),
-    ] = "auto"
-
-    pack: Annotated[str, PACK] = "auto"
-    host_memory: Annotated[float | None, HOST_MEMORY] = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The engine's settings, as `Engine.load` names them, but for the number of tiers."""
-        names = ("refresh", "resident", "exact", "early_end", "pack", "host_memory")
-        return self.lengths | {name: getattr(self, name) for name in names}
 
 
 def new_tokens(least: int, help: str) -> Any:

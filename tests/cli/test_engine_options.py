@@ -3,9 +3,11 @@
 import io
 import json
 import sys
+from dataclasses import fields
 
 import pytest
 from command import TEXT, check_refusal, run_here
+from triforce.offload import Sampling
 
 SETTINGS = {"budget": 64, "chunk_size": 4, "draft_length": 2, "block_length": 5}
 SAMPLING = {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.2}
@@ -41,6 +43,10 @@ def work(pair, tmp_path, capfd, monkeypatch):
         return run_here(capfd, command, *given[command], *models, *arguments)
 
     return run
+
+
+def test_every_field_of_sampling_is_an_option_that_is_tried_here():
+    assert {*SAMPLING, "seed"} == {field.name for field in fields(Sampling)}
 
 
 @pytest.mark.parametrize("command", RUNS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, MACHINE, OUTPUT, TIERS, Request, argument, flag, new_tokens, option
+from ..options import CONTEXT, MACHINE, OUTPUT, Request, argument, flag, new_tokens, option
 from ..parameters import FILE, whole
 
 
@@ -28,18 +28,10 @@ class BatchRequest(Request):
             "-o",
         ),
     ]
-    prompt: str | None = None  # no options here: requests bring their prompts
-    prompt_file: Path | None = None
     context: Annotated[str | None, CONTEXT] = None
     max_sequences: Annotated[
         int,
         option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds."),
     ] = 8
-    gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256
-    tiers: Annotated[int, TIERS] = 3
     live: Annotated[bool, flag("--live/--no-live", OUTPUT, "Live display, if stderr is a terminal.")] = True
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers

@@ -52,6 +52,7 @@ def bench(request: Asked, call: Call) -> None:
     from ..terminal.output import JsonFile, ResultFile
     from ..terminal.streams import tell
 
+    request = replace(request, settings=replace(request.settings, tiers=request.tiers[-1]))
     if request.shape is None:
         _check_runs(request)
     else:
@@ -67,7 +68,7 @@ def bench(request: Asked, call: Call) -> None:
                 from ...tp.devices import set_threads
                 from .shape import run as run_shape
 
-                set_threads(request.threads)
+                set_threads(request.settings.threads)
                 run_shape(replace(request, model=request.shape), files, call)
             return
         source = read_source(request.prompt_file, request.prompt, tell, request.context)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, MEASURING, OUTPUT, Request, new_tokens, option
+from ...offload.settings import Settings
+from ..options import CONTEXT, MEASURING, OUTPUT, WITHOUT_TIERS, TextRequest, new_tokens, option
 from ..parameters import CHANCES, FILE, Kind, Numbers, whole, whole_numbers
 
 AUTO_CONTEXTS = (4096, 16384, 65536)
@@ -18,7 +19,7 @@ REPEAT = option(MEASURING, whole(1, "R"), "Runs of each kind; medians are shown.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Request):
+class Asked(TextRequest):
     """What `triforce bench` is asked for."""
 
     contexts: Annotated[
@@ -50,6 +51,7 @@ class Asked(Request):
         ),
     ] = None
     """Ascending; `None` measures runs alone."""
+    settings: Annotated[Settings, WITHOUT_TIERS] = Settings()  # noqa: RUF009 - frozen
     repeat: Annotated[int, REPEAT] = 3
     context: Annotated[str | None, CONTEXT] = None
     shape: Annotated[
@@ -70,13 +72,8 @@ class Asked(Request):
             "those drafted by the small model. Default: 0.9,0.67.",
         ),
     ] = None
-    gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(2, "Tokens of each answer, which is written to the full length.")] = 128
     plot: Annotated[
         Path | None,
         option(OUTPUT, FILE, "Draw a picture for a talk (.png, .svg, .pdf); needs the extra [bold]plot[/]."),
     ] = None
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers[-1]

@@ -61,7 +61,8 @@ def run(
     with call.signals.allowed():
         engine = load_engine(request, contexts[-1])
         tiers = _tiers(request, engine)
-        head = describe(request, engine.target, engine.draft is not None, call, streams=request.resident is not None)
+        streams = request.settings.resident is not None
+        head = describe(request, engine.target, engine.draft is not None, call, streams=streams)
     head |= {
         "sampling": asdict(sampling),
         "new_tokens": request.max_new_tokens,
@@ -173,7 +174,7 @@ def describe(request: Request, target: Decoder, drafts: bool, call: Call, *, str
         "repeats": 0,
         "prompt": None,
         "measured_bandwidth": _bandwidth(
-            target, streams=streams or device.type == "cuda", on_disk=request.host_memory is not None
+            target, streams=streams or device.type == "cuda", on_disk=request.settings.host_memory is not None
         ),
     }
 

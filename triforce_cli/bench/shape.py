@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from ...offload.planning.cost_model import Assumptions
 from ...offload.planning.shape_steps import ROOM, ShapeSteps, StepTimes
-from ...offload.settings import Settings
 from ...offload.speculation.lengths import expected_tokens
 from ...tp.devices import resolve_device, resolve_dtype
 from ...tp.weights.registry import published_cache
@@ -31,7 +31,7 @@ def run(asked: Asked, files: tuple[JsonFile, ResultFile], call: Call) -> None:
     target, draft = shapes(asked.model, asked.wanted_draft)
     most = 3 if draft else 2
     tiers = tuple(sorted({min(count, most) for count in asked.tiers}))
-    settings = Settings(tiers=tiers[-1], **asked.settings).with_defaults(published_cache(asked.model, 1))
+    settings = replace(asked.settings, tiers=tiers[-1]).with_defaults(published_cache(asked.model, 1))
     contexts = fitting_contexts(asked, target, 0)
     device, dtype = resolve_device(asked.device), resolve_dtype(asked.dtype, target)
     tell(f"making random weights of the shape of {asked.model} ...")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, PROMPT, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, PROMPT, Request, flag, new_tokens, option
 from ..parameters import FILE, TEXT
 
 
@@ -14,7 +14,6 @@ from ..parameters import FILE, TEXT
 class ChatRequest(Request):
     """What `triforce chat` is asked for."""
 
-    prompt: str | None = None  # no option here: what is typed are questions
     prompt_file: Annotated[
         Path | None, option(PROMPT, FILE, "A text file to talk about. Default: none, just a conversation.")
     ] = None
@@ -30,10 +29,4 @@ class ChatRequest(Request):
             "Drop the oldest turns (never the text, never the system message) where a question would find no room.",
         ),
     ] = False
-    gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256
-    tiers: Annotated[int, TIERS] = 3
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers

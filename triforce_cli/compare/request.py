@@ -7,10 +7,23 @@ from typing import Annotated
 
 import typer
 
+from ...offload.settings import Settings
 from ...offload.speculation.sampling import Sampling
 from ..bench.request import REPEAT
 from ..generate.request import ASK, TRUNCATE
-from ..options import CONTEXT, MEASURING, OUTPUT, PROMPT, SAMPLING, SAMPLING_OPTIONS, Request, flag, new_tokens, option
+from ..options import (
+    CONTEXT,
+    MEASURING,
+    OUTPUT,
+    PROMPT,
+    SAMPLING,
+    SAMPLING_OPTIONS,
+    WITHOUT_TIERS,
+    TextRequest,
+    flag,
+    new_tokens,
+    option,
+)
 from ..parameters import MINUTES, real, whole, words
 from .baselines.catalogue import BASELINES
 
@@ -19,7 +32,7 @@ DEFAULT = ("autoregressive", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Request):
+class Asked(TextRequest):
     """What `triforce compare` is asked for."""
 
     baseline: Annotated[
@@ -33,6 +46,8 @@ class Asked(Request):
             rich_help_panel=MEASURING,
         ),
     ] = None
+    gpus: int = 1  # no option here: each system runs in one process
+    settings: Annotated[Settings, WITHOUT_TIERS] = Settings()  # noqa: RUF009 - frozen
     repeat: Annotated[int, REPEAT] = 3
     batch: Annotated[
         int | None,

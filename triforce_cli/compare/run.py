@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from ...offload.checks import check_context
-from ...offload.settings import Settings
 from ...offload.speculation.vocabulary import check_pair
 from ...tp.devices import device_name, resolve_device, resolve_dtype
 from ...tp.errors import TriforceError, UsageError
@@ -51,7 +50,7 @@ def run(
                 baselines,
                 repeats=asked.repeat,
                 limit_s=60 * asked.time_limit,
-                settings=asked.settings,
+                settings=asked.settings.given,
                 audits=asked.audit,
                 on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
                 on_end=lambda row: _tell_of(row, asked.debug),
@@ -78,7 +77,6 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
     target, draft = directories
     if asked.audit and not asked.sampling.greedy and asked.sampling.seed is None:
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
-    Settings(**asked.settings)
     config = check_pair(target, draft)
     # A CUDA context would take GPU memory from those that are measured, so none is made here.
     cuda = torch.cuda.is_available() and asked.device != "cpu"
@@ -103,7 +101,7 @@ def make_job(asked: Asked, source: Source, directories: tuple[Path, Path | None]
         prompt_ids=token_ids,
         max_new_tokens=asked.max_new_tokens,
         sampling=asked.sampling,
-        threads=asked.threads or torch.get_num_threads(),
+        threads=asked.settings.threads or torch.get_num_threads(),
         questions=questions,
         context=asked.context,
         folder=folder,

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from ...offload.settings import Settings
 from ...tp.weights.registry import EMBEDDED
 from ..options import (
     DEVICE,
     DTYPE,
     GPUS,
-    HOST_MEMORY,
     OUTPUT,
-    PACK,
     PROMPT,
-    RESIDENT,
     TARGET,
-    THREADS,
     ReportRequest,
     argument,
     flag,
     option,
+    some_settings,
 )
 from ..parameters import NAME, SIZE, TEXT
 
@@ -48,11 +46,8 @@ class ReadRequest(ReportRequest):
     model: Annotated[str, TARGET] = EMBEDDED
     dtype: Annotated[str, DTYPE] = "auto"
     device: Annotated[str, DEVICE] = "auto"
-    threads: Annotated[int | None, THREADS] = None
     gpus: Annotated[int, GPUS] = 1
-    resident: Annotated[float | None, RESIDENT] = None
-    pack: Annotated[str, PACK] = "auto"
-    host_memory: Annotated[float | None, HOST_MEMORY] = None
+    settings: Annotated[Settings, some_settings("threads", "pack", "host_memory", "resident")] = Settings(tiers=1)  # noqa: RUF009 - frozen
 
     @property
     def draft(self) -> str | None:
@@ -62,14 +57,6 @@ class ReadRequest(ReportRequest):
     @property
     def wanted_draft(self) -> str | None:
         return self.draft
-
-    @property
-    def most_tiers(self) -> int:
-        return 1
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"resident": self.resident, "pack": self.pack, "host_memory": self.host_memory}
 
 
 _CONTEXT = argument("NAME", "The name of a saved context.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, OUTPUT, PROMPT, SAMPLING, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, OUTPUT, PROMPT, SAMPLING, TextRequest, flag, new_tokens, option
 from ..parameters import FILE, NAME, TEXT, choice, whole
 
 _ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
@@ -19,7 +19,7 @@ TRUNCATE = option(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest(Request):
+class GenerateRequest(TextRequest):
     """What `triforce generate` is asked for."""
 
     ask: Annotated[
@@ -52,14 +52,8 @@ class GenerateRequest(Request):
     no_context: Annotated[
         bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
     ] = False
-    gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens to write.")] = 256
     ignore_eos: Annotated[
         bool, flag("--ignore-eos", SAMPLING, "Write all --max-new-tokens: do not stop at an end-of-sequence token.")
     ] = False
-    tiers: Annotated[int, TIERS] = 3
     live: Annotated[bool, flag("--live/--no-live", OUTPUT, "Live display, if stderr is a terminal.")] = True
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers

@@ -109,9 +109,7 @@ def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> 
         gpus=request.gpus,
         capacity=capacity,
         room=room,
-        tiers=request.most_tiers,
-        threads=request.threads,
-        **request.settings,
+        **request.settings.given,
     )
     report_ranks(engine)
     return engine

@@ -15,7 +15,6 @@ from ...offload.planning.remedies import Remedy, remedies, shortfalls
 from ...offload.planning.request import RunRequest
 from ...offload.planning.run_plan import RunPlan
 from ...offload.planning.run_plan import make_plan as make_run_plan
-from ...offload.settings import Settings
 from ...offload.speculation.vocabulary import check_draft
 from ...tp.devices import resolve_dtype
 from ...tp.errors import ModelError
@@ -144,10 +143,9 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
     """
     model, draft = request.model, request.draft
     target, small = shapes(model, draft)
-    lookup = request.tiers == 3 and parse_draft(draft)[1]
-    tiers = min(request.tiers, 3 if small or lookup else 2)
-    given = {"resident": request.resident, "pack": request.pack, "host_memory": request.host_memory}
-    settings = Settings(tiers=tiers, lookup=lookup, **given, **request.lengths)
+    settings = request.settings
+    lookup = settings.tiers == 3 and parse_draft(draft)[1]
+    settings = replace(settings, tiers=min(settings.tiers, 3 if small or lookup else 2), lookup=lookup)
     run = RunRequest(
         target=target,
         draft=small,
@@ -156,7 +154,7 @@ def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None
         settings=settings.with_defaults(published_cache(model, request.gpus)),
         gpus=request.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
-        host_bytes=None if request.host_memory is None else int(request.host_memory * 2**30),
+        host_bytes=None if settings.host_memory is None else int(settings.host_memory * 2**30),
         disk_bytes=sys.maxsize,  # what exceeds host memory is on one, as in a run
         sequences=request.batch,
     )

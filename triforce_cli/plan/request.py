@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ...offload.planning.cards import CARDS, DEFAULT_CARD, DISK_BANDWIDTH
+from ...offload.settings import Settings
 from ...tp.weights.registry import EMBEDDED
-from ..options import ASSUMED, HARDWARE, MACHINE, PACK, TIERS, ModelRequest, option
+from ..options import ASSUMED, HARDWARE, MACHINE, ModelRequest, option, some_settings
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
 
 
@@ -67,15 +68,18 @@ class PlanRequest(ModelRequest):
             "x16 link of the card's generation for each GPU.",
         ),
     ] = None
-    host_memory: Annotated[
-        float | None,
-        option(
-            HARDWARE,
-            AUTO_OR_GIB,
-            "Free memory of the host, in GiB; auto does not check it. What exceeds it of the KV cache is read from a "
-            "disk in every pass.",
-        ),
-    ] = None
+    settings: Annotated[
+        Settings,
+        some_settings("pack", "budget", "chunk_size", "draft_length", "block_length", "resident", "tiers")
+        | {
+            "host_memory": option(
+                HARDWARE,
+                AUTO_OR_GIB,
+                "Free memory of the host, in GiB; auto does not check it. What exceeds it of the KV cache is read from "
+                "a disk in every pass.",
+            )
+        },
+    ] = Settings()  # noqa: RUF009 - frozen
     disk_gbps: Annotated[
         float | None,
         option(
@@ -94,8 +98,6 @@ class PlanRequest(ModelRequest):
             "passes and acceptance are then as measured.",
         ),
     ] = None
-    pack: Annotated[str, PACK] = "auto"
-    tiers: Annotated[int, TIERS] = 3
     assume_acceptance: Annotated[
         Numbers | None,
         option(
@@ -109,10 +111,6 @@ class PlanRequest(ModelRequest):
         Numbers | None, typer.Option(hidden=True, rich_help_panel=ASSUMED, parser=CHANCES.parse)
     ] = None
     """The older option for the second of `--assume-acceptance`."""
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers
 
     @property
     def acceptance(self) -> tuple[float | None, float | None]:

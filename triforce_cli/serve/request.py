@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, GPUS, MACHINE, SERVING, TIERS, Request, flag, new_tokens, option
+from ..options import CONTEXT, MACHINE, SERVING, Request, flag, new_tokens, option
 from ..parameters import PORT, SECONDS, TEXT, whole
 
 
@@ -14,9 +14,7 @@ from ..parameters import PORT, SECONDS, TEXT, whole
 class ServeRequest(Request):
     """What `triforce serve` is asked for. Sampling options and lengths are for requests that do not say."""
 
-    json: Path | None = None  # no options here: requests bring their prompts, and a server has no end to report
-    prompt: str | None = None
-    prompt_file: Path | None = None
+    json: Path | None = None  # no option here: a server has no end to report
     host: Annotated[
         str,
         option(
@@ -65,10 +63,4 @@ class ServeRequest(Request):
         ),
     ] = False
     context: Annotated[str | None, CONTEXT] = None
-    gpus: Annotated[int, GPUS] = 1
     max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer whose request does not say.")] = 256
-    tiers: Annotated[int, TIERS] = 3
-
-    @property
-    def most_tiers(self) -> int:
-        return self.tiers

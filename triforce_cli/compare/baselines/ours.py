@@ -127,6 +127,5 @@ def _engine(job: Job) -> Engine:
         dtype=job.dtype,
         capacity=job.prompt_tokens + job.max_new_tokens,
         context=job.context,
-        tiers=1 if alone else 3,
-        **settings,
+        **settings | {"tiers": 1 if alone else 3, "threads": None},  # the process has the job's threads
     )
