@@ -32,13 +32,20 @@ class RankAgreement:
         self._ranks = ranks
 
     def agree(
-        self, drawn: Sequence[Drawn], decisions: list[int], *, joining: int = 0, ends: bool = False
-    ) -> tuple[list[Drawn], list[int], int, bool]:
+        self,
+        drawn: Sequence[Drawn],
+        decisions: list[int],
+        unwanted: Sequence[bool] = (),
+        *,
+        joining: int = 0,
+        ends: bool = False,
+    ) -> tuple[list[Drawn], list[int], list[bool], int, bool]:
         """What rank 0 has decided, for all ranks.
 
         Args:
             drawn: of each sequence of the round, as this rank has drawn and would decide.
             decisions: of this rank's tiers, see `Tier.decisions`.
+            unwanted: of each sequence that waits, whether it is to end.
             joining: sequences that are to join.
             ends: whether the whole batch is to end.
 
@@ -48,12 +55,12 @@ class RankAgreement:
         Raises:
             TriforceError: this rank drew other tokens than rank 0, so the caches are no longer one model's.
         """
-        numbers = [joining, int(ends), *decisions]
+        numbers = [joining, int(ends), *decisions, *map(int, unwanted)]
+        at = len(numbers)
         for one in drawn:
             numbers += [int(one.refresh), int(one.ends), len(one.tokens), *one.tokens]
-        room = 2 + len(decisions) + len(drawn) * (3 + MOST_BLOCK_LENGTH + 1)
-        message = self._ranks.share_numbers(numbers, room)
-        at = 2 + len(decisions)
+        message = self._ranks.share_numbers(numbers, at + len(drawn) * (3 + MOST_BLOCK_LENGTH + 1))
+        decided_of_tiers, ended = message[2 : 2 + len(decisions)], message[2 + len(decisions) : at]
         decided = []
         for one in drawn:
             refresh, ending, count = message[at : at + 3]
@@ -65,4 +72,4 @@ class RankAgreement:
                 )
             decided.append(Drawn(one.tokens, bool(refresh), bool(ending)))
             at += 3 + count
-        return decided, message[2 : 2 + len(decisions)], message[0], bool(message[1])
+        return decided, decided_of_tiers, [*map(bool, ended)], message[0], bool(message[1])

@@ -5,21 +5,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...tp.devices import to_device
+from ...tp.errors import PeerError
 from ...tp.model.decoder import Decoder, forward_work
 from ..caches.full import FullCache
 from ..caches.streaming import prefill_streaming
+from ..planning.memory import shortage_explained
 from ..speculation.distribution import check_finite
 from ..speculation.sampler import distributions, draw
 from ..system import THIS_MACHINE, System
 from .sequence import BatchSequence
 
+T = TypeVar("T")
+
 _CHECKS_S = 0.5
 """Seconds between two checks whether a prompt is still wanted, while nobody else runs."""
+
+
+class ReadingError(Exception):
+    """A prompt cannot be read to its end, on any rank; `failure` says why."""
+
+    def __init__(self, failure: Exception) -> None:
+        self.failure = failure
+
+
+def on_all_ranks(target: Decoder, system: System, act: Callable[[], T]) -> T:
+    """What `act` gives, if it gives something on every rank. Every rank calls it.
+
+    Raises:
+        ReadingError: it failed on one.
+    """
+    try:
+        with shortage_explained(target.device, system.device_memory):
+            found = act()
+    except PeerError:
+        raise
+    except Exception as error:
+        raise ReadingError(target.ranks.failure(error) or error) from None
+    failure = target.ranks.failure(None)
+    if failure:
+        raise ReadingError(failure)
+    return found
 
 
 class Reading:
@@ -92,6 +124,9 @@ class Reading:
         """Draws the token that follows the prompt, and prepares the drafting tiers.
 
         Args: `looks_up` is whether what occurred before is proposed.
+
+        Raises:
+            NotFiniteError: the logits are not finite.
         """
         sequence, caches = self.sequence, self.sequence.opened
         samplers = [sequence.sampler]
@@ -120,13 +155,17 @@ def forward_in_parts(target: Decoder, full: FullCache, token_ids: list[int], num
 
 
 def slices_of(
-    target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None
+    target: Decoder, sequence: BatchSequence, report: Callable[[float], None] | None, system: System = THIS_MACHINE
 ) -> Generator[bool, None, Tensor]:
     """Restores what is saved of the prompt and computes the rest, in parts, so that each can be saved; the logits
     `[1, vocab_size]` after its last token. Between slices, whether those to come are of another kind, of which it is
     not known yet how long they take.
 
     Args: `report` is called with the share of it that is done, 0 to 1.
+
+    Raises:
+        ReadingError: it cannot be computed.
+        ContextError: it could not be saved, where that is required.
     """
     caches = sequence.opened
     full, saved = caches.full, caches.saved
@@ -144,26 +183,36 @@ def slices_of(
         if report is not None:
             progress = _progress(target, report, (start, full.length, end, stop))
         slices = target.slices(pending, full, on_progress=progress, stop=stop)
-        logits = yield from _pausing(slices, full, pending.shape[0])
+        go_on = partial(on_all_ranks, target, system, partial(_next, slices))
+        logits = yield from _pausing(go_on, full, pending.shape[0])
         if saved:
             saved.save(full)
             yield True
     return logits
 
 
-def _pausing(slices: Generator[None, None, Tensor], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:
-    """The same slices of a pass over so many `tokens`, between which other sequences' passes may attend to what `full`
-    shares with them."""
+def _pausing(go_on: Callable[[], Tensor | None], full: FullCache, tokens: int) -> Generator[bool, None, Tensor]:
+    """The slices of a pass over so many `tokens`, between which other sequences' passes may attend to what `full`
+    shares with them.
+
+    Args: `go_on` computes the next one, and gives the logits of the last.
+    """
     pausable = full.pausable(tokens)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return end.value
+    go_on()  # which takes memory, and hardly any time
+    while (logits := go_on()) is None:
         if pausable:
             paused = full.pause()
             yield False
             full.resume(paused)
+    return logits
+
+
+def _next(slices: Generator[None, None, Tensor]) -> Tensor | None:
+    """Computes the next slice; what the last one gives."""
+    try:
+        return next(slices)
+    except StopIteration as end:
+        return end.value
 
 
 def _progress(

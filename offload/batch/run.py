@@ -29,7 +29,7 @@ from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
 from .opening import Opening
-from .reading import Reading, slices_of
+from .reading import Reading, ReadingError, on_all_ranks, slices_of
 from .request import RunOrder
 from .sequence import BatchSequence, Round, held_bytes
 from .upkeep import begin_round, end_round
@@ -206,12 +206,15 @@ class Run(Iterator[Event]):
         self._open(self.live[0])
 
     def _open(self, sequence: BatchSequence) -> None:
-        waiting = [one for one in self.live if one.state == "waiting"][: self._most]
+        waiting = self._waiting()[: self._most]
         self._opening.open(sequence, self._running(), waiting, reuse=self._reuse, on_memory=self._on_memory)
         self._reuse = None  # it is of the run before
 
     def _running(self) -> list[BatchSequence]:
         return [one for one in self.live if one.state == "running"]
+
+    def _waiting(self) -> list[BatchSequence]:
+        return [one for one in self.live if one.state == "waiting"]
 
     def _run(self) -> Generator[Event, None, None]:
         whole = False
@@ -310,8 +313,7 @@ class Run(Iterator[Event]):
             if event is None:
                 if self._reading:
                     yield Progress(sequence)
-                else:
-                    yield from self._let_go()
+                yield from self._let_go()
                 if self._reading and self._in_slices and self._running():
                     return
                 continue
@@ -323,13 +325,8 @@ class Run(Iterator[Event]):
 
     def _begins_next(self) -> bool:
         """Opens the next sequence that waits, if one fits; whether its prompt is to be read now."""
-        for sequence in list(self.live):
-            if sequence.state != "waiting":
-                continue
+        for sequence in self._waiting():
             others = len(self._running())
-            if sequence.asked_to_end and self._target.ranks.size == 1:
-                sequence.state, self._short_of_memory = "ended", False
-                continue
             if others >= self._most:
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue
@@ -341,7 +338,7 @@ class Run(Iterator[Event]):
                 continue
             self._opening.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
-            slices = slices_of(self._target, sequence, partial(self._read, sequence))
+            slices = slices_of(self._target, sequence, partial(self._read, sequence), self._system)
             self._reading = Reading(sequence, slices, self._system)
             return True
         return False
@@ -361,7 +358,7 @@ class Run(Iterator[Event]):
         """
         ranks = self._target.ranks
         if not ranks.least([int(not sequence.asked_to_end)])[0]:
-            sequence.state, self._short_of_memory = "ended", False
+            self._end_unopened(sequence)
             return False
         found: Exception | None = None
         try:
@@ -387,12 +384,22 @@ class Run(Iterator[Event]):
             self._fail(sequence, found)
         return False
 
+    def _end_unwanted(self, waiting: Sequence[BatchSequence], unwanted: Sequence[int]) -> None:
+        """Ends those of the `waiting` ones that are `unwanted`, as rank 0 has said."""
+        for sequence in (one for one, ends in zip(waiting, unwanted, strict=True) if ends):
+            self._end_unopened(sequence)
+
+    def _end_unopened(self, sequence: BatchSequence) -> None:
+        sequence.state, self._short_of_memory = "ended", False
+
     def _read_on(self, reading: Reading) -> Round | None:
         """Reads some slices of a prompt; its sequence's first round. `None` where it is not read to its end, and where
         it was asked to end, memory did not suffice, or it could not be saved: then it alone has ended."""
         due = reading.due if self._in_slices and self._running() else reading.due_alone
-        asked = due, int(reading.sequence.asked_to_end), int(self._asked_to_end)
-        due, ends, ends_run = self._target.ranks.share_numbers([*asked], 3)
+        waiting = self._waiting()
+        asked = due, self._asked_to_end, *(one.asked_to_end for one in (reading.sequence, *waiting))
+        due, ends_run, ends, *unwanted = self._target.ranks.share_numbers([*map(int, asked)], len(asked))
+        self._end_unwanted(waiting, unwanted)
         self._ended = bool(ends_run)
         if ends_run:
             return None
@@ -402,10 +409,13 @@ class Run(Iterator[Event]):
             with shortage_explained(self._target.device, self._system.device_memory):
                 event = self._first_round(reading) if reading.go_on(due) else None
         except Exception as error:
-            alike = isinstance(error, ContextError | NotFiniteError)  # on all ranks, if on one
-            if self._alone or (self._target.ranks.size > 1 and not alike) or isinstance(error, PeerError):
+            failure = error.failure if isinstance(error, ReadingError) else error
+            if self._alone:
+                raise failure from None
+            alike = isinstance(error, ReadingError | ContextError)  # on all ranks, if on one
+            if (self._target.ranks.size > 1 and not alike) or isinstance(error, PeerError):
                 raise
-            self._fail(reading.sequence, NotFiniteError(()) if isinstance(error, NotFiniteError) else error)
+            self._fail(reading.sequence, NotFiniteError(()) if isinstance(failure, NotFiniteError) else failure)
             return self._drop(reading, keeps=False)
         self._read_until = self._system.clock()
         return event
@@ -461,7 +471,7 @@ class Run(Iterator[Event]):
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
-        token = reading.first_token(self._opening.looks_up)
+        token = on_all_ranks(self._target, self._system, lambda: reading.first_token(self._opening.looks_up))
         running = sum(one.state in ("running", "reading") for one in self.live)
         self._opening.use_measured_link()
         self.tiers[0].choose_lengths(running)
@@ -515,10 +525,15 @@ class Run(Iterator[Event]):
         `RankAgreement`. Takes in those that join."""
         self._note_interrupt()
         self._ask()
-        decisions = [number for tier in self.tiers for number in tier.decisions]
-        drawn, decisions, joining, self._ended = self._agreement.agree(
-            drawn, decisions, joining=len(self._joining), ends=self._asked_to_end
+        decisions, waiting = [number for tier in self.tiers for number in tier.decisions], self._waiting()
+        drawn, decisions, unwanted, joining, self._ended = self._agreement.agree(
+            drawn,
+            decisions,
+            [one.asked_to_end for one in waiting],
+            joining=len(self._joining),
+            ends=self._asked_to_end,
         )
+        self._end_unwanted(waiting, unwanted)
         each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
         for i, tier in enumerate(self.tiers):
             tier.decisions = decisions[i * each : (i + 1) * each]

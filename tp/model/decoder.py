@@ -233,24 +233,26 @@ class Decoder:
         on_progress: Callable[[float], None] | None = None,
         stop: int | None = None,
     ) -> Generator[None, None, Tensor]:
-        """`forward` in slices, each the attention or the MLP of one part of the rows in one layer: the same operations,
-        with stops between them. Needs inference mode.
+        """`forward` in slices: the same operations, with stops between them. The first takes memory, the last computes
+        the logits, and each between them the attention or the MLP of one part of the rows in one layer. Needs inference
+        mode.
 
-        Between two slices other passes may run, if `cache` has what it prepared for this one afterwards.
+        Between two slices other passes may run, if `cache` has what it prepared for this one afterwards. On several
+        ranks a slice that failed on one, but for the last, has ended on the others, with numbers of no use.
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])
         hidden = self._embedding.index_select(0, token_ids)  # [n, hidden]
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
+        yield
         for index, layer in enumerate(self._layers):
-            for part, rows in enumerate(hidden.split(parts)):
-                if index or part:
-                    yield
+            for rows in hidden.split(parts):
                 self._attention(index, layer, rows, cache)
                 yield
                 self._mlp(layer, rows)
                 work.add(rows.shape[0])
+                yield
         return self._logits(hidden[-num_logits:])
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
@@ -272,6 +274,16 @@ class Decoder:
 
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
         """Adds a layer's attention to `rows` `[n, hidden]`."""
+        if self.ranks.size == 1 and layer.o_bias is None:
+            linear(self._heads(index, layer, rows, cache), layer.o, onto=rows)
+            return
+        out = self._sum(rows, lambda: linear(self._heads(index, layer, rows, cache), layer.o))
+        if layer.o_bias is not None:
+            out += layer.o_bias
+        rows += out
+
+    def _heads(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> Tensor:
+        """What this rank's heads give for `rows`, `[n, num_heads * head_dim]`."""
         config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = linear(rows, layer.qkv, layer.qkv_bias, norm=layer.input_norm, eps=config.rms_norm_eps)
@@ -280,12 +292,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm)
         out = cache.attend(index, q, k, v)  # [num_heads, n, head_dim]
-        out = out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim)
-        if self.ranks.size == 1 and layer.o_bias is None:
-            linear(out, layer.o, onto=rows)
-        else:
-            out = self.ranks.sum(linear(out, layer.o))
-            rows += out if layer.o_bias is None else out + layer.o_bias
+        return out.transpose(0, 1).reshape(rows.shape[0], heads * config.head_dim)
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> None:
         """Adds a layer's MLP to `rows` `[n, hidden]`."""
@@ -293,7 +300,17 @@ class Decoder:
         if self.ranks.size == 1:
             gated_mlp(*mlp, onto=rows)
         else:
-            rows += self.ranks.sum(gated_mlp(*mlp))
+            rows += self._sum(rows, lambda: gated_mlp(*mlp))
+
+    def _sum(self, rows: Tensor, part: Callable[[], Tensor]) -> Tensor:
+        """The sum of every rank's `part` of what is added to `rows`, both `[n, hidden]`. A rank whose own fails takes
+        part in it with `rows`, for which it needs no memory, as the others wait for it."""
+        try:
+            own = part()
+        except Exception:
+            self.ranks.sum(rows)
+            raise
+        return self.ranks.sum(own)
 
     def _logits(self, rows: Tensor) -> Tensor:
         part = linear(rows, self._head, norm=self._norm, eps=self.config.rms_norm_eps)

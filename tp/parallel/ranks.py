@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import HangError, PeerError, TriforceError, UsageError
+from ..errors import CapacityError, HangError, PeerError, TriforceError, UsageError
 from .device_watch import DeviceWatch, hang_message
 from .place import Place
 
@@ -135,6 +135,15 @@ class Ranks:
         found: list[Any] = [None] * self.size
         self._call("all_gather_object", lambda: dist.all_gather_object(found, value, group=self._patient))
         return found
+
+    def failure(self, own: Exception | None) -> Exception | None:
+        """Why something that every rank has tried is to be undone: this rank's `own` failure, or what another says of
+        its own; `None` where none failed."""
+        if self.least([int(own is None)])[0]:
+            return None
+        reasons = self.everyones(own and (isinstance(own, CapacityError), str(own)))
+        rank, (of_memory, reason) = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        return own or (CapacityError if of_memory else TriforceError)(f"rank {rank}: {reason}")
 
     def share_numbers(self, numbers: list[int], room: int) -> list[int]:
         """Rank 0's integers, at most `room` of them, in one broadcast of fixed size."""

@@ -66,15 +66,17 @@ def run_late(root):
     engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64)
     requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in PROMPTS]
     batch = engine.batch(requests[:2], max_sequences=1)
+    at_once = False
     for count, _ in enumerate(batch):
         if engine.target.ranks.rank == 0:
             if count == 0:
                 batch.end(1)
             if len(batch.sequences) == 2 and not batch.sequences[0].goes_on:
                 batch.add(requests[2])
+        at_once |= batch.sequences[0].goes_on and batch.sequences[1].state == "ended"
     engine.close()
-    texts = [sequence.statistics.token_ids for sequence in batch.sequences]
-    print(json.dumps({"texts": texts, "states": [sequence.state for sequence in batch.sequences]}), flush=True)
+    texts, states = zip(*((one.statistics.token_ids, one.state) for one in batch.sequences), strict=True)
+    print(json.dumps({"texts": texts, "states": states, "at once": at_once}), flush=True)
 
 
 @pytest.mark.slow
@@ -82,4 +84,4 @@ def test_sequences_that_are_added_or_ended_late_are_so_on_all_ranks(pair_of_mode
     root, want = pair_of_models
     printed = run_forks(lambda: run_late(root), 2)
     reports = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert reports == 2 * [{"texts": [want[0], [], want[2]], "states": ["ended"] * 3}]
+    assert reports == 2 * [{"texts": [want[0], [], want[2]], "states": ["ended"] * 3, "at once": True}]

@@ -9,10 +9,13 @@ import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Ended, Engine, Request, Sampling, Tokens
+from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.kept import KeptCache
+from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
+from triforce.tp.model import decoder
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""
@@ -93,6 +96,60 @@ def test_what_one_rank_alone_has_prepared_is_nothing_to_go_on_from(pair_of_model
     assert [want[0], [], want[0]] in (first["texts"], second["texts"])
     for report in (first, second):
         assert [bool(error) for error in report["errors"]] == [False, True, False]
+
+
+PLACES = {
+    301: "where memory for the prompt is taken",
+    302: "in attention",
+    303: "in an MLP",
+    304: "with the first token",
+}
+"""Where memory runs out on rank 1 while a prompt of so many tokens is read."""
+
+
+def refuse(owner, name, at):
+    """Has calls of a function fail for which `at` says so."""
+    real = getattr(owner, name)
+
+    def refused(*given, **named):
+        if at(*given):
+            raise CapacityError("none is left")
+        return real(*given, **named)
+
+    patch.object(owner, name, refused).start()  # of this process, which ends
+
+
+def run_short_in_reading(root, settings):
+    """A run in which memory runs out in prompts that are read beside others, each time in another place."""
+    engine = Engine.load(root / "target", root / "draft", device="cpu", dtype="float32", gpus=2, budget=64, **settings)
+    if engine.target.ranks.rank:
+        refuse(FullCache, "prepare", lambda cache, n: n == 301)
+        refuse(FullCache, "attend", lambda cache, layer, q, *_: layer == 1 and q.shape[1] == 302)
+        refuse(decoder, "gated_mlp", lambda rows, *_: rows.shape[0] == 303)
+        refuse(RetrievalCache, "refresh", lambda cache: cache.source.length == 304)
+    prompts = [PROMPTS[0], *(random_tokens(n, seed=n) for n in PLACES), PROMPTS[2]]
+    lengths = [150, *([NEW_TOKENS] * (len(prompts) - 1))]
+    requests = deque(
+        Request(prompt, GREEDY, length, ignore_eos=True) for prompt, length in zip(prompts, lengths, strict=True)
+    )
+    ended = []
+    for event in engine.run(lambda waits: requests.popleft() if requests else None, max_sequences=2):
+        if isinstance(event, Ended):
+            ended.append((event.sequence.error, event.sequence.statistics.token_ids[:NEW_TOKENS]))
+    engine.close()
+    print(json.dumps(ended), flush=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident": 0.0}], ids=["resident", "streamed"])
+@pytest.mark.slow(keep=1)
+def test_memory_that_runs_out_while_a_prompt_is_read_ends_it_alone_on_all_ranks(pair_of_models, settings):
+    root, want = pair_of_models
+    printed = run_forks(lambda: run_short_in_reading(root, settings), 2)
+    first, second = (json.loads(line) for line in printed.splitlines() if line.startswith("["))
+    said = {report[0][0]: report for report in (first, second)}
+    assert set(said) == {"none is left", "rank 1: none is left"}
+    for error, report in said.items():
+        assert report == [*([[error, []]] * len(PLACES)), [None, want[2]], [None, want[0]]]
 
 
 @pytest.mark.slow

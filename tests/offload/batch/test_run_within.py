@@ -1,8 +1,10 @@
 """A run within: sequences that wait for memory, and what a run that was broken off in a pass leaves."""
 
+import itertools
+
 import pytest
 from tiny import random_tokens
-from triforce.offload import Ended, Request, Sampling, Tokens
+from triforce.offload import Ended, Progress, Request, Sampling, Tokens
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
@@ -79,6 +81,24 @@ def test_who_is_ended_while_it_waits_for_memory_keeps_nobody_waiting(models):
     first = Request(random_tokens(60, seed=1), GREEDY, 150, ignore_eos=True, tag="running")
     played(engine, [first], on_event)
     assert 6 <= rounds["small"] < 12
+
+
+def test_who_is_ended_while_another_prompt_is_read_is_not_waited_for(models):
+    """Its prompt would be read for nothing, or it would be told so only when the other one has been read."""
+    ticks = itertools.count()
+    engine = models.engine("llama", system=System(clock=lambda: 0.6 * next(ticks)))  # a slice at a time
+    requests = [Request(BOOK, GREEDY, 3, ignore_eos=True, tag="first"), Request(BOOK, GREEDY, 3, tag="waiting")]
+    found = []
+
+    def on_event(run, event, requests):
+        found.append((type(event), event.sequence.tag))
+        if len(found) == 1:
+            run.end(next(one for one in run.live if one.tag == "waiting"))
+
+    run = engine.run(lambda waits: requests.pop(0) if requests else None)
+    for event in run:
+        on_event(run, event, requests)
+    assert found.index((Ended, "waiting")) < found.index((Tokens, "first")) and found[0][0] is Progress
 
 
 def test_a_run_that_broke_in_a_pass_stays_broken(models):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -316,7 +317,7 @@ class _History:
         if blocks is None:
             return
         other = self.full_cache(blocks, self.cache if start else None, start)
-        slices = reading._pausing(self.decoder.slices(rows, other, num_logits=4), other, n)
+        slices = reading._pausing(partial(reading._next, self.decoder.slices(rows, other, num_logits=4)), other, n)
         while True:
             try:
                 next(slices)
