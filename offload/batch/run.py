@@ -243,6 +243,7 @@ class Run(Iterator[Event]):
                 for one in running:
                     if not one.goes_on or one.ends:
                         self._leave(one)
+                self._finish_what_is_saved()
                 if self._reading:
                     self._reading.grant(self.decode_s - decoded_s)
             yield from self._let_go()  # of what is broken off nothing is said
@@ -433,13 +434,7 @@ class Run(Iterator[Event]):
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
-        if sequence.saved:
-            try:
-                sequence.saved.finish(together=True)
-            except ContextError as error:
-                if self._alone:
-                    raise
-                self._fail(sequence, error)
+        self._finish_saving(sequence)
         if not self._alone and sequence.caches:
             if sequence.failure is None and sequence.statistics.token_ids:  # its prompt was read to its end
                 self._opening.keep_last(sequence)
@@ -452,6 +447,29 @@ class Run(Iterator[Event]):
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
         sequence.give_back(self.lengths, warnings, self._system.synchronize)
         self._described = self._described or [sequence.document(self.lengths, [])]
+
+    def _finish_what_is_saved(self) -> None:
+        """Parts with contexts that are saved by now, so that others can use them while answers are written."""
+        for sequence in self._running():
+            saved = sequence.saved
+            if saved and saved.saves and self._target.ranks.least([int(saved.written)])[0]:
+                self._finish_saving(sequence)
+                if sequence.failure:
+                    self._leave(sequence)
+
+    def _finish_saving(self, sequence: BatchSequence) -> None:
+        """Waits until what a sequence saves is on the disk; if that failed and is required, it has ended.
+
+        Raises:
+            ContextError: that, of a run alone.
+        """
+        try:
+            if sequence.saved:
+                sequence.saved.finish(together=True)
+        except ContextError as error:
+            if self._alone:
+                raise
+            self._fail(sequence, error)
 
     def _fail_some(self, running: Sequence[BatchSequence], error: NotFiniteError) -> None:
         """Ends the sequences that broke a round off; the others are as they were before it. On all ranks alike: they

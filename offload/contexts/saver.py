@@ -83,6 +83,11 @@ class Saver:
         self._deadline = inf  # until which files of other ranks are waited for
         self.failure: str | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing to write at the moment."""
+        return self._writing is None or self._writing.done()
+
     def save(self, full: FullCache) -> None:
         """Begins to write the segments that `full` has become long enough for, once the one before is written."""
         tokens = len(self._order.token_ids)

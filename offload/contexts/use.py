@@ -92,6 +92,16 @@ class ContextUse:
             if self._saver.failure and self._order.required:
                 raise ContextError(_not_saved(self._order, self._saver.failure))
 
+    @property
+    def saves(self) -> bool:
+        """Whether something is being saved, and `finish` is still to come; on all ranks alike."""
+        return self._saver is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` need not wait for this rank."""
+        return self._saver is None or self._saver.idle
+
     def finish(self, *, together: bool) -> None:
         """Waits until what was saved is on the disk; of several calls the first counts.
 

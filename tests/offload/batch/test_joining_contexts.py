@@ -1,5 +1,6 @@
 """Sequences that join a batch start from saved contexts of their own, and save what they read, while others run."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_what_joins_is_saved_while_others_go_on(engine, model):
     result = engine.generate(TWO + QUESTION, GREEDY, 8, ignore_eos=True, reuse=0, contexts=ContextRequest(name="two"))
     assert result.token_ids == greedy_oracle(model[1], TWO + QUESTION, 8)
     assert result.stats["reused_tokens"] == len(TWO)
+
+
+def test_a_context_is_free_for_others_once_it_is_written_though_its_answer_goes_on(engine):
+    batch = running(engine)
+    index = batch.add(Request(TWO, GREEDY, 1500, ignore_eos=True, contexts=ContextRequest(save="two")))
+    taken, store = True, engine.contexts.store
+    while taken and (len(batch.sequences) <= index or batch.sequences[index].state != "ended"):
+        next(batch)
+        if "two" in store.names() and store.load("two").saved == len(TWO):
+            with suppress(ContextError):
+                store.remove("two")
+                taken = False
+    assert not taken and batch.sequences[index].goes_on
+    batch.close()
 
 
 def test_what_cannot_be_saved_or_restored_fails_alone(engine, model):
