@@ -378,8 +378,9 @@ class Engine:
         `offload.held`. Some come twice."""
         for decoder in (self.target, self.draft):
             yield from decoder.held() if decoder else ()
-        if self._kept.cache:
-            yield from self._kept.cache.held()
+        for cache in self._kept.caches:
+            for holder in cache.holders:
+                yield from holder.held()
         if self._running:
             yield from self._running.held()
 
@@ -415,10 +416,11 @@ class Engine:
         tokens = checked_prompt([*prompt_ids, *answer_ids], self.target.config, 1)
         self._end_run()
         self._kept.rotate_for(len(prompt_ids))
-        full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)), reuse=0)
+        self._kept.forget_all()
+        full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)))
         full.begin(mass_rows=plan.mass_rows)
         rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
-        self._kept.context = tokens
+        self._kept.end(tokens)
         return rows
 
     def drawn_alone(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampling: Sampling) -> list[int]:
@@ -446,8 +448,7 @@ class Engine:
         """Ends what is under way, before something else begins."""
         if self._running:
             self._running.close()
-            if self._running.broken:
-                self._kept.distrust()
+            self._kept.end_all(broken=self._running.broken)
             self._running = None  # it holds the cache, whose memory may be wanted back
         self._graphs.clear()
 

@@ -13,7 +13,7 @@ from ...tp.errors import CapacityError, UsageError
 from ...tp.model.decoder import Decoder
 from ...tp.units import gib
 from ..caches.full import FullCache
-from ..caches.kept import KeptCache, common_length, reusable
+from ..caches.kept import KeptCache, goes_on
 from ..caches.refreshing import RefreshingCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
@@ -93,7 +93,6 @@ class Opening:
         self.target = models.target
         self._fresh_seed = fresh_seed
         self._generator = torch.Generator(models.target.device).manual_seed(fresh_seed)
-        self._owner: BatchSequence | None = None  # of the cache that is kept; it may have ended
         self._expected = expected
         self._to_measure: RunPlan | None = None  # what a verification's expected time is to follow from
         self._moved_before = models.kept.moved
@@ -119,9 +118,9 @@ class Opening:
         return found
 
     @property
-    def kept(self) -> FullCache | None:
-        """The full cache that stays for the next run."""
-        return self._models.kept.cache
+    def kept(self) -> list[FullCache]:
+        """The full caches of sequences that run, and of those that have ended that stay for others to go on from."""
+        return self._models.kept.caches
 
     @property
     def saved(self) -> ModelContexts | None:
@@ -133,31 +132,17 @@ class Opening:
 
         Args: `alike` is whether it could be on none; else what is kept may not be the same on all.
         """
-        if self._owner is None or self._owner is sequence or self._owner.state == "ended":
-            self._owner = None
-            if not alike:
-                self._models.kept.context = []
+        self._models.kept.forget(sequence.context)
+        if not alike:
+            self._models.kept.forget_all()
 
-    def forget(self, sequence: BatchSequence) -> None:
-        """Sees to it that nobody goes on from what a failed sequence has read or written: it may not be finite, and
-        some layers may hold tokens already where others hold those before."""
-        if sequence is self._owner:  # what others read goes with them
-            sequence.forget_prompt()
-            self._models.kept.context = []
-
-    def is_kept(self, sequence: BatchSequence) -> bool:
-        """Whether the sequence's full cache stays although it has ended."""
-        return sequence is self._owner
-
-    def keep_last(self, sequence: BatchSequence) -> None:
-        """Has the full cache of a sequence that ends stay in place of that of one before it, if it is whole."""
-        full, owner = sequence.opened.full, self._owner
-        if sequence is owner or full.prefix or (owner and owner.state != "ended"):
-            return
-        if owner:
-            owner.forget_prompt()
-        self._models.kept.cache = full
-        self._keep(sequence)
+    def leave(self, sequence: BatchSequence) -> None:
+        """Has the full cache of a sequence that ends stay, but of one that failed: what it has read or written may not
+        be finite, and some layers may hold tokens already where others hold those before."""
+        if sequence.failure:
+            self._models.kept.forget(sequence.context)
+        else:
+            self._models.kept.end(sequence.context)
 
     @property
     def looks_up(self) -> bool:
@@ -194,16 +179,16 @@ class Opening:
             expected = max(self._expected, len(waiting))
             while expected > 1 and not models.kept.fits(replace(request, sequences=expected)):
                 expected //= 2  # further ones wait then, or take what is left
-            full, plan = models.kept.prepare(prompt, replace(request, sequences=expected), reuse, on_memory)
+            request = replace(request, sequences=expected)
+            full, plan = self._full_cache(sequence, request, first=True, reuse=reuse, on_memory=on_memory)
             if plan.budget < planned_budget(request.settings, request.context):
                 self._budget = plan.budget
-            self.tiers = self._make_tiers(request, plan, waiting)
+            self.tiers = self._make_tiers(replace(request, sequences=1), plan, waiting)
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
-            self._keep(sequence)
         else:
             self._check_rotation(order)
-            full, plan = self._beside(sequence, request, running)
+            full, plan = self._full_cache(sequence, request, first=False)
         contexts = order.contexts
         if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
             contexts = replace(contexts, prefix=None)
@@ -252,65 +237,49 @@ class Opening:
                 "length: they cannot be answered together; ask it alone"
             )
 
-    def _keep(self, sequence: BatchSequence) -> None:
-        """Takes note that what is kept is now this sequence's."""
-        self._models.kept.context, self._owner = sequence.context, sequence
-
-    def _beside(
-        self, sequence: BatchSequence, request: RunRequest, running: Sequence[BatchSequence]
+    def _full_cache(
+        self,
+        sequence: BatchSequence,
+        request: RunRequest,
+        *,
+        first: bool,
+        reuse: int | None = None,
+        on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache beside those of others that run, and the plan of its sequence: what is kept and nobody uses any
-        more, if it holds more of the prompt than others do, or if there is no memory for another one.
+        """A full cache and the plan of its sequence. It goes on from the one that holds the most of the prompt, be it
+        of a sequence that runs or of one that has ended, unless much more is saved; what is to be saved is read for it
+        alone.
+
+        Args:
+            first: whether nobody runs.
+            reuse, on_memory: see `open`.
 
         Raises:
             CapacityError: there is not so much memory.
         """
-        kept, owner = self._models.kept, self._owner
-        used = any(kept.cache in one.opened.full.holders for one in running)
-        free = not used and (owner is None or owner.state == "ended")
-        others = [*([owner] if owner and not free else []), *(one for one in running if one is not owner)]
-        prefix, shared = self._prefix(sequence.context, others)
-        if not free or kept.shared_tokens(sequence.context) <= shared:
-            try:
-                return self._further(request, sequence.order.contexts, prefix, shared)
-            except CapacityError:
-                if not free:
-                    raise
-        found = kept.prepare(sequence.context, request)
-        self._keep(sequence)
-        return found
-
-    def _further(
-        self, request: RunRequest, contexts: ContextPlan, prefix: FullCache | None, shared: int
-    ) -> tuple[FullCache, RunPlan]:
-        """A full cache of its sequence's own, and the plan. Of the prompt it shares so many tokens of `prefix`, unless
-        much more is saved, or it is to be saved."""
+        kept, contexts, prompt = self._models.kept, sequence.order.contexts, sequence.context
+        if reuse == 0:
+            kept.forget_all()
+        whole = contexts.save is not None
+        text, shared = kept.find(prompt, reuse, whole=whole)
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
-        if contexts.save or more > (self.target.tiling.prefill_rows if shared else 0):
-            prefix, shared = None, 0
-        planned = planned_budget(request.settings, request.context)
-        settings = replace(request.settings, budget=self._budget) if 0 < self._budget < planned else request.settings
-        return self._models.kept.beside(replace(request, shared=shared, settings=settings), prefix)
-
-    def _prefix(self, prompt: list[int], others: Sequence[BatchSequence]) -> tuple[FullCache | None, int]:
-        """The cache that holds the most of `prompt`, and how many tokens of it."""
-        chunk, wanted = self._models.settings.planned_chunk_size, prompt[: reusable(prompt)]
-        best: FullCache | None = None
-        shared = 0
-        for other in others:
-            root = self._models.kept.cache if other is self._owner else None
-            full = other.caches.full if other.caches else root
-            # What was generated was computed with other tiles than a prompt.
-            known = min(len(other.order.prompt), full.length if full else 0)
-            common = common_length(other.context[:known], wanted)
-            tokens = self.target.tiling.shareable(common, len(prompt), len(other.order.prompt))
-            while tokens % chunk:
-                tokens = self.target.tiling.shareable(tokens - 1, len(prompt), len(other.order.prompt))
-            if full is not None and tokens > shared:
-                best, shared = full, tokens
-        while best and best.prefix and shared <= best.start:
-            best = best.prefix
-        return best, shared
+        if more > (self.target.tiling.prefill_rows if shared else 0):
+            text, shared = None, 0
+        free = kept.free(text)
+        if (first and text is None) or (free and goes_on(text, shared)):
+            return kept.prepare(prompt, request, text, shared, on_memory)
+        if not first:
+            planned = planned_budget(request.settings, request.context)
+            settings = request.settings
+            if 0 < self._budget < planned:
+                settings = replace(settings, budget=self._budget)
+            request = replace(request, settings=settings)
+        try:
+            return kept.beside(prompt, request, text, shared, whole=whole)
+        except CapacityError:
+            if not free:
+                raise
+        return kept.prepare(prompt, request, text, shared, on_memory)
 
     def _caches(
         self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None
@@ -359,6 +328,8 @@ class Opening:
         # What joins these later has to take it as it is.
         adapts = models.exact or not any(one.order.sampling.seed is not None for one in first)
         # Where lengths follow from these costs for good, they must not depend on what memory is free.
+        if plan.request.shared:  # every pass reads what others hold, too
+            plan = make_plan(replace(plan.request, shared=0))
         lengths = plan if adapts else make_plan(request)
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         costs = PassTimes(lengths, models.hardware()).costs()

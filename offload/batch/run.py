@@ -428,21 +428,17 @@ class Run(Iterator[Event]):
         """
         reading.close(keeps=keeps)
         self._leave(reading.sequence)
-        if not keeps:
-            self._opening.forget(reading.sequence)
         self._reading, self._read_until = None, self._system.clock()
 
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)
         if not self._alone and sequence.caches:
-            if sequence.failure is None and sequence.statistics.token_ids:  # its prompt was read to its end
-                self._opening.keep_last(sequence)
+            self._opening.leave(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
             self.tiers[0].part_with()
-            if not self._opening.is_kept(sequence):
-                sequence.forget_prompt()
+            sequence.forget_prompt()
 
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
         sequence.give_back(self.lengths, warnings, self._system.synchronize)
@@ -481,7 +477,6 @@ class Run(Iterator[Event]):
             if sequence.opened.tokens in error.whose:
                 self._fail(sequence, NotFiniteError(()))
                 self._leave(sequence)
-                self._opening.forget(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:
         sequence.state, sequence.failure = "ended", _without_frames(error)

@@ -228,8 +228,8 @@ class BatchSequence:
         self.order, self.context = replace(self.order, prompt=[]), []
 
 
-def held_bytes(sequences: Iterable[BatchSequence], kept: FullCache | None = None) -> int:
-    """Keys and values of these sequences and of a cache that is kept, on one rank; what several share counts once."""
-    caches = [one.caches.full for one in sequences if one.caches] + ([kept] if kept else [])
+def held_bytes(sequences: Iterable[BatchSequence], kept: Iterable[FullCache] = ()) -> int:
+    """Keys and values of these sequences and of caches that are kept, on one rank; what several share counts once."""
+    caches = [*(one.caches.full for one in sequences if one.caches), *kept]
     holders = {holder for cache in caches for holder in cache.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

@@ -77,9 +77,7 @@ class FullCache:
         self.reads = ReadCounter()
         self._mass_rows, self._few_rows = mass_rows, few_rows
         self.rope = rope
-        self._attention = BlockAttention(config.head_dim, chunk_size)
-        max_chunks = -(-self.capacity // chunk_size)
-        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, chunk_size, blocks.dtype)
+        self.rest()
         self._filled = [start] * config.num_layers
         self._begin = self._stop = start  # of the pass under way
         self._restored = 0  # leading tokens
@@ -146,6 +144,12 @@ class FullCache:
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return self.config.kv_bytes_per_token(self.blocks.dtype)
+
+    def rest(self) -> None:
+        """Gives back what only a run needs: what attention keeps from pass to pass. Tokens stay."""
+        config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
+        self._attention = BlockAttention(config.head_dim, self.chunk_size)
+        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size, self.blocks.dtype)
 
     def begin(self, mass_rows: int) -> None:
         """Begins a run on the tokens that are there.
@@ -292,6 +296,22 @@ class FullCache:
         if self.blocks.move_from(other.blocks, length):
             self._filled = [length] * len(self._filled)
             self._restored, self._restored_with = min(length, other._restored), other._restored_with
+
+    def copy_from(self, other: FullCache, length: int) -> None:
+        """Copies the first `length` tokens of `other` here, but for those of the prefix, which begins no earlier than
+        its own. This was empty."""
+        start = self.start
+        other.blocks.drain()  # blocks may be on their way to where they are read
+        with torch.inference_mode():
+            for layer in range(self.config.num_layers):
+                found = torch.cat(other.blocks.export(layer, start - other.start, length - other.start)(), dim=2)
+
+                def read(pieces: list[Tensor], found: Tensor = found) -> None:
+                    for piece, part in zip(pieces, found.split([piece.shape[2] for piece in pieces], 2), strict=True):
+                        piece.copy_(part)
+
+                self.blocks.restore(layer, length - start, read)
+        self.restored(length, other.computed_with(start, length))
 
     def restored(self, length: int, computed_with: Sequence[int | None] = (None,)) -> None:
         """Says that every layer holds `length` tokens now, put there by `blocks.restore`, and nothing else.

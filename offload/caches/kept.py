@@ -1,10 +1,11 @@
-"""The full cache that an engine keeps between runs, so that a follow-up question finds its book there already."""
+"""The full caches of an engine: of sequences that run, and of those that have ended, as long as memory allows, so that
+a follow-up question finds its book there already, and a next turn what was said."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
@@ -27,9 +28,38 @@ _MORE_ON_DISK = 1.25
 """Sequences that are decoded together, or room for longer runs, may push so many times as much of a text to a disk as
 one sequence alone does."""
 
+LEFT_FREE = 1 / 2
+"""Of the host memory that is free: what stays so beside caches of sequences that have ended, unless it is set by hand
+how much may be taken. Other programs live there, and whoever is to come wants memory, too."""
+
+
+@dataclass(eq=False)
+class KnownText:
+    """Tokens whose keys and values a full cache holds."""
+
+    full: FullCache
+    tokens: list[int]
+    """Prompt and answer so far. As many of them as the cache holds are in it."""
+    prompt_tokens: int
+    in_use: bool = True
+    """Whether its sequence has not ended."""
+
+    def builds_on(self, other: KnownText) -> bool:
+        """Whether its first tokens are in the other's cache."""
+        return other.full in self.full.holders[:-1]
+
+    def start_behind(self, other: KnownText) -> int:
+        """Where what it takes from the other's cache ends; 0 where that is nothing."""
+        holders = self.full.holders
+        return holders[holders.index(other.full) + 1].start if self.builds_on(other) else 0
+
 
 class KeptCache:
-    """At most one full cache and the tokens whose keys and values are in it."""
+    """The full caches there are, with the tokens whose keys and values they hold.
+
+    Those of sequences that have ended are dropped, the one used last the latest, where a sequence that begins would be
+    refused beside them, or more of it would be in host memory or on a disk.
+    """
 
     def __init__(
         self,
@@ -47,14 +77,16 @@ class KeptCache:
         self.room = 0
         """Tokens that a new cache has room for beyond a run's, where that changes nothing else: a longer run after it
         then need not move anything."""
-        self.cache: FullCache | None = None
-        """The one that is kept."""
         self.moved = 0
         """Bytes of caches on this rank that have left the device so far because memory there became short."""
+        self._texts: list[KnownText] = []  # the one used last is the last
         self._blocks: WeakSet[Blocks] = WeakSet()  # of all caches there are
         self._link: Link | None = None
-        self.context: list[int] = []
-        """The tokens of the last run, prompt and answer; as many of them as the cache holds are in it."""
+
+    @property
+    def caches(self) -> list[FullCache]:
+        """All that are known, the one used last is the last; what they share with others may be in these alone."""
+        return [text.full for text in self._texts]
 
     @cached_property
     def disk(self) -> DiskSpace:
@@ -66,79 +98,243 @@ class KeptCache:
         return (self._link.traffic() if self._link else Traffic()) + self.disk.traffic()
 
     def rotate_for(self, prompt_length: int) -> None:
-        """Has keys rotated for a prompt of so many tokens; what the cache holds is forgotten where that differs."""
+        """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
+        runs."""
         if self._decoder.rope.begin(prompt_length):
-            self.context = []
+            self.forget_all()
+
+    def find(self, prompt: list[int], most: int | None = None, *, whole: bool = False) -> tuple[KnownText | None, int]:
+        """The text whose cache holds the most of a prompt that a run may take over, and how many tokens of it; of those
+        that hold as much one in use, as it costs no memory to share it, else the one that holds the least besides.
+
+        Args:
+            most: tokens that may be taken over; `None`: any number.
+            whole: whether nothing is to be shared with others.
+        """
+        most = reusable(prompt) if most is None else min(most, reusable(prompt))
+        texts = [text for text in self._texts if not (whole and (text.in_use or text.full.prefix))]
+        found = [(self._shared(text, prompt, most), text.in_use, -text.full.length) for text in texts]
+        best = max(range(len(found)), key=found.__getitem__, default=None)
+        return (texts[best], found[best][0]) if best is not None and found[best][0] else (None, 0)
+
+    def _shared(self, text: KnownText, prompt: list[int], most: int) -> int:
+        full = text.full
+        tokens = min(common_length(text.tokens, prompt), full.length, most)
+        if not text.in_use:
+            return tokens if tokens > full.start else 0  # else another has as many
+        # What was generated was computed with other tiles than a prompt.
+        tiling, lengths = self._decoder.tiling, (len(prompt), text.prompt_tokens)
+        tokens = tiling.shareable(min(tokens, text.prompt_tokens), *lengths)
+        while tokens % full.chunk_size:
+            tokens = tiling.shareable(tokens - 1, *lengths)
+        return tokens
+
+    def free(self, text: KnownText | None) -> bool:
+        """Whether there is a text whose cache can be taken over: its sequence has ended, and none that runs builds on
+        it."""
+        return (
+            text is not None and not text.in_use and not any(one.in_use and one.builds_on(text) for one in self._texts)
+        )
 
     def prepare(
         self,
         prompt: list[int],
         request: RunRequest,
-        reuse: int | None = None,
+        text: KnownText | None = None,
+        shared: int = 0,
         on_memory: Callable[[float], None] | None = None,
     ) -> tuple[FullCache, RunPlan]:
-        """A full cache with room for the request's tokens that holds what it shares with `prompt` already, of that at
-        most `reuse` tokens; if that is 0, the memory of the old one is given back first. Also the plan of the run.
+        """A full cache with room for the request's tokens, and the plan of the run: that of `text`, which is free, with
+        `shared` tokens of the prompt in it already, or one in its place.
 
         Every rank calls it, and all decide alike: they agree on the memory there is. `on_memory`: see `StreamedBlocks`.
 
         Raises:
             CapacityError: there is not so much memory.
         """
-        if reuse == 0:
-            self._drop()
-        old, shared = self.cache, self.shared_tokens(prompt)
-        shared = shared if reuse is None else min(shared, reuse)
-        plan = self._plan(request, replaces=old)
+        if text and text.full.prefix:
+            request = replace(request, shared=text.full.start)
+        text = self._make_way(request, text, beside=False)
+        old = text and text.full
+        plan = self._plan(request, replaces=text)
         same = old and (shared or old.blocks.block_size == plan.placement.block_size)
         resident = 0
-        if old and same and old.capacity >= request.context:
+        if text and old and same and old.capacity >= request.context:
             going_on = self._going_on(old, plan)
             if going_on:
+                self._take(text, shared)
                 old.rollback(shared)
-                return old, going_on
+                return self._known(old, prompt), going_on
             resident = held_bytes(old.blocks.held(), "resident_kv")
-        asked, request = request, self._with_room(request, plan, old)
+        if old and old.prefix:
+            return self.beside(prompt, request, text, shared)
+        asked, request = request, self._with_room(request, plan, text)
         if request is not asked:
-            plan = self._plan(request, replaces=old)
+            plan = self._plan(request, replaces=text)
         if old:
             beside = self._plan(request, replaces=None)
             more = beside.disk_kv > plan.disk_kv  # every pass would read it, for as long as the cache is kept
             if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device and not more:
                 plan = beside  # the shared tokens move while both are there
             else:
-                self._drop()
-                old = None  # before its memory is looked for
+                self._drop(text)
+                text = old = None  # before its memory is looked for
                 plan = self._plan(request, replaces=None)
                 if not plan.fits and request is not asked:
                     request, plan = asked, self._plan(asked, replaces=None)
         while True:
             try:
-                self.cache = self._make(plan, on_memory=on_memory)
+                cache = self._make(plan, on_memory=on_memory)
                 break
             except CapacityError:
                 before, alone = plan, old is None
-                old = None
-                self._drop()  # its memory may do, though not beside it
+                self._drop(text)  # its memory may do, though not beside it
+                text = old = None
                 plan = self._plan(request, replaces=None)
                 if alone and (not plan.fits or plan.resident_kv >= before.resident_kv):
                     raise  # else others have taken memory since it was planned
-        if old:
-            self.cache.move_from(old, shared)
-        self.moved += max(0, resident - held_bytes(self.cache.blocks.held(), "resident_kv"))
-        return self.cache, plan if request is asked else self._plan(asked, replaces=self.cache)
+        if text and old:
+            self._take(text, shared)
+            for holder in {holder for full in self.caches for holder in full.holders if holder.prefix is old}:
+                holder.prefix = cache
+            cache.move_from(old, shared)
+        self.moved += max(0, resident - held_bytes(cache.blocks.held(), "resident_kv"))
+        self._known(cache, prompt)
+        return cache, plan if request is asked else self._plan(asked, replaces=self._texts[-1])
 
-    def beside(self, request: RunRequest, prefix: FullCache | None) -> tuple[FullCache, RunPlan]:
-        """Another full cache, for a sequence that is decoded beside the one whose cache is kept, and the plan of its
-        memory. It is its sequence's alone, and lasts as long; none of it is on a disk. Every rank calls it.
+    def beside(
+        self,
+        prompt: list[int],
+        request: RunRequest,
+        text: KnownText | None = None,
+        shared: int = 0,
+        *,
+        whole: bool = False,
+    ) -> tuple[FullCache, RunPlan]:
+        """Another full cache than those there are, and the plan of its memory; none of it is on a disk. Of `shared`
+        tokens that the cache of `text` holds it begins with those that can be, and has copies of the others. Every rank
+        calls it.
 
-        Args: `prefix` holds the first `request.shared` tokens.
+        Args: `whole` is whether it has copies of all, as what it holds is to be saved.
 
         Raises:
             CapacityError: there is not so much memory.
         """
-        plan = self._plan(request, replaces=None, on_disk=False)
-        return self._make(plan, prefix=prefix), plan
+        superseded = goes_on(text, shared) and self.free(text)
+        prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
+        request = replace(request, shared=start)
+        self._make_way(request, text, beside=True)
+        while True:
+            plan = self._plan(request, replaces=None, on_disk=False)
+            plan.check()
+            try:
+                cache = self._make(plan, prefix=prefix)
+                break
+            except CapacityError:  # others have taken memory since it was planned
+                if not self._spare(text):
+                    raise
+                self._drop(self._spare(text)[0])
+        if text and shared > start:
+            cache.copy_from(text.full, shared)
+        if superseded:
+            self._drop(text)
+        return self._known(cache, prompt), plan
+
+    def _prefix(self, text: KnownText, shared: int, *, whole: bool) -> tuple[FullCache | None, int]:
+        """The cache that another one can begin with where it shares so many tokens with a text, and with how many.
+
+        Args: `whole` is whether the text's own tokens are to be copied, as nobody else wants them.
+        """
+        full, rows = text.full, self._decoder.tiling.tail_rows
+        start = full.start if whole else shared if text.in_use else shared // rows * rows
+        while start % full.chunk_size:
+            start -= rows
+        while full.prefix and start <= full.start:
+            full = full.prefix
+        return (full, start) if start > 0 else (None, 0)
+
+    def _known(self, full: FullCache, tokens: list[int]) -> FullCache:
+        """Takes note of a cache whose sequence begins with these tokens."""
+        self._texts.append(KnownText(full, tokens, len(tokens)))
+        return full
+
+    def end(self, tokens: list[int]) -> None:
+        """Takes note that the sequence of these tokens, the very list, has ended; what it has read and written is there
+        to go on from."""
+        for text in [text for text in self._texts if text.tokens is tokens]:
+            text.in_use = False
+            text.full.rest()
+            self._texts.remove(text)
+            if text.full.length > text.full.start:
+                self._texts.append(text)
+
+    def end_all(self, *, broken: bool) -> None:
+        """Takes note that all sequences have ended.
+
+        Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
+        """
+        for text in [text for text in self._texts if text.in_use]:
+            if broken and not text.full.blocks.all_on_device:
+                self._drop(text)
+            else:
+                self.end(text.tokens)
+
+    def forget(self, tokens: list[int]) -> None:
+        """Sees to it that nobody goes on from what the sequence of these tokens, the very list, has read or written."""
+        for text in [text for text in self._texts if text.tokens is tokens]:
+            self._drop(text)
+
+    def forget_all(self) -> None:
+        """Drops all caches of sequences that have ended."""
+        for text in [text for text in self._texts if not text.in_use]:
+            self._drop(text)
+
+    def _spare(self, text: KnownText | None) -> list[KnownText]:
+        """The caches that are not needed, the one used last the latest: not of `text`, nor of who builds on it."""
+        needed = [one for one in self._texts if one.in_use or one is text]
+        return [one for one in self._texts if one not in needed and not any(other.builds_on(one) for other in needed)]
+
+    def _oldest(self, text: KnownText | None) -> KnownText | None:
+        """Of those that are spare the one that is to go first: nobody builds on it."""
+        spare = self._spare(text)
+        return next((one for one in spare if not any(other.builds_on(one) for other in spare)), None)
+
+    def _make_way(self, request: RunRequest, text: KnownText | None, *, beside: bool) -> KnownText | None:
+        """Drops caches that are not needed, the one used last the latest, until the others do not change whether such a
+        run fits, and where its keys and values are. Every rank calls it.
+
+        Args: `text` is needed: it is to be taken over, or the run is to have a cache `beside` it.
+
+        Returns:
+            What is to be taken over: the text, or, if there is none, one whose memory a run can be given as it is.
+        """
+        spare, on_disk = self._spare(text), not beside
+        if not spare:
+            return text
+        best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
+        while best.fits and (oldest := self._oldest(text)):
+            found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
+            if self._is_as_good(found, best):
+                break
+            fits = oldest.full.capacity >= request.context and not oldest.full.prefix
+            if text is None and fits and not beside:
+                text = oldest
+            else:
+                self._drop(oldest)
+        return text
+
+    def _is_as_good(self, plan: RunPlan, best: RunPlan) -> bool:
+        """Whether what has ended can stay beside a run with this plan, where without it there would be the best one."""
+        free, all_free = plan.request.host_bytes or 0, best.request.host_bytes or 0
+        leaves = plan.request.settings.host_memory is not None or free - plan.host_total >= LEFT_FREE * all_free
+        return plan.fits and leaves and (plan.placement, plan.budget) == (best.placement, best.budget)
+
+    def _take(self, text: KnownText, shared: int) -> None:
+        """Has a text's cache be another's, which goes on from its first `shared` tokens; who builds on more is
+        dropped."""
+        for one in [one for one in self._texts if one.start_behind(text) > shared]:
+            self._drop(one)
+        self._texts.remove(text)
 
     def _make(
         self, plan: RunPlan, *, prefix: FullCache | None = None, on_memory: Callable[[float], None] | None = None
@@ -172,13 +368,13 @@ class KeptCache:
         sizes = {"chunk_size": plan.chunk_size, "few_rows": self._system.limits.few_rows}
         return FullCache(decoder.part, decoder.rope, blocks, **sizes, prefix=prefix, start=plan.request.shared)
 
-    def _with_room(self, request: RunRequest, plan: RunPlan, old: FullCache | None) -> RunRequest:
+    def _with_room(self, request: RunRequest, plan: RunPlan, text: KnownText | None) -> RunRequest:
         """`request`, or one for more tokens, if they fit and lie where those of its `plan` do."""
         most = min(request.context + self.room, self._decoder.config.max_position_embeddings)
         if most <= request.context:
             return request
         larger = replace(request, context=most)
-        found = self._plan(larger, replaces=old)
+        found = self._plan(larger, replaces=text)
         as_planned = found.placement.streams == plan.placement.streams and found.disk_kv <= _MORE_ON_DISK * plan.disk_kv
         return larger if found.fits and as_planned else request
 
@@ -203,24 +399,29 @@ class KeptCache:
         return make_plan(request, blocks.placement) if moved >= -left else None
 
     def make_room(self, caches: Iterable[FullCache], needed: Callable[[], int]) -> None:
-        """Has blocks of these caches leave a GPU that has fewer bytes free than are `needed`, as far as host memory has
-        room for them. Every rank calls it, and the one with the least memory counts."""
+        """Drops caches that are not needed, and has blocks of these leave, where a GPU has fewer bytes free than are
+        `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
+        counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        if not any(blocks.spare_bytes for blocks in holders):
+        if not self._spare(None) and not any(blocks.spare_bytes for blocks in holders):
             return
         found = self._system.device_memory(self._decoder.device)
         if found is None:
             return
         (left,) = self._decoder.ranks.least([found.free - needed()])
+        while left < 0 and (oldest := self._oldest(None)):
+            self._drop(oldest)
+            found = self._system.device_memory(self._decoder.device) or found
+            (left,) = self._decoder.ranks.least([found.free - needed()])
         for blocks in holders:
             if left < 0:
                 moved = blocks.offload(-left)
                 self.moved, left = self.moved + moved, left + moved
 
     def fits(self, request: RunRequest) -> bool:
-        """Whether there is memory for such a run, in place of the cache that is kept, with hardly more on a disk than
-        its first sequence has there alone. Every rank calls it."""
-        plan = self._plan(request, replaces=self.cache)
+        """Whether there is memory for such a run, in place of all that has ended, with hardly more on a disk than its
+        first sequence has there alone. Every rank calls it."""
+        plan = self._plan(request, replaces=None, without=self._spare(None))
         return plan.fits and (
             not plan.disk_kv or plan.disk_kv <= _MORE_ON_DISK * make_plan(replace(plan.request, sequences=1)).disk_kv
         )
@@ -231,46 +432,55 @@ class KeptCache:
         held = self._held_by_part()
         return plan_here(request, self._decoder.device, held=held, free_disk=free_disk, device_memory=memory)
 
-    def distrust(self) -> None:
-        """Takes into account that a pass was broken off: the newest tokens of a streamed cache may be half done."""
-        if self.cache and not self.cache.blocks.all_on_device:
-            self.context = []
-
-    def _plan(self, request: RunRequest, *, replaces: FullCache | None, on_disk: bool = True) -> RunPlan:
-        """The plan of a run whose weights are loaded, with the memory there is, that of `replaces` included; what
-        exceeds host memory may be on a disk, unless it says otherwise."""
-        blocks, decoder = replaces.blocks if replaces else None, self._decoder
+    def _plan(
+        self,
+        request: RunRequest,
+        *,
+        replaces: KnownText | None,
+        without: Sequence[KnownText] = (),
+        on_disk: bool = True,
+    ) -> RunPlan:
+        """The plan of a run whose weights are loaded, with the memory there is, that of the cache it `replaces`
+        included, and of those that it is to be `without`; what exceeds host memory may be on a disk, unless it says
+        otherwise."""
+        decoder = self._decoder
+        given_back = [one.full for one in (replaces, *without) if one]
+        blocks = [cache.blocks for cache in given_back]
         on_host = self._system.device_memory(decoder.device) is None
-        others = (one for one in self._blocks if one is not blocks)
+        others = (one for one in self._blocks if one not in blocks)
         return plan_here(
             request,
             decoder.device,
             decoder.ranks,
             held=self._held_by_part(),
-            given_back=held_bytes(replaces.held()) if replaces else 0,
-            given_back_on_host=blocks.host_bytes if blocks else 0,
-            given_back_on_disk=blocks.disk_bytes if blocks else 0,
+            given_back=held_bytes(one for cache in given_back for one in cache.held()),
+            given_back_on_host=sum(one.host_bytes for one in blocks),
+            given_back_on_disk=sum(one.disk_bytes for one in blocks),
             held_on_host=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
         )
 
     def _held_by_part(self) -> dict[str, int]:
-        holders = self._decoder, self._draft, self.cache, *self.others
+        caches = (holder for cache in self.caches for holder in cache.holders)
+        holders = self._decoder, self._draft, *caches, *self.others
         return bytes_by_part(one for holder in holders if holder for one in holder.held())
 
-    def _drop(self) -> None:
-        """Gives the cache's memory back."""
-        if self.cache:
+    def _drop(self, text: KnownText | None) -> None:
+        """Gives a cache's memory back, and that of those that have ended and build on it."""
+        if text not in self._texts:  # it went with another
+            return
+        for one in [one for one in self._texts if one is text or (not one.in_use and one.builds_on(text))]:
             with suppress(LinkError):  # of what is not wanted any more
-                self.cache.blocks.drain()
+                one.full.blocks.drain()
             self._system.synchronize(self._decoder.device)  # a pass that was broken off may have copies under way
-        self.cache, self.context = None, []
+            self._texts.remove(one)
+            del one.full  # whoever has the text still is not to have its memory
 
-    def shared_tokens(self, prompt: list[int]) -> int:
-        """Leading tokens of `prompt` that the cache holds, of those that a run may take over."""
-        known = self.context[: self.cache.length] if self.cache else []
-        return common_length(known, prompt[: reusable(prompt)])
+
+def goes_on(text: KnownText | None, shared: int) -> bool:
+    """Whether a prompt goes on from a text that it shares so many tokens with: little else of it would be lost."""
+    return text is not None and 2 * shared >= text.full.length
 
 
 _COMPARED = 4096

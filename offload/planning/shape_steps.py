@@ -127,7 +127,9 @@ class ShapeSteps:
         Raises:
             CapacityError: there is not so much memory.
         """
-        full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM), reuse=0)
+        self._kept.end_all(broken=True)
+        self._kept.forget_all()
+        full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM))
         fill_with_zeros(full, context)
         full.begin(mass_rows=0)
         verifying = Passes(self.target, full)

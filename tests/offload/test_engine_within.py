@@ -101,23 +101,23 @@ def test_a_cache_grows_for_a_longer_run_and_keeps_what_is_shared(pair):
     greedy = Sampling(temperature=0.0)
     short, long = random_tokens(90), random_tokens(1500)
     engine.generate(short, greedy, 10)
-    small = engine._kept.cache
+    small = engine._kept.caches[-1]
     grown = engine.generate(long, greedy, 10)
-    assert engine._kept.cache is not None and engine._kept.cache is not small
+    assert engine._kept.caches[-1] is not small
     assert grown.stats["reused_tokens"] == 90
-    assert engine._kept.cache.blocks.block_size == block_size_for(1510, 8)
+    assert engine._kept.caches[-1].blocks.block_size == block_size_for(1510, 8)
     fresh = Engine.load(*pair, device="cpu", dtype="float32", budget=64).generate(long, greedy, 10)
     assert grown.token_ids == fresh.token_ids
     engine.generate(random_tokens(50, seed=5), greedy, 10)
-    assert engine._kept.cache.capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
+    assert engine._kept.caches[-1].capacity < 1500, "nothing is shared, so a short run gets a cache of its own size"
 
 
 def test_a_cache_that_finds_no_memory_beside_the_one_before_takes_its_place(pair):
     greedy, made = Sampling(temperature=0.0), []
 
     def make_one(*given, **named):
-        made.append(engine._kept.cache is None)
-        if engine._kept.cache is not None:
+        made.append(not engine._kept.caches)
+        if engine._kept.caches:
             raise CapacityError("no memory is left beside it")
         return make_blocks(*given, **named)
 
@@ -137,10 +137,10 @@ def test_room_for_more_keeps_a_cache_in_its_place(pair):
     for length in range(20, 300, 40):
         found = [engine.generate(prompt[:length], Sampling(temperature=0.0), 8) for engine in (tight, roomy)]
         assert found[0].token_ids == found[1].token_ids
-        places.add(id(roomy._kept.cache))
-    cache = roomy._kept.cache
-    assert len(places) == 1 and cache and cache.capacity >= 300 + 8
+        places.add(id(roomy._kept.caches[-1]))
+    cache = roomy._kept.caches[-1]
+    assert len(places) == 1 and cache.capacity >= 300 + 8
     most = roomy.target.config.max_position_embeddings
     roomy.generate(random_tokens(most - 8, seed=2), Sampling(temperature=0.0), 8, reuse=0)
-    cache = roomy._kept.cache
-    assert cache and cache.capacity < most + 64, "no more room than the model has positions"
+    cache = roomy._kept.caches[-1]
+    assert cache.capacity < most + 64, "no more room than the model has positions"

@@ -144,7 +144,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
         return batch.sequences[0].statistics.token_ids, left
 
     def blocks_of(batch):
-        return batch.run._opening.kept.blocks
+        return batch.run._opening.kept[-1].blocks
 
     first, second = (json.loads(line) for line in run_forks(call, 2).splitlines() if line.startswith("{"))
     assert first == second
@@ -152,9 +152,8 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
 
 
 def spare_bytes(engine):
-    """Of the cache that the engine keeps, what can leave the GPU."""
-    kept = engine._kept.cache
-    return kept.blocks.spare_bytes if kept else 0
+    """Of the caches that the engine keeps, what can leave the GPU."""
+    return sum(cache.blocks.spare_bytes for cache in engine._kept.caches)
 
 
 def next_bytes(batch):

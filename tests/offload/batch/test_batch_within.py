@@ -87,8 +87,7 @@ def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=room - held()))
 
     def held():
-        cache = engine._kept.cache
-        return held_bytes(cache.blocks.held()) if cache else 0
+        return sum(held_bytes(cache.blocks.held()) for cache in engine._kept.caches)
 
     prompts = [random_tokens(1080, seed=i) for i in range(3)]
     batch = engine.batch([Request(prompt, GREEDY, 8, ignore_eos=True) for prompt in prompts])

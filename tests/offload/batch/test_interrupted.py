@@ -50,7 +50,7 @@ def turns(models, resident, seed, ranks=1):
         found.append((bool(statistics.token_ids), known, statistics.reused_tokens, statistics.token_ids))
         assert (statistics.finish_reason == "length") == (len(statistics.token_ids) == NEW_TOKENS)
         if turn < 2:
-            known = engine._kept.cache.length
+            known = engine._kept.caches[-1].length
             prompt = [*prompt, *statistics.token_ids, *random_tokens(chance.randint(40, 120), seed=seed + turn)]
     want = engine.generate(prompt, sampling, NEW_TOKENS, ignore_eos=True, reuse=0).token_ids
     engine.close()

@@ -24,10 +24,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(params=[None, 0.0], ids=["resident", "streamed"])
-def engine(request, model, tmp_path):
+def load(request, model, tmp_path):
+    """Loads an engine that knows nothing but what others have saved."""
     root, store = model[0], ContextStore(tmp_path)
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64, "resident": request.param}
-    return Engine.load(root / "target", root / "draft", store=store, **given)
+    return lambda: Engine.load(root / "target", root / "draft", store=store, **given)
+
+
+@pytest.fixture
+def engine(load):
+    return load()
 
 
 def running(engine, **options):
@@ -43,16 +49,14 @@ def step_until_ended(batch, index):
     return batch.sequences[index]
 
 
-def test_what_joins_starts_from_what_is_saved_of_its_own_text(engine, model):
-    engine.read(TWO, "two")
-    batch = running(engine)
+@pytest.mark.parametrize("contexts", [ContextRequest(name="two"), ContextRequest(find=True)], ids=["name", "find"])
+def test_what_joins_starts_from_what_is_saved_of_its_own_text(load, model, contexts):
+    load().read(TWO, "two")
+    batch = running(load())
     prompt = TWO + QUESTION
-    asked = {"name": ContextRequest(name="two"), "find": ContextRequest(find=True)}
-    for contexts in asked.values():
-        index = batch.add(Request(prompt, GREEDY, 8, ignore_eos=True, contexts=contexts))
-        one = step_until_ended(batch, index)
-        assert one.statistics.reused_tokens == len(TWO)
-        assert one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
+    one = step_until_ended(batch, batch.add(Request(prompt, GREEDY, 8, ignore_eos=True, contexts=contexts)))
+    assert one.statistics.reused_tokens == len(TWO)
+    assert one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
     assert batch.sequences[0].goes_on
     text = batch.sequences[0].statistics.token_ids
     assert text == greedy_oracle(model[1], ONE, len(text))

@@ -1,13 +1,18 @@
-"""A run within: sequences that wait for memory, and what a run that was broken off in a pass leaves."""
+"""A run within: sequences that wait for memory, what next turns of conversations go on from, and what a run that was
+broken off in a pass leaves."""
 
 import itertools
+import json
 
 import pytest
+from spmd import run_forks
 from tiny import random_tokens
 from triforce.offload import Ended, Progress, Request, Sampling, Tokens
+from triforce.offload.limits import Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
+from triforce.tp.model.decoder import Tiling
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(700, seed=3)
@@ -99,6 +104,122 @@ def test_who_is_ended_while_another_prompt_is_read_is_not_waited_for(models):
     for event in run:
         on_event(run, event, requests)
     assert found.index((Ended, "waiting")) < found.index((Tokens, "first")) and found[0][0] is Progress
+
+
+LIMITS = Limits(largest_block=1024, tiling=Tiling(64, 16, 320))
+"""So small that a few hundred tokens are several blocks, and are shared."""
+
+NEW = 30
+"""Tokens of a question."""
+
+
+class Conversations:
+    """Each goes on with its next turn as soon as an answer is there, beside one long answer, which began first."""
+
+    def __init__(self, engine, texts, turns):
+        self.engine, self.turns = engine, turns
+        self.apart = len(set(map(tuple, texts.values()))) > 1  # else all begin before the first one's cache is free
+        self.prompts = {tag: [*text, *random_tokens(NEW, seed=50 + i)] for i, (tag, text) in enumerate(texts.items())}
+        self.done = dict.fromkeys(texts, 0)
+        self.waiting = [Request(BOOK, GREEDY, 350, ignore_eos=True, tag="long"), *map(self.request, texts)]
+        self.known = dict.fromkeys(texts, 0)
+        self.asked, self.found, self.last = [], [], "long"
+
+    def request(self, tag):
+        return Request(self.prompts[tag], GREEDY, 5, ignore_eos=True, tag=tag)
+
+    def play(self):
+        """Of each turn but the first ones the tokens that were known before, and those that were taken over."""
+        source = lambda waits: self.waiting.pop(0) if self.waiting else None  # noqa: E731
+        for event in self.engine.run(source, max_sequences=4, in_slices=self.apart):
+            tag, sequence = event.sequence.tag, event.sequence
+            if not isinstance(event, Ended):
+                continue
+            assert not sequence.error
+            self.last = tag
+            if tag == "long":
+                continue
+            statistics = sequence.statistics
+            self.asked.append((self.prompts[tag], statistics.token_ids))
+            if self.done[tag]:
+                self.found.append((self.known[tag], statistics.reused_tokens))
+            self.done[tag] += 1
+            written = [*self.prompts[tag], *statistics.token_ids]
+            self.known[tag] = len(written) - 1  # the last token is known, its keys and values are not
+            self.prompts[tag] = [*written, *random_tokens(NEW, seed=90 + len(self.asked))]
+            if self.done[tag] < self.turns:
+                self.waiting.append(self.request(tag))
+        return self.found
+
+    def check(self):
+        """Each text is the one it has alone."""
+        for prompt, tokens in self.asked:
+            assert tokens == self.engine.generate(prompt, GREEDY, len(tokens), ignore_eos=True, reuse=0).token_ids
+
+
+def converse(models, resident, texts, ranks=1, turns=3):
+    engine = models.engine("llama", resident=resident, gpus=ranks, system=System(limits=LIMITS))
+    conversations = Conversations(engine, texts, turns)
+    if engine.target.ranks.rank:
+        while (run := engine.follow()) is not None:
+            for _ in run:
+                pass
+    else:
+        conversations.play()
+        conversations.check()
+        engine.finish()
+    engine.close()
+    return conversations
+
+
+SEVERAL = {
+    "each its own text": {tag: random_tokens(300, seed=seed) for seed, tag in enumerate("abc", 20)},
+    "one text": dict.fromkeys("abc", BOOK[:500]),
+    "the text of the long one": dict.fromkeys("abc", BOOK),
+}
+
+
+@pytest.mark.parametrize("texts", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_each_conversation_goes_on_from_its_own_tokens_beside_others(models, resident, texts):
+    conversations = converse(models, resident, texts)
+    assert conversations.last == "long" and len(conversations.found) == 6
+    assert all(known == reused for known, reused in conversations.found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [None, 0.0], ids=["resident", "streamed"])
+def test_so_it_does_on_two_ranks(models, resident):
+    models["llama"]
+
+    def call():
+        found = converse(models, resident, SEVERAL["the text of the long one"], 2, turns=2).found
+        print(json.dumps(found), flush=True)
+
+    printed = run_forks(call, 2)
+    found = max(json.loads(line) for line in printed.splitlines() if line.startswith("["))
+    assert len(found) == 3 and all(known == reused for known, reused in found)
+
+
+def test_what_has_ended_makes_way_for_what_begins_the_oldest_first(models):
+    """A request that needs the memory neither waits nor is refused."""
+    sizes = models.engine("llama", budget=64)
+    alone, large = (sizes.plan(length).host_total for length in (340, 1610))
+    memory = large + sizes.plan(460).kv + 2 * (alone - sizes.plan(20).host_total)
+    engine = models.engine("llama", budget=64, host_memory=memory / 2**30)
+    prompts = {tag: random_tokens(300, seed=seed) for seed, tag in enumerate("abc", 20)}
+    order = [*prompts.items(), ("large", random_tokens(1600, seed=9)), ("c", prompts["c"]), ("a", prompts["a"])]
+    requests = [Request(random_tokens(60, seed=2), GREEDY, 400, ignore_eos=True, tag="long")]
+    requests += [Request(prompt, GREEDY, 5, ignore_eos=True, tag=tag) for tag, prompt in order]
+    ended, waited = [], []
+    run = engine.run(lambda waits: requests.pop(0) if requests else None, max_sequences=2)
+    for event in run:
+        waited += [one.tag for one in run.live if one.waits_for]
+        if isinstance(event, Ended):
+            ended.append(event.sequence)
+    assert [one.error for one in ended] == [None] * 7 and ended[-1].tag == "long" and not waited
+    reused = [one.statistics.reused_tokens for one in ended]
+    assert reused == [0, 0, 0, 0, 292, 0, 0], "what was used last has stayed, what was used first has not"
 
 
 def test_a_run_that_broke_in_a_pass_stays_broken(models):

@@ -43,7 +43,7 @@ def load(models, **settings):
 
 def blocks_of(engine) -> Any:
     """The blocks of an engine's cache, with what only tests may see."""
-    return engine._kept.cache.blocks
+    return engine._kept.caches[-1].blocks
 
 
 def block_bytes(engine):
@@ -153,13 +153,15 @@ def test_the_workspace_of_a_prefill_is_gone_when_the_retrieval_cache_comes(model
 @pytest.mark.parametrize("resident", [0, None])
 @pytest.mark.slow(keep=1)
 def test_a_cache_that_is_not_wanted_any_more_is_gone_before_the_next_is_made(models, monkeypatch, resident, reuse):
-    engine = load(models, resident=resident, budget=64, refresh="round")
+    settings = {"resident": resident, "budget": 64, "refresh": "round"}
+    plan = load(models, **settings).plan(2420)
+    engine = load(models, **settings, host_memory=(plan.host_total + 2**16) / GIB)  # not for both
     engine.generate(
         [*PROMPT, *random_tokens(110, seed=4)], Sampling(temperature=0.0), 40
     )  # a block is closed meanwhile
     blocks = blocks_of(engine)
     memory = [host.blocks for host in blocks._host] if resident == 0 else blocks._layers
-    dropped = [weakref.ref(engine._kept.cache), *(weakref.ref(part.untyped_storage()) for part in memory)]
+    dropped = [weakref.ref(engine._kept.caches[-1]), *(weakref.ref(part.untyped_storage()) for part in memory)]
     del memory, blocks
     assert all(part() is not None for part in dropped)
     make, found = engine._kept._make, []

@@ -36,8 +36,8 @@ def same_bits(one, other):
 
 def restored(engine, tokens):
     """Keys and values of the first tokens of the cache that the last run used, by layer."""
-    engine._kept.cache.blocks.drain()
-    blocks = engine._kept.cache.blocks
+    engine._kept.caches[-1].blocks.drain()
+    blocks = engine._kept.caches[-1].blocks
     return [torch.cat(blocks.export(layer, 0, tokens)(), dim=2) for layer in range(engine.target.config.num_layers)]
 
 

@@ -98,8 +98,7 @@ class Case:
 
 def keys_and_values(engine: Engine, layer: int, tokens: int) -> torch.Tensor:
     """Of the first tokens of the cache that the last run used, `[2, num_kv_heads, tokens, head_dim]`."""
-    cache = engine._kept.cache
-    assert cache
+    cache = engine._kept.caches[-1]
     cache.blocks.drain()
     pieces = cache.blocks.export(layer, 0, tokens)()
     return torch.cat(pieces, dim=2).view(torch.uint8) if pieces else torch.empty(0)

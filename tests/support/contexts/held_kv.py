@@ -12,8 +12,8 @@ from triforce.offload.caches.recent_mass import RECENT_ROWS
 
 def kv_digests(engine: Engine, tokens: int) -> dict[str, str]:
     """The hash of the first tokens' keys and values in the full cache, of all layers, by KV head of the model."""
-    assert engine.contexts and engine._kept.cache
-    blocks, ranks = engine._kept.cache.blocks, engine.target.ranks
+    assert engine.contexts
+    blocks, ranks = engine._kept.caches[-1].blocks, engine.target.ranks
     held = engine.contexts._heads_of(ranks.rank)
     blocks.drain()
     layers = [

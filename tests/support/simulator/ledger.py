@@ -85,8 +85,8 @@ class Ledger:
                 f"{memory.size} bytes, last used by {use}" for memory, use in zip(lost, uses, strict=True)
             )
             raise Uncounted(f"{where}: nobody holds {found}")
-        cache = self.engine._kept.cache
-        sizes = bytes_by_part(held) | {"disk_kv": cache.blocks.disk_bytes if cache else 0}
+        on_disk = sum(cache.blocks.disk_bytes for cache in self.engine._kept.caches)
+        sizes = bytes_by_part(held) | {"disk_kv": on_disk}
         for part, size in sizes.items():
             self.peaks[part] = max(size, self.peaks.get(part, 0))
         self.checks += 1

@@ -27,10 +27,11 @@ from typing import Any
 import psutil
 import torch
 from cuda_simulator import Simulator
-from ledger import LIMITS, save_models
+from ledger import LIMITS, request_of, save_models
 from simulated_gpu import as_on_a_gpu, simulated_system
 from torch import Tensor
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Request, Run, Sampling, Tokens
+from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.system import THIS_MACHINE
 from triforce.offload.transfer.host import HOST
 
@@ -39,6 +40,9 @@ from spmd import run_forks
 from tiny import random_tokens
 
 BOOK = random_tokens(600, seed=5)
+LONGEST = 1600
+"""Tokens of the longest prompt and its answer, and some."""
+
 UNKNOWN = 10_000
 """No token of the vocabulary."""
 
@@ -122,7 +126,7 @@ class History:
         kind = chance.choice(["new", "new", "new", "turn", "turn", "save", "saved", "refused"])
         finished = [one for one in self.asked if one.text and one.ended]
         if kind == "turn" and finished:
-            before = chance.choice(finished[-3:])
+            before = chance.choice(finished[-6:])
             prompt = [*before.request.prompt_ids, *before.text, *self.new(40)][-1500:]
         elif kind == "save":
             contexts = ContextRequest(name=None, save=next(self.names), required=True)
@@ -199,6 +203,8 @@ def play_long(models: Path, requests: int, every: int) -> list[Holdings]:
     """One run on this machine, with keys and values that stream and three tiers."""
     with tempfile.TemporaryDirectory() as folder:
         given = {"device": "cpu", "dtype": "float32", "resident": 0, "budget": 64, "store": ContextStore(Path(folder))}
+        asked = request_of(models, given | {"draft": models / "draft"}, 4 * LONGEST, 1)
+        given["host_memory"] = make_plan(asked).host_total / 2**30  # in which a few of what has ended can stay
         system = replace(THIS_MACHINE, limits=LIMITS)
         engine = Engine.load(models / "target", models / "draft", system=system, **given)
         history = LongRun(engine, random.Random(1), every)
@@ -231,6 +237,10 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
         "exact": "on",
         "room": chance.choice([0, 300]),
     }
+    if chance.random() < 0.3:  # not all that has ended can stay
+        asked = replace(request_of(models, settings | {"dtype": "float32"}, LONGEST, ranks), gpu_bytes=None)
+        whole = make_plan(replace(asked, kernels=False))
+        settings["host_memory"] = ranks * (whole.host_total + chance.uniform(0.1, 2.0) * whole.kv) / 2**30
     steps = (chance.choice([1e-4, 0.05, 0.6]) for _ in itertools.count())
     now = itertools.accumulate(steps)  # seconds, so that prompts are read in slices of all lengths
     with ExitStack() as within:
