@@ -96,8 +96,7 @@ class Conversation:
 
     @property
     def blocks(self):
-        assert self.kept._kept.cache
-        return self.kept._kept.cache.blocks
+        return self.kept._kept.caches[-1].blocks
 
 
 @pytest.mark.parametrize("resident", [0.3, 1])
