@@ -28,15 +28,17 @@ def samples_compiled(rows: Tensor) -> bool:
     )
 
 
-def distribution_compiled(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """See `sampling.distribution`; a temperature of 0 is greedy.
+def distribution_compiled(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, out: Tensor | None = None
+) -> Tensor:
+    """See `sampling.distribution`; a temperature of 0 is greedy. `out` has its rows one after another.
 
     Raises:
         MemoryError: no memory for the temporaries.
     """
     logits = logits.contiguous()
     n, vocab = logits.shape
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits) if out is None else out
     many = max(1, min(n, threads())) if logits.numel() >= _LARGE else 1
     filters = temperature, min(top_k, vocab), top_p, min_p
     if _kernels().triforce_distribution(logits.data_ptr(), n, vocab, *filters, out.data_ptr(), many):

@@ -188,6 +188,8 @@ class Opening:
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
         else:
             self._check_rotation(order)
+            to_come = sum(one.opened.still_to_come for one in running)
+            request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
         contexts = order.contexts
         if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
@@ -203,12 +205,15 @@ class Opening:
         self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
 
     def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
-        """What is to be free on the device before the next round of these sequences, and before the prefill of one that
-        is read or will be: what they may take, and half of what is left to fragmentation."""
+        """What is to be free on the device before the next round of these sequences, and before the next slices of the
+        prefill of one that is read or will be: what they may take, and half of what is left to fragmentation."""
         caches = [one.opened for one in [*running, *([reading] if reading else [])]]
-        passing = max(one.plan.step for one in caches)
+        passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
         if reading:  # before its caches grow
-            passing = max(passing, reading.opened.plan.prefill - reading.opened.still_to_come)
+            own = reading.opened
+            passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)
+            if own.full.under_way:  # it is taken
+                passing -= own.plan.between_slices
         if self._models.settings.resident is None:  # what is set by hand may take the reserve
             passing += caches[0].plan.reserve_parts.get("fragmentation", 0) // 2
         return passing + sum(one.still_to_come for one in caches)
@@ -218,11 +223,12 @@ class Opening:
         a prompt was read, for which all that streams has crossed it. A card may have fewer lanes than its data sheet
         says. Every rank calls it: they wait for the one with the slowest link. Where lengths do not adapt they must not
         depend on it."""
-        plan, self._to_measure = self._to_measure, None
+        plan = self._to_measure
         if plan is None:
             return
         (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
-        if carried:
+        if carried:  # else it was too little to be measured, of a text that was there already
+            self._to_measure = None
             self.tiers[0].cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
 
     def _check_rotation(self, order: Order) -> None:
@@ -265,21 +271,26 @@ class Opening:
         more = contexts.prefix.tokens - shared if contexts.prefix else 0
         if more > (self.target.tiling.prefill_rows if shared else 0):
             text, shared = None, 0
+        if not first:
+            request = replace(request, settings=self._like_others(request))
         free = kept.free(text)
         if (first and text is None) or (free and goes_on(text, shared)):
             return kept.prepare(prompt, request, text, shared, on_memory)
-        if not first:
-            planned = planned_budget(request.settings, request.context)
-            settings = request.settings
-            if 0 < self._budget < planned:
-                settings = replace(settings, budget=self._budget)
-            request = replace(request, settings=settings)
         try:
             return kept.beside(prompt, request, text, shared, whole=whole)
         except CapacityError:
             if not free:
                 raise
         return kept.prepare(prompt, request, text, shared, on_memory)
+
+    def _like_others(self, request: RunRequest) -> Settings:
+        """The settings of a run beside others, which have the same budget, and are verified together."""
+        settings, verify = request.settings, self.tiers[0]
+        if 0 < self._budget < planned_budget(settings, request.context):
+            settings = replace(settings, budget=self._budget)
+        if len(self.tiers) > 1:
+            settings = replace(settings, block_length=verify.longest if verify.fixed is None else verify.fixed)
+        return settings
 
     def _caches(
         self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None

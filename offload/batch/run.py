@@ -508,9 +508,9 @@ class Run(Iterator[Event]):
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
         upkeep = top.upkeep
         begin_round(top, running)
-        emitted = top.step(tokens_of, [sequence.missing for sequence in running])
+        emitted = [tokens for tokens, _ in top.step(tokens_of, [sequence.missing for sequence in running])]
         drawn, tested = [], []
-        for sequence, (tokens, _), (proposed, accepted) in zip(running, emitted, before, strict=True):
+        for sequence, tokens, (proposed, accepted) in zip(running, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.opened.tokens.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))

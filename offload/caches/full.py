@@ -184,10 +184,15 @@ class FullCache:
         for holder, one in zip(self.holders, paused, strict=True):
             holder.blocks.resume(one)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a pass has begun and has not come to its end."""
+        return self.length < self._stop
+
     def break_off(self) -> None:
         """Gives up the pass under way, if it has not come to its end, between two layers or parts of them: the tokens
         before it stay."""
-        self.rollback(self._begin if self.length < self._stop else self._stop)
+        self.rollback(self._begin if self.under_way else self._stop)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds tokens to a layer without attending to anything.

@@ -153,7 +153,8 @@ class KeptCache:
             CapacityError: there is not so much memory.
         """
         if text and text.full.prefix:
-            request = replace(request, shared=text.full.start)
+            streams = not text.full.prefix.all_on_device
+            request = replace(request, shared=text.full.start, shared_streams=streams)
         text = self._make_way(request, text, beside=False)
         old = text and text.full
         plan = self._plan(request, replaces=text)
@@ -222,7 +223,7 @@ class KeptCache:
         """
         superseded = goes_on(text, shared) and self.free(text)
         prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
-        request = replace(request, shared=start)
+        request = replace(request, shared=start, shared_streams=prefix is not None and not prefix.all_on_device)
         self._make_way(request, text, beside=True)
         while True:
             plan = self._plan(request, replaces=None, on_disk=False)

@@ -29,6 +29,10 @@ from ..caches.token_slots import TokenSlots
 from ..held import Held
 from .capture import Capture
 
+JOINED = 2
+"""Times the sequences that run: members, in all, of the sets of sequences whose passes together are captured. One set
+is all that run; others are what is left of them where some have drafted what they were asked for."""
+
 
 @runtime_checkable
 class Replayable(Cache, Protocol):
@@ -159,13 +163,16 @@ class Passes:
 class JoinedPasses:
     """The forwards of one tier over several sequences at once."""
 
-    def __init__(self, members: Sequence[Passes]) -> None:
-        """Args: `members` are each sequence's own, of one decoder."""
-        self.members = list(members)
+    def __init__(self, members: Sequence[Passes], *, captures: bool = True) -> None:
+        """Args:
+        members: each sequence's own, of one decoder.
+        captures: whether passes over few tokens are captured, as those of the members are.
+        """
+        self.members, self.captures = list(members), captures
         first, caches = members[0], [passes.cache for passes in members]
         self._decoder, self._padded = first.decoder, first.padded
         self._cache = together(caches)
-        self._captures = _Captures(first.decoder, caches, first.graphs)
+        self._captures = _Captures(first.decoder, caches, first.graphs if captures else Graphs())
         if first.graphs.capture and not first.graphs.capture.joins:
             for passes in members:
                 passes.drop()

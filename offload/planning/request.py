@@ -50,6 +50,12 @@ class RunRequest:
     reads a layer of many blocks as one."""
     shared: int = 0
     """Tokens of the context that the cache of another sequence holds."""
+    shared_streams: bool = False
+    """Whether that one's blocks stream: then a prefill collects them a layer at a time."""
+    beside: int = 0
+    """Sequences that run already: rounds are of all together, and the prompt is read in slices between them."""
+    to_come: int = 0
+    """Bytes that these may still take on the device, and keep."""
     sequences: int = 1
     """That are decoded together, each with an answer of its own to the same text."""
     answer: int | None = None

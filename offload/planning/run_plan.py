@@ -19,8 +19,9 @@ from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
+from ..graphs.passes import JOINED
 from ..settings import Settings
-from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS
+from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
 from ..speculation.refresh import RefreshPolicy
 from .placement import Placement, place_resident, place_streamed
@@ -28,7 +29,10 @@ from .request import RunRequest
 
 CUDA_CONTEXT = 2**29
 """Bytes that a process takes on a GPU besides PyTorch's tensors. On an RTX 4090 0.49 GiB: what an out-of-memory message
-of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8)."""
+of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8). The
+modules of its kernels are among them, as far as they were loaded by then: a context and what one small operation loads
+take 0.27 GiB, and 0.62 GiB with all of PyTorch's modules, which are loaded where they are used first since then
+(github.com/pytorch/pytorch, pull request 86509)."""
 
 WORKSPACE = 32 * 2**20
 """Of cuBLAS, and again of cuBLASLt, for each stream that multiplies, of which there are two: of passes, and of those
@@ -116,8 +120,9 @@ class RunPlan:
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
     on. A prefill comes before its sequence's retrieval cache and beside those of others."""
-    step: int
-    """What a pass over few tokens takes while it lasts: activations, logits, distributions, chunks that are copied."""
+    between_slices: int
+    """Of these, what lasts from one slice to the next, and the rounds of others between them: hidden states and, where
+    blocks stream, the layer."""
     scratch: int
     """What attention by PyTorch's operations keeps from call to call."""
     draft_kv: int
@@ -157,6 +162,16 @@ class RunPlan:
         """The whole full cache."""
         return self.resident_kv + self.streamed_kv + self.disk_kv
 
+    def round_bytes(self, sequences: int) -> int:
+        """What a round of so many sequences takes while it lasts: activations, logits, distributions, chunks that are
+        copied."""
+        return _step_bytes(self.request, self.placement, self.verify_draft.longest if self.budget else 0, sequences)
+
+    @property
+    def step(self) -> int:
+        """What a round takes, of all that are then decoded together."""
+        return self.round_bytes(self.request.sequences + self.request.beside)
+
     @property
     def decoding(self) -> int:
         """The most that rounds take beside what lasts: retrieval caches, attention mass, and a pass."""
@@ -165,18 +180,22 @@ class RunPlan:
     @property
     def reading(self) -> int:
         """The most that a prefill takes beside what lasts: that of the text comes before anything is decoded, that of
-        a further sequence's own tokens beside the others and their rounds."""
-        sequences = self.request.sequences
-        if sequences == 1:
+        a further sequence's own tokens beside the others, and in slices between their rounds."""
+        request = self.request
+        if request.beside:
+            mass = _mass_bytes(request, self.placement, RECENT_ROWS - 1) if self.budget else 0
+            return max(self.prefill, self.between_slices + mass + self.round_bytes(request.beside))
+        if request.sequences == 1:
             return self.prefill
-        others = (self.retrieval + self.mass) * (sequences - 1) // sequences
-        return max(self.prefill, _further_prefill_bytes(self.request) + self.step + others)
+        others = (self.retrieval + self.mass) * (request.sequences - 1) // request.sequences
+        further, between = _further_prefill_bytes(request, streams=self.placement.streams)
+        return max(self.prefill, others + max(further, between + self.round_bytes(request.sequences - 1)))
 
     @property
     def working(self) -> int:
         """The most that is held beside weights and full cache."""
         lasting = self.ring + self.open_stretches + self.rope + self.draft_kv + self.scratch
-        return lasting + max(self.decoding, self.reading)
+        return lasting + self.request.to_come + max(self.decoding, self.reading)
 
     @property
     def cuda_context(self) -> int:
@@ -196,7 +215,9 @@ class RunPlan:
             return {}
         rows = self.retrieval_draft.longest + 2 if self.budget else 0  # of the longest captured pass; all shorter ones
         logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
-        graphs = {"graphs": logits + rows * _row_bytes(request)}
+        sequences = request.sequences + request.beside
+        times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
+        graphs = {"graphs": times * (logits + rows * _row_bytes(request))}
         return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | graphs
 
     @property
@@ -243,14 +264,19 @@ class RunPlan:
 
     def _explained(self, shortage: Shortage) -> str:
         request = self.request
+        per_rank = " on each rank" if request.gpus > 1 else ""
         by_itself = replace(request, settings=replace(request.settings, resident=None))
         if request.settings.resident is not None and make_plan(by_itself).fits:
             remedy = "lower --resident, or leave what stays on the GPU to the planner (--resident auto)"
+        elif shortage.where == "GPU memory":
+            least = least_gpu_memory(by_itself)
+            remedy = f"the least that works is {least:.2f} GiB{per_rank}, with none of the KV cache there"
+            if fitting := largest_context(by_itself):
+                remedy += f"; about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
         elif fitting := largest_context(request):
             remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
         else:
             remedy = "free memory or choose a smaller model"
-        per_rank = " on each rank" if request.gpus > 1 else ""
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":
@@ -320,8 +346,8 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
 
         unpacked, spare_unpacked = room_for(away), room_for(placement.num_spare)
         workspace = placement.num_blocks * block // part.num_layers if placement.streams else 0
-        if request.shared:  # a layer of the prefix, and all of a layer copied into one piece, as flash kernels want it
-            workspace += _prefix_bytes(request, request.shared)
+        workspace += request.shared * token_bytes // part.num_layers if request.shared_streams else 0
+        joined = _joined_bytes(request) if request.shared else 0
         verify_draft = _verify_draft(request, placement)
         tail = _tail(request, verify_draft) if budget else 0
         mass, shorter = _mass_bytes(request, placement, verify_draft.longest), verify_draft.longest
@@ -345,8 +371,11 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
-            prefill=activations + workspace + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
-            step=_step_bytes(request, placement, verify_draft.longest + 1 if budget else 1),
+            prefill=activations
+            + workspace
+            + joined
+            + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
+            between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
             rope=rope_bytes(part.head_dim, placement.capacity)
@@ -427,6 +456,20 @@ def largest_context(request: RunRequest) -> int:
     return shared + own if own else 0
 
 
+def least_gpu_memory(request: RunRequest) -> float:
+    """The least memory of each GPU that the run may take for its plan to fit there, in hundredths of a GiB."""
+
+    def lacks(hundredths: int) -> bool:
+        free = hundredths * 2**30 // 100
+        plan = make_plan(replace(request, gpu_bytes=free, gpu_total_bytes=max(free, request.gpu_total_bytes or 0)))
+        return plan.device_total > free
+
+    most = 1
+    while lacks(most):
+        most *= 2
+    return (1 + largest_whole(most, lacks)) / 100
+
+
 def largest_whole(most: int, works: Callable[[int], bool]) -> int:
     """The largest number from 1 to `most` that works, if every smaller one does too; 0 for none."""
     least = 0
@@ -484,23 +527,30 @@ def _num_chunks(request: RunRequest, placement: Placement) -> int:
     return -(-(request.shared + placement.capacity) // request.settings.planned_chunk_size)
 
 
-def _activation_bytes(request: RunRequest, tokens: int) -> int:
-    """Hidden states of the tokens, of `tokens`, that are read together, and one tile of rows inside a layer."""
+def _hidden_bytes(request: RunRequest, tokens: int) -> int:
+    """Hidden states of the tokens, of `tokens`, that are read together."""
     tiling = request.limits.tiling
-    rows = min(max(tiling.prefill_rows, FEW_ROWS), tokens)
     together = min(tiling.prefill_tokens + tiling.prefill_rows, tokens)
-    return together * request.part.hidden_size * request.dtype.itemsize + rows * _row_bytes(request)
+    return together * request.part.hidden_size * request.dtype.itemsize
 
 
-def _prefix_bytes(request: RunRequest, shared: int) -> int:
-    """A layer of the `shared` tokens of another sequence, and all of a layer copied into one piece, as flash kernels
-    want it."""
-    return (shared + 2 * request.context) * request.token_bytes // request.part.num_layers
+def _activation_bytes(request: RunRequest, tokens: int) -> int:
+    """Those, and the largest tile of rows inside a layer. The tokens are the last of the context."""
+    tiling = request.limits.tiling
+    rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
+    return _hidden_bytes(request, tokens) + min(max(rows, FEW_ROWS), tokens) * _row_bytes(request)
 
 
-def _further_prefill_bytes(request: RunRequest) -> int:
-    """Of the tokens that a further sequence over the same text has of its own."""
-    return _activation_bytes(request, TAIL_TOKENS) + _prefix_bytes(request, request.context)
+def _joined_bytes(request: RunRequest) -> int:
+    """Pieces of a layer, and the layer that they are copied into, as flash kernels want it."""
+    return 2 * request.context * request.token_bytes // request.part.num_layers
+
+
+def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, int]:
+    """Of the tokens that a further sequence over the same text has of its own, in a slice and between two."""
+    prefix = request.context * request.token_bytes // request.part.num_layers if streams else 0
+    within = _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
+    return prefix + within, prefix + _hidden_bytes(request, TAIL_TOKENS)
 
 
 def _row_bytes(request: RunRequest) -> int:
@@ -512,20 +562,23 @@ def _row_bytes(request: RunRequest) -> int:
     return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
 
 
-def _step_bytes(request: RunRequest, placement: Placement, rows: int) -> int:
-    """Beside the distributions of what was drafted, the most that one of three things takes: a layer of a verification
-    of so many `rows` of each sequence, with partial results of its attention; logits, and the target's distributions or
-    what some rows of them are computed from, sorting included; where chunks are chosen anew, their mass in all layers,
-    and some on their way to the cache."""
-    part, rows = request.part, rows if request.sequences == 1 else min(rows * request.sequences, FEW_ROWS)
+def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, sequences: int) -> int:
+    """Of a round of so many sequences, each with up to so many draft tokens, the most that one of three things takes:
+    beside the distributions of what was drafted, a layer of the verification with partial results of its attention; or
+    logits, the distributions they become, and what some rows take while they become that; where chunks are chosen anew,
+    their mass in all layers, and some on their way to the cache."""
+    part, vocab = request.part, request.target.vocab_size
+    if sequences > 1:
+        draft_tokens = min(draft_tokens, max(0, FEW_ROWS // sequences - 2))  # see `Tier.choose_lengths`
+    rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
-    numbers = rows * request.target.vocab_size
-    together = min(numbers, GPU_NUMBERS if request.on_gpu else CPU_NUMBERS)
-    sampling = 4 * (numbers + max(2 * numbers, 8 * together))
+    together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
+    sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
+    drafted = 4 * vocab * sequences * draft_tokens
     mass = part.num_layers * part.num_kv_heads * _num_chunks(request, placement) * 4
     choosing = mass + COPIED * request.token_bytes // part.num_layers if request.settings.tiers > 1 else 0
-    return 4 * numbers + max(layer, sampling, choosing)
+    return max(drafted + max(layer, sampling), choosing)
 
 
 def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) -> int:

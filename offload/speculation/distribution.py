@@ -19,9 +19,15 @@ _LIKELY = 256
 """The most likely tokens, which nearly always reach top-p together: finding so many takes a tenth of the time that
 sorting 4,096 takes."""
 
-CPU_NUMBERS, GPU_NUMBERS = 2**15, 2**21
+CPU_NUMBERS, GPU_NUMBERS = 2**15, 2**20
 """Numbers of rows `[n, vocab]` that are computed together: as many as stay in a CPU's cache, and as take, with what is
 computed from them, some tens of MB of a GPU's memory."""
+
+SORTING = 11
+"""Times the float32 numbers of rows that are computed together: what their distributions take besides themselves while
+they are sorted. The sorted numbers and their places, and eight times as much that CUDA's stable sort of several rows
+takes meanwhile: rows and places as pairs, twice, and the sorted pairs' keys and buffers
+(aten/src/ATen/native/cuda/SortStable.cu)."""
 
 _COLDEST, _HOTTEST = 1e-30, 1e30
 """Temperatures beyond make no other distributions, and in float32 they would be 0 or infinite."""
@@ -39,30 +45,39 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLo
     return [TokenLogprobs(token, own, tuple(zip(ids, values, strict=True))) for token, own, ids, values in found]
 
 
-def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32.
+def distribution(logits: Tensor, sampling: Sampling, out: Tensor | None = None) -> Tensor:
+    """The distributions that `sampling` makes of `logits` `[n, vocab]`: rows of probabilities, float32; written to
+    `out`, where that is given.
 
     Greedy gives probability 1 to the first of the largest logits. A row whose largest logit is not finite becomes NaN,
     and a token drawn from it is below 0, see `check_finite`: checking here would wait for the device.
     """
     temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if samples_compiled(logits):
-        return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p, out)
+    out = torch.empty_like(logits, dtype=torch.float32) if out is None else out
     together = rows_at_once(logits)
-    if logits.shape[0] > together:
-        return torch.cat([distribution(some, sampling) for some in logits.split(together)])
-    peak = logits.amax(dim=-1, keepdim=True)
-    if sampling.greedy:
-        one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(dim=-1, keepdim=True), one)
-    logits = (logits - peak).float() / temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        smallest_kept = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    probabilities = logits.softmax(dim=-1)
-    if sampling.top_p < 1.0:
-        probabilities = _nucleus(probabilities, sampling.top_p)
-    return _likely(probabilities, sampling.min_p) if sampling.min_p > 0.0 else probabilities
+    for some, found in zip(logits.split(together), out.split(together), strict=True):
+        if sampling.greedy:
+            peak = some.amax(dim=-1, keepdim=True)
+            one = (peak - peak + 1.0).float()  # NaN where the peak is not finite
+            found.zero_().scatter_(-1, some.argmax(dim=-1, keepdim=True), one)
+            continue
+        torch.softmax(_scaled(some, temperature, sampling.top_k), dim=-1, out=found)
+        if sampling.top_p < 1.0:
+            _cut_to_nucleus(found, sampling.top_p)
+        if sampling.min_p > 0.0:
+            _cut_to_likely(found, sampling.min_p)
+    return out
+
+
+def _scaled(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    """`logits` at a temperature, but for those that are not among the `top_k` largest of their row."""
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).float().div_(temperature)
+    if 0 < top_k < scaled.shape[-1]:
+        smallest_kept = scaled.topk(top_k, dim=-1).values[:, -1:]
+        scaled.masked_fill_(scaled < smallest_kept, float("-inf"))
+    return scaled
 
 
 def rows_at_once(rows: Tensor) -> int:
@@ -91,20 +106,21 @@ def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
     return (certainties(logits, tokens) * 1e6).long()
 
 
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Each row of `[n, vocab]` with only the most likely tokens, as many as reach `top_p` together; they sum to 1."""
+def _cut_to_nucleus(probabilities: Tensor, top_p: float) -> None:
+    """Leaves of each row of `[n, vocab]` only the most likely tokens, as many as reach `top_p` together; they sum to
+    1."""
     ordered, order = _likeliest(probabilities, top_p)
     before = running_sum(ordered).sub_(ordered)
     kept = ordered.masked_fill_(before >= top_p, 0.0)
     kept /= kept.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probabilities).scatter_(-1, order, kept)
+    probabilities.zero_().scatter_(-1, order, kept)
 
 
-def _likely(probabilities: Tensor, min_p: float) -> Tensor:
-    """Each row of `[n, vocab]` with only tokens at least `min_p` times as likely as the likeliest; they sum to 1."""
+def _cut_to_likely(probabilities: Tensor, min_p: float) -> None:
+    """Leaves each row of `[n, vocab]` only tokens at least `min_p` times as likely as the likeliest; they sum to 1."""
     least = min_p * probabilities.amax(dim=-1, keepdim=True)
-    kept = probabilities.masked_fill(probabilities < least, 0.0)
-    return kept.div_(kept.sum(dim=-1, keepdim=True))
+    probabilities.masked_fill_(probabilities < least, 0.0)
+    probabilities /= probabilities.sum(dim=-1, keepdim=True)
 
 
 def running_sum(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -43,11 +43,18 @@ class FreshNoise:
         if samples_compiled(weights):
             shares = torch.empty(weights.shape[0], 1, dtype=torch.float64).uniform_(generator=self.generator)
             return pick_compiled(weights, shares)
-        reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
-        total = reach[:, -1:]
-        share = torch.empty_like(total).uniform_(generator=self.generator)
-        point = share.mul_(total)  # below the total, rounded or not
-        return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
+        shape, rows = (weights.shape[0], 1), rows_at_once(weights)
+        shares = torch.empty(shape, dtype=torch.float64, device=weights.device).uniform_(generator=self.generator)
+        parts = zip(weights.split(rows), shares.split(rows), strict=True)
+        return torch.cat([_reached(some, share) for some, share in parts])
+
+
+def _reached(weights: Tensor, shares: Tensor) -> Tensor:
+    """The token of each row with which the sum of weights is more than its share `[n, 1]` of the whole."""
+    reach = running_sum(weights, torch.float64)  # token i is drawn from reach[i - 1] <= point < reach[i]
+    total = reach[:, -1:]
+    point = shares * total  # below the total, rounded or not
+    return torch.searchsorted(reach, point, right=True).masked_fill_(total.isnan(), -1).squeeze(-1)
 
 
 @dataclass(frozen=True)

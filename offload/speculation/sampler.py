@@ -41,8 +41,11 @@ def distributions(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[in
     filters = [sampler.sampling.filters for sampler in samplers]
     if filters.count(filters[0]) == len(filters):
         return distribution(logits, samplers[0].sampling)
-    parts = logits.split(list(rows))
-    return torch.cat([distribution(part, s.sampling) for part, s in zip(parts, samplers, strict=True)])
+    found = logits.new_empty(logits.shape, dtype=torch.float32)
+    parts = zip(logits.split(list(rows)), found.split(list(rows)), samplers, strict=True)
+    for part, out, sampler in parts:
+        distribution(part, sampler.sampling, out)
+    return found
 
 
 def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], positions: Sequence[int]) -> Tensor:

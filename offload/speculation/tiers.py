@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.selection import FEW_ROWS
 from ...tp.devices import to_device
 from ...tp.model.decoder import Decoder
-from ..graphs.passes import JoinedPasses, Passes
+from ..graphs.passes import JOINED, JoinedPasses, Passes
 from ..held import Held
 from .acceptance import accept
 from .confidence import Confidence
@@ -188,6 +188,8 @@ class Tier:
                 found = self.step(some, limits, rated=least_chance > 0)
             else:
                 found = self._draw_alone(some, min(self._read_together, max(limits)), limits, rated=True)
+            # Copies: rows of a pass over all would keep those of all that were rejected, as long as they last.
+            found = [(tokens, target.clone()) for tokens, target in found]
             for i, (tokens, target) in zip(going, found, strict=True):
                 sequences[i].context.extend(tokens)
                 rows[i].append(target)
@@ -199,6 +201,7 @@ class Tier:
         emitted: list[Emitted] = []
         for i, (sequence, start, parts) in enumerate(zip(sequences, starts, rows, strict=True)):
             emitted.append((sequence.context[start:], parts[0] if len(parts) == 1 else torch.cat(parts)))
+            parts.clear()
             del sequence.context[start:]
             sequence.rated[self.name] = rated[i]
         return emitted
@@ -291,10 +294,17 @@ class Tier:
         return logits
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
-        """The passes over all of these sequences, which are kept until one of those that are decoded ends."""
+        """The passes over all of these sequences, which are kept until others join or one of those that are decoded
+        ends. Of all that run they are captured, and of some of them as long as their members are not more together than
+        the plan's reserve counts: each set has captured passes of its own."""
         members = tuple(sequence.passes[self.name] for sequence in sequences)
         if members not in self._kept:
-            self._kept[members] = JoinedPasses(members)
+            most = max(map(len, self._kept), default=0)
+            if len(members) > most:  # a round's first pass is of all that run
+                self._kept.clear()
+                most = len(members)
+            room = JOINED * most - sum(len(known) for known, passes in self._kept.items() if passes.captures)
+            self._kept[members] = JoinedPasses(members, captures=len(members) <= room)
         return self._kept[members]
 
     def held(self) -> Held:

@@ -1,6 +1,8 @@
 """What lasts for a part of a pass only is planned too: runs of true shapes take as much as their plan says."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +11,7 @@ from computing_nothing import ComputingNothing, UnwrittenWeights, launching_noth
 from cuda_simulator import Simulator
 from simulated_gpu import simulated_system
 from triforce.kernels import use_kernels
-from triforce.offload import Engine, Sampling
+from triforce.offload import Engine, Request, Sampling
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import RunPlan, make_plan
 from triforce.offload.settings import Settings
@@ -20,7 +22,12 @@ from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 TOKENS, NEW_TOKENS = 32768, 27
+SHORT = 4096
 PLENTY = 2**42
+
+SAMPLED = Sampling(0.8, top_p=0.9)
+MIXED = {"alike": (SAMPLED,), "filters": (SAMPLED, Sampling(0.6, top_k=50), Sampling(0.0), Sampling(1.0, seed=3))}
+"""How tokens are drawn, of one sequence after another."""
 
 COMMON = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "bos_token_id": 1}
 COMMON |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "eos_token_id": 2}
@@ -49,7 +56,9 @@ class Taken:
     rounds: list[int]
 
 
-def measured(directory, name, dtype, resident, packages=("triton",)) -> Taken:
+@contextmanager
+def engine_of(directory, name, dtype, resident, packages=("triton",)) -> Iterator[tuple[Engine, Simulator]]:
+    """An engine that computes nothing, and the simulator that counts."""
     simulator = Simulator()
     vocabulary = SHAPES[name]["vocab_size"]
     shapes = config(directory / "target", **SHAPES[name]), config(directory / "draft", vocab_size=vocabulary, **DRAFT)
@@ -61,6 +70,11 @@ def measured(directory, name, dtype, resident, packages=("triton",)) -> Taken:
         engine = Engine(decoders[0], decoders[1], settings, system=system)
         for _, tensor in engine.held():
             simulator.memory(tensor)
+        yield engine, simulator
+
+
+def measured(directory, name, dtype, resident, packages=("triton",)) -> Taken:
+    with engine_of(directory, name, dtype, resident, packages) as (engine, simulator):
         run = engine.stream([7] * TOKENS, Sampling(0.8, top_p=0.9), NEW_TOKENS, ignore_eos=True)
         request = replace(engine._models.request(TOKENS + NEW_TOKENS, answer=NEW_TOKENS), gpu_bytes=PLENTY)
         plan, found = make_plan(replace(request, kernels="triton" in packages)), []
@@ -88,6 +102,76 @@ def test_a_prefill_and_a_round_take_what_is_planned(tmp_path, name, dtype, resid
     taken = measured(tmp_path, name, dtype, resident)
     assert 0.7 <= taken.prefill / taken.plan.prefill <= 1
     assert 0.7 <= max(taken.rounds) / taken.plan.step <= 1
+
+
+@dataclass
+class Several:
+    """Sequences that are decoded together."""
+
+    plans: list[RunPlan]
+    """Of each, in the order in which they began."""
+    reading: dict[int, int]
+    """Bytes that the prefill of each took at most, with others' rounds between its slices, beside what lasts."""
+    rounds: list[int]
+    """Bytes that rounds of all took."""
+
+
+def several(directory, name, resident, begun, joiners=0, *, tokens=SHORT, samplings=(SAMPLED,), logprobs=None):
+    """Args: `begun` sequences begin together, over one text with a question of their own; `joiners`, each with a text of
+    its own, join one after another, once those before them run, and are read in slices."""
+    with engine_of(directory, name, torch.bfloat16, resident) as (engine, simulator):
+
+        def request(i):
+            text = [7] * tokens if i < begun else [20 + i] * tokens
+            sampling = samplings[i % len(samplings)]
+            return Request(text + [9 + i] * 70, sampling, 90, ignore_eos=True, top_logprobs=logprobs)
+
+        run = engine.batch([request(i) for i in range(begun)], in_slices=joiners > 0)
+        found, added = Several([], {}, []), begun
+        simulator.peak = simulator.live
+        for index, event in run:
+            held = bytes_by_part(engine.held())
+            taken = simulator.peak - sum(held.values())
+            running = sum(one.state == "running" for one in run.sequences)
+            if index == added - 1 and not event.index:
+                own = bytes_by_part(run.sequences[index].opened.full.held())
+                found.reading[index] = max(found.reading.get(index, 0), taken + own.get("mass", 0))
+            elif running < added:
+                found.reading[added - 1] = max(found.reading.get(added - 1, 0), taken)
+            elif added == begun + joiners:
+                found.rounds.append(taken)
+            if running == added < begun + joiners:
+                run.add(request(added))
+                added += 1
+            simulator.peak = simulator.live
+            if len(found.rounds) > added:
+                break
+        found.plans = [one.opened.plan for one in run.sequences]
+        run.close()
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("count", "resident", "samplings"), [(2, 0, "filters"), (4, None, "filters"), (8, None, "alike")]
+)
+@pytest.mark.slow(keep=("4-None-filters-8B",))
+def test_a_round_of_several_takes_what_is_planned(tmp_path, name, count, resident, samplings):
+    taken = several(tmp_path, name, resident, count, samplings=MIXED[samplings])
+    assert 0.7 <= max(taken.rounds) / taken.plans[0].step <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "joiners", "resident"),
+    [("7B", 3, 1, None), ("8B", 3, 1, 0), ("8B", 1, 3, None), ("32B", 1, 3, 0)],
+)
+@pytest.mark.slow(keep=("8B-3-1-0",))
+def test_joining_takes_what_is_planned(tmp_path, name, begun, joiners, resident):
+    """A prompt is read in slices, between which others' rounds take their step; then all of them take one together."""
+    taken = several(tmp_path, name, resident, begun, joiners)
+    for i in range(begun, begun + joiners):
+        assert 0.7 <= taken.reading[i] / taken.plans[i].reading <= 1, i
+    assert 0.7 <= max(taken.rounds) / taken.plans[-1].step <= 1
 
 
 def held_too_long(monkeypatch):

@@ -56,7 +56,7 @@ class Tiling:
         if n <= FEW_ROWS:
             return [n]
         found, position, end = [], start, start + n
-        whole = self._whole(end if stop is None else stop)
+        whole = self.whole(end if stop is None else stop)
         while position < end:
             size = self.prefill_rows if position < whole else self.tail_rows
             found.append(min(end, (position // size + 1) * size) - position)
@@ -72,12 +72,12 @@ class Tiling:
 
     def shareable(self, common: int, length: int, other: int) -> int:
         """Of `common` tokens that two prompts of these lengths begin with, those whose parts are the same in both."""
-        whole, other_whole = self._whole(length), self._whole(other)
+        whole, other_whole = self.whole(length), self.whole(other)
         if whole == other_whole and common >= whole:
             return common // self.tail_rows * self.tail_rows
         return min(common // self.prefill_rows * self.prefill_rows, whole, other_whole)
 
-    def _whole(self, length: int) -> int:
+    def whole(self, length: int) -> int:
         """Of a prompt's tokens those in parts of `prefill_rows`. The last `tail_rows` are not: where prompts that begin
         alike end with questions of their own, these do not take so large a part from what the prompts share."""
         return max(0, length - self.tail_rows) // self.prefill_rows * self.prefill_rows

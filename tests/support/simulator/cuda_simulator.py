@@ -290,6 +290,11 @@ class Simulator:
             self.refused.append(f"{size} bytes beside {self.live - size} and others' {others} of {self.limit}")
             raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
 
+    def borrow(self, size: int) -> None:
+        """Counts memory of the device that an operation takes besides its result, and gives back when it ends."""
+        self._take(size)
+        self._take(-size)
+
     def _is_locked(self, address: int) -> bool:
         return any(start <= address < start + size for start, size in self.locked.items())
 

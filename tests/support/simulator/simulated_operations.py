@@ -18,6 +18,11 @@ _HOST_READS = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float
 """Calls that read numbers on the host and, on CUDA, wait for the current stream before."""
 
 
+_SORTING = 32
+"""Bytes for each float32 number that CUDA takes beside the result to sort several rows together: pairs of row and
+place, twice, and of sorted pairs the keys and buffers (aten/src/ATen/native/cuda/SortStable.cu of PyTorch)."""
+
+
 class Calls(TorchFunctionMode):
     """Calls that bring numbers to the host without an operation that could be seen."""
 
@@ -107,6 +112,8 @@ class Operations(TorchDispatchMode):
                     made.host = None
                 if not kind.leaves_unwritten:
                     simulator.access(x, stream, clock, True, kind.name)
+        if kind.name == "sort" and not on_host:
+            simulator.borrow(_SORTING * given[0].numel())
         if kind.name == "_local_scalar_dense" and not on_host:
             simulator.current.synchronize()
         return result
