@@ -117,8 +117,8 @@ class Several:
 
 
 def several(directory, name, resident, begun, joiners=0, *, tokens=SHORT, samplings=(SAMPLED,), logprobs=None):
-    """Args: `begun` sequences begin together, over one text with a question of their own; `joiners`, each with a text of
-    its own, join one after another, once those before them run, and are read in slices."""
+    """Args: `begun` sequences begin together, over one text with a question of their own; `joiners`, each with a text
+    of its own, join one after another, once those before them run, and are read in slices."""
     with engine_of(directory, name, torch.bfloat16, resident) as (engine, simulator):
 
         def request(i):
