@@ -140,7 +140,9 @@ def test_memory_comes_first_and_is_said_by_phase():
         planned, held = found[phase]["planned"], found[phase]["held"]
         assert held["weights"] == planned["weights"]
         assert found[phase]["process_at_most"] > held["weights"]
-        if phase != "weights_loaded":
+        if phase == "after_the_run":  # what a next turn goes on from
+            assert held.keys() == {"weights", "rope", "resident_kv", "mass"}
+        elif phase != "weights_loaded":
             for part in ("rope", "resident_kv", "draft_kv"):
                 assert held[part] == planned[part] > 0, (phase, part)
             assert 0 < held["mass"] <= planned["mass"] and held.get("retrieval", 0) <= planned["retrieval"]

@@ -48,7 +48,7 @@ def wide_models(tmp_path_factory):
 
 
 def load(models, **settings) -> Any:
-    settings = {"dtype": "float32", "budget": 64, "system": SMALL} | settings
+    settings = {"dtype": "float32", "budget": 64, "block_length": 6, "system": SMALL} | settings
     return Engine.load(models[0], models[1], device="cpu", **settings)
 
 
