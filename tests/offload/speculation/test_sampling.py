@@ -71,8 +71,8 @@ def test_a_min_p_of_one_keeps_the_likeliest_and_those_as_likely(others):
 
 def test_greedy_puts_all_mass_on_the_first_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
-    for filters in ({}, {"min_p": 1.0}, {"top_p": 0.1, "top_k": 3, "min_p": 0.5}):
-        assert distribution(logits, Sampling(temperature=0.0, **filters)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    for greedy in (Sampling(0.0), Sampling(0.0, min_p=1.0), Sampling(0.0, 0.1, 3, min_p=0.5)):
+        assert distribution(logits, greedy).tolist() == [[0.0, 1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-60, 1e60, 10**30, int(1.7e308)])
