@@ -47,8 +47,8 @@ from .system import THIS_MACHINE, System
 class Engine:
     """A target model, perhaps a draft model, and the caches they keep between runs.
 
-    A run whose prompt begins like the one before it (a follow-up question about the same book) starts from the keys and
-    values that are already there. One run at a time: starting another ends the one before.
+    A run whose prompt begins like an earlier one (a follow-up question about the same book) starts from the keys and
+    values that are still there. One run at a time: starting another ends the one before.
 
     On several ranks each has an engine and starts the same runs, with the same methods or with `follow`, and draws the
     same random numbers for the same distributions; rank 0's prompt, lengths and outcome are what counts.
@@ -195,8 +195,8 @@ class Engine:
             max_new_tokens: at least 1.
             ignore_eos: go on after an end-of-sequence token.
             tiers: for this run fewer than the settings have; `None` is as many.
-            reuse: leading tokens to take over from the run before at most; `None` is all that are the same, and 0 gives
-                its memory back first.
+            reuse: leading tokens to take over from runs before at most; `None` is all that are the same, and 0 gives
+                their memory back first.
             on_memory: called with the share of the host memory taken that blocks stream from, 0 to 1.
             on_prefill: called with the share of the prefill done, 0 to 1.
             interrupted: asked on rank 0 after each round, and twice a second while the prompt is read; `True` ends the

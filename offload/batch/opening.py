@@ -277,7 +277,7 @@ class Opening:
         if (first and text is None) or (free and goes_on(text, shared)):
             return kept.prepare(prompt, request, text, shared, on_memory)
         try:
-            return kept.beside(prompt, request, text, shared, whole=whole)
+            return kept.beside(prompt, request, text, shared, whole=whole or first)
         except CapacityError:
             if not free:
                 raise

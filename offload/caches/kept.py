@@ -39,7 +39,7 @@ class KnownText:
 
     full: FullCache
     tokens: list[int]
-    """Prompt and answer so far. As many of them as the cache holds are in it."""
+    """Prompt and answer so far. As many of them as the cache holds are in it. None, where only its memory is of use."""
     prompt_tokens: int
     in_use: bool = True
     """Whether its sequence has not ended."""
@@ -101,7 +101,10 @@ class KeptCache:
         """Has keys rotated for a prompt of so many tokens; what caches hold is forgotten where that differs. Nobody
         runs."""
         if self._decoder.rope.begin(prompt_length):
-            self.forget_all()
+            for text in self._texts[:-1]:
+                self._drop(text)
+            for text in self._texts[:]:
+                self._empty(text)
 
     def find(self, prompt: list[int], most: int | None = None, *, whole: bool = False) -> tuple[KnownText | None, int]:
         """The text whose cache holds the most of a prompt that a run may take over, and how many tokens of it; of those
@@ -152,7 +155,9 @@ class KeptCache:
         Raises:
             CapacityError: there is not so much memory.
         """
-        if text and text.full.prefix:
+        if text is None:  # one whose memory is of use, if there is one
+            text = next((one for one in self._texts if not one.in_use and not one.tokens), None)
+        elif text.full.prefix:
             streams = not text.full.prefix.all_on_device
             request = replace(request, shared=text.full.start, shared_streams=streams)
         text = self._make_way(request, text, beside=False)
@@ -216,7 +221,8 @@ class KeptCache:
         tokens that the cache of `text` holds it begins with those that can be, and has copies of the others. Every rank
         calls it.
 
-        Args: `whole` is whether it has copies of all, as what it holds is to be saved.
+        Args: `whole` is whether it has copies of all that is the text's own: what it holds is to be saved, or nobody
+            else runs, and passes over a cache in one piece are faster.
 
         Raises:
             CapacityError: there is not so much memory.
@@ -244,7 +250,7 @@ class KeptCache:
     def _prefix(self, text: KnownText, shared: int, *, whole: bool) -> tuple[FullCache | None, int]:
         """The cache that another one can begin with where it shares so many tokens with a text, and with how many.
 
-        Args: `whole` is whether the text's own tokens are to be copied, as nobody else wants them.
+        Args: `whole` is whether the text's own tokens are all to be copied.
         """
         full, rows = text.full, self._decoder.tiling.tail_rows
         start = full.start if whole else shared if text.in_use else shared // rows * rows
@@ -266,8 +272,9 @@ class KeptCache:
             text.in_use = False
             text.full.rest()
             self._texts.remove(text)
-            if text.full.length > text.full.start:
-                self._texts.append(text)
+            self._texts.append(text)
+            if text.full.length <= text.full.start:
+                self._empty(text)
 
     def end_all(self, *, broken: bool) -> None:
         """Takes note that all sequences have ended.
@@ -275,10 +282,18 @@ class KeptCache:
         Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
         """
         for text in [text for text in self._texts if text.in_use]:
+            self.end(text.tokens)
             if broken and not text.full.blocks.all_on_device:
-                self._drop(text)
-            else:
-                self.end(text.tokens)
+                self._empty(text)
+
+    def _empty(self, text: KnownText) -> None:
+        """Has only the memory of a text that has ended be of use."""
+        if text.full.prefix:
+            self._drop(text)
+            return
+        for one in [one for one in self._texts if one.builds_on(text)]:
+            self._drop(one)
+        text.tokens = []
 
     def forget(self, tokens: list[int]) -> None:
         """Sees to it that nobody goes on from what the sequence of these tokens, the very list, has read or written."""
@@ -308,12 +323,17 @@ class KeptCache:
 
         Returns:
             What is to be taken over: the text, or, if there is none, one whose memory a run can be given as it is.
+
+        Raises:
+            CapacityError: without them all there would not be so much memory; none is dropped.
         """
         spare, on_disk = self._spare(text), not beside
         if not spare:
             return text
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
-        while best.fits and (oldest := self._oldest(text)):
+        if beside or not text:  # else its memory is there
+            best.check()
+        while oldest := self._oldest(text):
             found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._is_as_good(found, best):
                 break
@@ -331,8 +351,7 @@ class KeptCache:
         return plan.fits and leaves and (plan.placement, plan.budget) == (best.placement, best.budget)
 
     def _take(self, text: KnownText, shared: int) -> None:
-        """Has a text's cache be another's, which goes on from its first `shared` tokens; who builds on more is
-        dropped."""
+        """Has a text be another one, which goes on from its first `shared` tokens: who builds on more is dropped."""
         for one in [one for one in self._texts if one.start_behind(text) > shared]:
             self._drop(one)
         self._texts.remove(text)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from inspect import isgenerator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,12 @@ class Ledger:
     def _of_a_prefill(self) -> Iterator[tuple[str, Tensor]]:
         """What a prompt that is read in slices has between two of them: local variables of its generators."""
         running = self.engine._running
-        generator: Any = running._reading._slices if running and running._reading else None
-        while generator is not None and generator.gi_frame is not None:
-            for value in generator.gi_frame.f_locals.values():
-                yield from (("prefill", one) for one in _tensors(value))
-            inner = generator.gi_frame.f_locals.get("slices")
-            generator = generator.gi_yieldfrom or inner
+        generators: list[Any] = [running._reading._slices] if running and running._reading else []
+        while generators:
+            generator = generators.pop()
+            values = [*generator.gi_frame.f_locals.values()] if generator.gi_frame else []
+            yield from (("prefill", one) for value in values for one in _tensors(value))
+            generators += [one for one in (*values, generator.gi_yieldfrom) if isgenerator(one)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
