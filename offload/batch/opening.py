@@ -289,7 +289,7 @@ class Opening:
         if 0 < self._budget < planned_budget(settings, request.context):
             settings = replace(settings, budget=self._budget)
         if len(self.tiers) > 1:
-            settings = replace(settings, block_length=verify.longest if verify.fixed is None else verify.fixed)
+            settings = replace(settings, block_length=verify.fixed or verify.longest)
         return settings
 
     def _caches(

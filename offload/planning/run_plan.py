@@ -266,17 +266,15 @@ class RunPlan:
         request = self.request
         per_rank = " on each rank" if request.gpus > 1 else ""
         by_itself = replace(request, settings=replace(request.settings, resident=None))
-        if request.settings.resident is not None and make_plan(by_itself).fits:
+        by_hand = request.settings.resident is not None and make_plan(by_itself).fits
+        if by_hand:
             remedy = "lower --resident, or leave what stays on the GPU to the planner (--resident auto)"
-        elif shortage.where == "GPU memory":
-            least = least_gpu_memory(by_itself)
-            remedy = f"the least that works is {least:.2f} GiB{per_rank}, with none of the KV cache there"
-            if fitting := largest_context(by_itself):
-                remedy += f"; about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
         elif fitting := largest_context(request):
             remedy = f"about {fitting:,} tokens would fit: shorten the prompt (--truncate) or free memory"
         else:
             remedy = "free memory or choose a smaller model"
+        if shortage.where == "GPU memory" and not by_hand:
+            remedy = f"the least that works is {least_gpu_memory(by_itself):.2f} GiB{per_rank}; {remedy}"
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":

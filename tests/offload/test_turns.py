@@ -132,7 +132,9 @@ def test_no_block_leaves_if_that_is_not_enough(tmp_path, monkeypatch):
 
     def take(conversation, turn):
         if turn == 1:
-            conversation.simulator.others = conversation.card // 100 + conversation.blocks.spare_bytes + 2**20
+            spare, count = conversation.blocks.spare_bytes, conversation.blocks.placement.num_spare
+            less_may_be_free = conversation.card // 100 + 2 * spare // count
+            conversation.simulator.others = spare + less_may_be_free
 
     conversation = Conversation(tmp_path, 32768, 0.5)
     monkeypatch.setattr(StreamedBlocks, "offload", lambda blocks, num_bytes: pytest.fail(f"{num_bytes} bytes left"))

@@ -125,9 +125,9 @@ def test_what_ctrl_c_leaves_is_not_read_again(terminal, tmp_path, ranks, residen
     for question in ("Why", "How"):
         chat.type(f"{question}?\r")
         chat.read_until(ANSWERED.format(question))
-        time.sleep(1.2)  # what follows a signal sooner is the same one
         chat.type("\x03")
         chat.read_until(rf"{ANSWERED.format(question)}(.|\n)*{READY}")
+        time.sleep(1.2)  # what follows a signal sooner is the same one
     if ranks > 1:
         time.sleep(8)  # nobody ends a process that has dealt with its signals
     chat.type("\x04")
