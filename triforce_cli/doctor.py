@@ -40,7 +40,7 @@ _NOT_PLANNED = {
     "nccl": "NCCL",
     "fragmentation": "fragmentation",
 }
-"""What a run leaves free on a GPU."""
+"""What a run leaves free on a GPU; what it leaves for captured passes depends on the model."""
 
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
@@ -289,7 +289,7 @@ def describe(found: Findings) -> str:
         sizes = f"{gib(device['free_bytes'])} free of {gib(device['total_bytes'])}"
         rows[f"CUDA device {device['index']}"] = f"{device['name']}, {sizes}"
         parts = (f"{_NOT_PLANNED[part]} {gib(size)}" for part, size in device["not_planned_bytes"].items() if size)
-        rows[f"  left free on {device['index']}"] = ", ".join(parts)
+        rows[f"  left free on {device['index']}"] = ", ".join([*parts, "captured passes (as triforce plan says)"])
         rows[f"  link of {device['index']}"] = _link_in_words(device["pcie"], device["link"])
     pairs = [
         GpuPair(device["index"], peer["index"], peer["access"], peer["transport"])

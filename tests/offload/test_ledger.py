@@ -12,7 +12,7 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache
-from triforce.offload.graphs.passes import _CapturedPass
+from triforce.offload.graphs.passes import JOINED, _CapturedPass
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.speculation.refresh import RefreshPolicy
@@ -157,6 +157,22 @@ def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
     after = run.stats()
     assert {**after, "memory": None} == {**before, "memory": None}
     assert run.statistics.token_ids == after["token_ids"] and run.warnings == []
+
+
+def test_few_sets_of_sequences_are_captured(models):
+    """As many as the plan's reserve counts, though drafts of several end in any order."""
+    simulator, sequences = Simulator(), 3
+    system, settings = simulated_system(simulator, limits=ledger.LIMITS), {"block_length": 12, "draft_length": 4}
+    engine = Engine.load(models / "target", models / "draft", device="cpu", budget=64, system=system, **settings)
+    requests = [Request(random_tokens(90), Sampling(0.9), 24, ignore_eos=True) for _ in range(sequences)]
+    with as_on_a_gpu(), simulator:
+        engine._capture = Recorder()
+        batch, most = engine.batch(requests), 0
+        for _ in batch:
+            for tier in batch.tiers:
+                kept = tier._kept.items()
+                most = max(most, sum(len(members) for members, passes in kept if passes._captures._captured))
+    assert sequences <= most <= JOINED * sequences
 
 
 def test_sequences_that_looked_up_are_gone_with_their_batch(models):

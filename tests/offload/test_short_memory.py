@@ -8,14 +8,18 @@ from dataclasses import replace
 
 import ledger
 import pytest
+import torch
 from cuda_simulator import Simulator
 from profiles import profile_name
 from simulated_gpu import as_on_a_gpu, simulated_system
 from spmd import run_forks
-from tiny import random_tokens
+from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import make_plan
+from triforce.offload.settings import Settings
 from triforce.tp import CapacityError
+from triforce.tp.model.config import ModelConfig
 
 GPU_BYTES = 200 * 2**20
 """Most of which is left free for cuBLAS and others."""
@@ -189,3 +193,35 @@ def test_what_another_process_takes_between_runs_is_planned_for(models, first):
                 assert not simulator.refused, seed
             engine.close()
     assert answered and refused
+
+
+def test_who_joins_waits_until_rounds_of_all_fit(tmp_path):
+    """Of a vocabulary whose distributions are most of what a round takes."""
+    sizes = {"vocab_size": 20000, "num_hidden_layers": 1}
+    save_llama(tmp_path, seed=1, max_position_embeddings=4096, **sizes)
+    settings = {"tiers": 2, "budget": 64, "block_length": 24}
+    asked = RunRequest(ModelConfig.load(tmp_path), None, torch.float32, 100 + NEW_TOKENS, Settings(**settings))
+    alone = make_plan(replace(asked, gpu_bytes=2**40, kernels=False, limits=ledger.LIMITS))
+    sampled = Sampling(0.8, top_p=0.9)
+    requests = [Request(random_tokens(100, seed=i), sampled, NEW_TOKENS, ignore_eos=True) for i in range(2)]
+    waited = []
+    for more in (4, 64):  # MiB
+        simulator = Simulator()
+        needed = alone.weights + alone.working + alone.kv + more * 2**20
+        gpu_bytes = ledger.with_reserve(alone, needed)
+        system = simulated_system(simulator, ledger.LIMITS, device_bytes=gpu_bytes)
+        with as_on_a_gpu(), simulator:
+            engine = Engine.load(tmp_path, device="cpu", dtype="float32", system=system, **settings)
+            simulator.limit = needed
+            batch, joined = engine.batch(requests[:1]), []
+            for _ in batch:
+                if not joined:
+                    joined.append(batch.add(requests[1]))
+                elif batch.sequences[0].state == "running" and batch.sequences[1].waits_for:
+                    joined.append(batch.sequences[1].waits_for)
+            errors, tokens = [one.error for one in batch.sequences], [one.statistics for one in batch.sequences]
+            assert errors == [None, None] and all(len(one.token_ids) == NEW_TOKENS for one in tokens), more
+            assert not simulator.refused, more
+            waited.append(len(joined) > 1)
+            engine.close()
+    assert waited[0] and not waited[-1]

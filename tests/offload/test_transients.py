@@ -144,7 +144,7 @@ def several(directory, name, resident, begun, joiners=0, *, tokens=SHORT, sampli
                 run.add(request(added))
                 added += 1
             simulator.peak = simulator.live
-            if len(found.rounds) > added:
+            if len(found.rounds) == added:
                 break
         found.plans = [one.opened.plan for one in run.sequences]
         run.close()

@@ -9,6 +9,7 @@ from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.batch.reading import Reading
 from triforce.offload.system import System
+from triforce.offload.transfer.link import Traffic
 from triforce.tp import CapacityError
 from triforce.tp.model.decoder import Decoder
 
@@ -188,3 +189,15 @@ def test_one_that_memory_does_not_suffice_for_fails_alone(models, monkeypatch):
         pass
     assert [sequence.error for sequence in batch.sequences] == [None, "no memory is left"]
     assert batch.sequences[0].statistics.token_ids == greedy_oracle(models["llama"][0], BOOK, 40)
+
+
+def test_a_link_is_measured_once_enough_has_crossed_it(models):
+    """Of a prompt that is shorter than a block nothing has, when it is read."""
+    batch = load(models, resident=0).batch([Request(random_tokens(40), GREEDY, 600, ignore_eos=True)])
+    next(batch)
+    opening, cost = batch.run._opening, batch.tiers[0].cost
+    assert opening._to_measure is not None
+    opening.traffic = lambda: Traffic(bytes_in=2**30, busy_s=1.0)
+    opening.use_measured_link()
+    assert opening._to_measure is None and batch.tiers[0].cost is not cost
+    batch.close()
