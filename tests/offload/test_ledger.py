@@ -164,7 +164,7 @@ def test_few_sets_of_sequences_are_captured(models):
     simulator, sequences = Simulator(), 3
     system, settings = simulated_system(simulator, limits=ledger.LIMITS), {"block_length": 12, "draft_length": 4}
     engine = Engine.load(models / "target", models / "draft", device="cpu", budget=64, system=system, **settings)
-    requests = [Request(random_tokens(90), Sampling(0.9), 24, ignore_eos=True) for _ in range(sequences)]
+    requests = [Request(random_tokens(90), Sampling(0.9), 16, ignore_eos=True) for _ in range(sequences)]
     with as_on_a_gpu(), simulator:
         engine._capture = Recorder()
         batch, most = engine.batch(requests), 0
