@@ -55,7 +55,8 @@ def distribution(logits: Tensor, sampling: Sampling, out: Tensor | None = None) 
     temperature = 0.0 if sampling.greedy else min(max(float(sampling.temperature), _COLDEST), _HOTTEST)
     if samples_compiled(logits):
         return distribution_compiled(logits, temperature, sampling.top_k, sampling.top_p, sampling.min_p, out)
-    out = torch.empty_like(logits, dtype=torch.float32) if out is None else out
+    if out is None:
+        out = torch.empty_like(logits, dtype=torch.float32)
     together = rows_at_once(logits)
     for some, found in zip(logits.split(together), out.split(together), strict=True):
         if sampling.greedy:
