@@ -295,8 +295,8 @@ class Load:
         return metrics(self._port)
 
     def _check_rest(self, before: dict[str, float], after: dict[str, float]) -> None:
-        """That nothing is left behind, but for keys and values that a next turn may go on from, and that the server counts
-        as many requests as clients sent."""
+        """That no descriptors are left behind, and that the server counts as many requests as clients sent. Memory may
+        be held by keys and values that a next turn goes on from."""
         if after["process_open_fds"] > before["process_open_fds"] + 2:
             self._fail(f"descriptors: {before['process_open_fds']:.0f} before, {after['process_open_fds']:.0f} after")
         sent = self._counts["replies"]

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from cuda_simulator import Simulator
-from profiles import profile_name
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import greedy_oracle, random_tokens, save_llama
-from triforce.offload import Engine, Request, Sampling
+from triforce.offload import Engine, Sampling
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -39,29 +38,3 @@ def test_whole_runs_give_the_tokens_of_transformers(models, seed):
         assert again.token_ids == want
         assert again.stats["link"]["bytes_streamed"] > 0 or seed is not None
         simulator.synchronize()
-
-
-@pytest.mark.slow
-def test_sequences_that_join_and_leave_give_locked_memory_back(models):
-    """500 in a campaign."""
-    root, prompt, want = models
-    settings: Any = {"dtype": "float32", "resident": 0, "budget": 64, "block_length": 2, "draft_length": 1}
-    simulator = Simulator()
-    system = simulated_system(simulator)
-    engine = Engine.load(root / "target", root / "draft", device="cpu", **settings, system=system)
-    with as_on_a_gpu(), simulator:
-        for _ in range(50 if profile_name() == "campaign" else 1):
-            batch = engine.batch([Request(prompt, GREEDY, 300, ignore_eos=True)])
-            next(batch)
-            before, most = sum(simulator.locked.values()), 0
-            for i in range(10):
-                index = batch.add(Request(prompt[i:] + prompt[:40], GREEDY, 1 + i % 3, ignore_eos=True))
-                while index >= len(batch.sequences) or batch.sequences[index].state != "ended":
-                    next(batch)
-                    most = max(most, sum(simulator.locked.values()))
-                assert batch.sequences[index].error is None
-            engine._kept.forget_all()  # what others may go on from as long as memory allows
-            assert sum(simulator.locked.values()) == before < most
-            text = batch.sequences[0].statistics.token_ids
-            assert text[: len(want)] == want[: len(text)]
-            batch.close()

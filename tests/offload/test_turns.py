@@ -49,7 +49,7 @@ class Turn:
 class Conversation:
     """Turns over a long text, each run of which its caller still has when the next begins."""
 
-    def __init__(self, directory, tokens, resident):
+    def __init__(self, directory, tokens, resident, room=ROOM):
         """Args: `resident` is the share of the keys and values that the GPU has memory for; from 1 on, none stream."""
         self.simulator, self.prompt, self.runs = Simulator(), [7] * tokens, []
         shapes = (
@@ -59,7 +59,7 @@ class Conversation:
         weights = UnwrittenWeights(torch.bfloat16)
         self.decoders = [Decoder(shape, weights, torch.device("cpu")) for shape in shapes]  # pyright: ignore[reportArgumentType]
         self.settings = Settings(block_length=6, draft_length=4, pack="off")
-        context = tokens + NEW_TOKENS + ROOM
+        self.room, context = room, tokens + NEW_TOKENS + room
         asked = replace(self.engine(None)._models.request(context, NEW_TOKENS), gpu_bytes=PLENTY)
         by_hand = replace(self.settings, resident=None if resident >= 1 else 0.0)
         plan = make_plan(replace(asked, settings=by_hand))
@@ -69,9 +69,8 @@ class Conversation:
     def engine(self, device_bytes):
         system = simulated_system(self.simulator, device_bytes=device_bytes)
         system = replace(system, make_link=lambda *_: Link(torch.device("cpu"), runtime=self.simulator.runtime()))
-        target, draft = self.decoders
-        engine = Engine(target, draft, self.settings, system=system)
-        engine._kept.room = ROOM
+        engine = Engine(*self.decoders, self.settings, system=system)
+        engine._kept.room = self.room
         return engine
 
     def turns(self, count, between=lambda conversation, turn: None):
@@ -104,13 +103,31 @@ class Conversation:
 @pytest.mark.parametrize("tokens", [32768, 122880])
 @pytest.mark.slow(keep=("32768-0.3",))
 def test_a_turn_reads_what_is_new_and_no_block_leaves(tmp_path, tokens, resident):
+    """What is free may vary by less than a hundredth of the card."""
+
+    def vary(conversation, turn):
+        conversation.simulator.others = conversation.card // 200 * (turn > 0)
+
     conversation = Conversation(tmp_path, tokens, resident)
-    first, *others = conversation.turns(5)
+    first, *others = conversation.turns(5, vary)
     assert conversation.blocks.all_on_device == (resident == 1)
     assert first.read == tokens and first.resident > 0
     for turn in others:
         assert turn.read < 2 * QUESTION and turn.resident == first.resident and not turn.warnings
     assert all(run.stats()["token_ids"] == run.statistics.token_ids for run in conversation.runs)
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_all_on_the_gpu_stays_there_although_another_one_would_stream(tmp_path):
+    """The same question again, while hardly less memory is free than at first."""
+
+    def vary(conversation, turn):
+        conversation.prompt = conversation.prompt[:32768]
+        conversation.simulator.others = conversation.card // 200 * (turn > 0)
+
+    conversation = Conversation(tmp_path, 32768, 1, room=0)
+    first, second = conversation.turns(2, vary)
+    assert second.read < QUESTION and second.resident == first.resident and conversation.blocks.all_on_device
 
 
 def test_blocks_leave_between_turns_for_another_process_and_it_is_said(tmp_path):

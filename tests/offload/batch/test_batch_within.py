@@ -7,6 +7,9 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from cuda_simulator import Simulator
+from profiles import profile_name
+from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import greedy_oracle, random_tokens
 from triforce.offload import Request, Sampling
 from triforce.offload.held import held_bytes
@@ -77,6 +80,31 @@ def test_sequences_that_leave_give_back_what_they_held(models):
     rest = list(itertools.islice(batch, 3))
     assert {index for index, _ in rest} == {0}
     batch.close()
+
+
+@pytest.mark.slow
+def test_sequences_that_join_and_leave_give_locked_memory_back(models):
+    """500 in a campaign."""
+    prompt, simulator = BOOK[:300], Simulator()
+    want = greedy_oracle(models["llama"][1], prompt, 14)
+    settings = {"resident": 0, "block_length": 2, "draft_length": 1}
+    engine = models.engine("llama", **settings, system=simulated_system(simulator))
+    with as_on_a_gpu(), simulator:
+        for _ in range(50 if profile_name() == "campaign" else 1):
+            batch = engine.batch([Request(prompt, GREEDY, 300, ignore_eos=True)])
+            next(batch)
+            before, most = sum(simulator.locked.values()), 0
+            for i in range(10):
+                index = batch.add(Request(prompt[i:] + prompt[:40], GREEDY, 1 + i % 3, ignore_eos=True))
+                while index >= len(batch.sequences) or batch.sequences[index].state != "ended":
+                    next(batch)
+                    most = max(most, sum(simulator.locked.values()))
+                assert batch.sequences[index].error is None
+            engine._kept.forget_all()  # what others may go on from as long as memory allows
+            assert sum(simulator.locked.values()) == before < most
+            text = batch.sequences[0].statistics.token_ids
+            assert text[: len(want)] == want[: len(text)]
+            batch.close()
 
 
 def test_who_waits_for_memory_gets_what_the_first_one_leaves(models, monkeypatch):
