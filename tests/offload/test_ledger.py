@@ -1,5 +1,7 @@
 """Memory of a simulated GPU is counted: between rounds what lives there is what its owners say they hold."""
 
+from typing import Any
+
 import ledger
 import pytest
 import torch
@@ -162,8 +164,9 @@ def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
 def test_few_sets_of_sequences_are_captured(models):
     """As many as the plan's reserve counts, though drafts of several end in any order."""
     simulator, sequences = Simulator(), 3
-    system, settings = simulated_system(simulator, limits=ledger.LIMITS), {"block_length": 12, "draft_length": 4}
-    engine = Engine.load(models / "target", models / "draft", device="cpu", budget=64, system=system, **settings)
+    settings: Any = {"budget": 64, "block_length": 12, "draft_length": 4}
+    settings["system"] = simulated_system(simulator, limits=ledger.LIMITS)
+    engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
     requests = [Request(random_tokens(90), Sampling(0.9), 16, ignore_eos=True) for _ in range(sequences)]
     with as_on_a_gpu(), simulator:
         engine._capture = Recorder()

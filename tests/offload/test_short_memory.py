@@ -5,6 +5,7 @@ import json
 import os
 import random
 from dataclasses import replace
+from typing import Any
 
 import ledger
 import pytest
@@ -199,7 +200,7 @@ def test_who_joins_waits_until_rounds_of_all_fit(tmp_path):
     """Of a vocabulary whose distributions are most of what a round takes."""
     sizes = {"vocab_size": 20000, "num_hidden_layers": 1}
     save_llama(tmp_path, seed=1, max_position_embeddings=4096, **sizes)
-    settings = {"tiers": 2, "budget": 64, "block_length": 24}
+    settings: Any = {"tiers": 2, "budget": 64, "block_length": 24}
     asked = RunRequest(ModelConfig.load(tmp_path), None, torch.float32, 100 + NEW_TOKENS, Settings(**settings))
     alone = make_plan(replace(asked, gpu_bytes=2**40, kernels=False, limits=ledger.LIMITS))
     sampled = Sampling(0.8, top_p=0.9)

@@ -69,7 +69,8 @@ class Conversation:
     def engine(self, device_bytes):
         system = simulated_system(self.simulator, device_bytes=device_bytes)
         system = replace(system, make_link=lambda *_: Link(torch.device("cpu"), runtime=self.simulator.runtime()))
-        engine = Engine(*self.decoders, self.settings, system=system)
+        target, draft = self.decoders
+        engine = Engine(target, draft, self.settings, system=system)
         engine._kept.room = self.room
         return engine
 
