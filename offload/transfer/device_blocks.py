@@ -19,6 +19,7 @@ from ...tp.model.config import ModelConfig
 from ..held import Held
 from ..planning.placement import Placement
 from .link import Traffic
+from .pages import in_huge_pages
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class DeviceBlocks:
         """Reserves room for `capacity` tokens; memory is taken as tokens come."""
         self.block_size, self.dtype, self.device = block_size, dtype, device
         shape = (-(-capacity // block_size), 2, config.num_kv_heads, block_size, config.head_dim)
-        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        layers = range(config.num_layers)
+        self._layers = [in_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in layers]
         self._clean = [0] * config.num_layers  # leading blocks whose memory holds finite numbers throughout
 
     @property

@@ -33,6 +33,8 @@ def prompts(pair):
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_each_sequence_that_differs_is_named_with_the_targets_logits(compare, pair, prompts, tmp_path, monkeypatch):
+    import triforce.cli.commands  # noqa: F401 - its help lists the baselines that are there when it is imported
+
     monkeypatch.setitem(BASELINES, "flips", Entry("flips", "", "strange_systems"))
     options = {"batch": SEQUENCES, "prompt_tokens": PROMPT_TOKENS, "max_new_tokens": TOKENS, "prompt": TEXT * 2}
     outcome, document = compare("flips", json_path=tmp_path / "runs.json", **options)

@@ -19,6 +19,8 @@ from triforce.tp.weights.tokenizer import Tokenizer
 @pytest.fixture(autouse=True)
 def strange_systems(monkeypatch):
     """Further baselines, by name."""
+    import triforce.cli.commands  # noqa: F401 - its help lists the baselines that are there when it is imported
+
     for name in ("stops early", "flips"):
         monkeypatch.setitem(BASELINES, name, Entry(name, "", "strange_systems"))
 
