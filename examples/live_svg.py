@@ -10,7 +10,8 @@ import io
 from pathlib import Path
 
 from rich.console import Console
-from triforce.cli.generate.prompt import build_prompt, read_source
+from triforce.cli.session.prompt import build_prompt
+from triforce.cli.session.source import read_source
 from triforce.cli.terminal.live import LiveDisplay
 from triforce.offload import Engine, Sampling
 from triforce.tp.weights.registry import find_pair
@@ -36,7 +37,7 @@ def main() -> None:
     prompt = build_prompt(source, None, tokenizer, engine.target.config, options.max_new_tokens, "tail")
     run = engine.stream(prompt.token_ids, Sampling(seed=options.seed), options.max_new_tokens, ignore_eos=True)
     console = Console(file=io.StringIO(), record=True, force_terminal=True, width=width, height=height)
-    display = LiveDisplay(console, run, Path(options.model).name, options.max_new_tokens)
+    display = LiveDisplay(console, run.sequence, lambda: run.lengths, Path(options.model).name)
     text = TextStream(tokenizer.decode)
     for event in run:
         display.note(text.push(event.tokens), event)

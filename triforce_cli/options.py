@@ -189,6 +189,13 @@ GPUS = option(
     whole(1),
     "GPUs that share the model (tensor parallelism); with --device cpu, so many processes. Under torchrun, its ranks.",
 )
+ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
+ASK = option(PROMPT, TEXT, ASKED)
+TRUNCATE = option(
+    PROMPT,
+    choice("error", "head", "tail", "middle"),
+    "Which part of a text that is too long for the model to drop (never the question); error refuses it.",
+)
 SAMPLING_OPTIONS = {
     "temperature": option(SAMPLING, real("T"), "Softmax temperature; 0 is greedy decoding."),
     "top_p": option(SAMPLING, real("P"), "Keep the most likely tokens up to this probability mass; 1 keeps all."),
@@ -197,8 +204,8 @@ SAMPLING_OPTIONS = {
     "seed": option(
         SAMPLING,
         whole(0, "S"),
-        "Random seed. A seed is a text: the same tokens whatever drafts them. Default: drawn at random; a little "
-        "more of the draft is accepted then, and the text cannot be had again.",
+        "Random seed. The same seed gives the same tokens, whatever drafts them. Default: drawn at random; a little "
+        "more of the draft is accepted then, but the text cannot be reproduced.",
     ),
 }
 """Every field of `Sampling`."""

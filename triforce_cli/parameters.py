@@ -1,6 +1,6 @@
 """Kinds of option values: how each is parsed, shown in `--help` and completed in a shell.
 
-A value that cannot be is refused with the option's name, the value and what is possible (exit code 2).
+An invalid value is refused with the option's name, the value and what is valid (exit code 2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tp.units import parse_size
 from ..tp.weights.registry import PRESETS
 
 
-class Impossible(typer.BadParameter):
+class InvalidValue(typer.BadParameter):
     """A value that its option cannot take; the option parser adds which option it is."""
 
     def __init__(self, value: object, possible: str) -> None:
@@ -34,7 +34,7 @@ class Kind:
 
     metavar: str
     parse: Callable[[str], Any] | None = None
-    """Gives the value; raises `Impossible`. `None` leaves it to the parameter's type."""
+    """Gives the value; raises `InvalidValue`. `None` leaves it to the parameter's type."""
     complete: Callable[[str], list[str]] | None = None
 
 
@@ -52,7 +52,7 @@ def choice(*possible: str) -> Kind:
 
     def parse(value: str) -> str | int:
         if str(value) not in possible:
-            raise Impossible(value, f"one of {', '.join(map(repr, possible))}")
+            raise InvalidValue(value, f"one of {', '.join(map(repr, possible))}")
         return int(value) if str(value).isdecimal() else value
 
     return Kind("|".join(possible), parse, words(*possible))
@@ -69,9 +69,9 @@ def _number(
         try:
             number = convert(value)
         except ValueError:
-            raise Impossible(value, possible) from None
+            raise InvalidValue(value, possible) from None
         if not fits(number):
-            raise Impossible(value, possible)
+            raise InvalidValue(value, possible)
         return number
 
     return Kind(f"auto|{metavar}" if auto else metavar, parse, words("auto") if auto else None)

@@ -1,4 +1,4 @@
-"""What this process does for a command: it starts the ranks, follows rank 0, or leads (rank 0, or the only one)."""
+"""Several ranks of one command: they are started, or follow rank 0, which does the work of the command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .terminal.stopping import REPEAT_S
 from .terminal.streams import tell
 
 
-def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
-    """Whether this process reads, prints and writes. If not, its work is done when this returns. Signals are for rank 0
-    alone, which ends a run where all ranks are between two rounds, and then the others.
+def starts_or_follows(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
+    """Whether this process has followed rank 0 to its end, and nothing is left to be done. Rank 0, or the only process,
+    does not: it reads, prints and writes. Signals are for rank 0 alone, which ends a run where all ranks are between
+    two rounds, and then the others.
 
     Args: `goes_on` is whether the command starts runs that go on from one another, also after one that did not fit.
 
     Raises:
-        typer.Exit: the ranks that this process started have ended.
+        typer.Exit: this process has started the ranks, and they have ended.
         TriforceError: they cannot be started, or one failed.
     """
     place = Place.from_environment()
@@ -42,8 +43,8 @@ def leads(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
         Guard(math.inf if place.rank else REPEAT_S, dealt_with=lambda: signals.taken, follows=follows)
     if place and place.rank:
         call.signals.disregard()
-        from .generate.run import follow
+        from .session.open import follow_rank_0
 
-        follow(request, goes_on=goes_on)
-        return False
-    return True
+        follow_rank_0(request, goes_on=goes_on)
+        return True
+    return False

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
-from ..run_document import batch_document
 from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from .opening import Opening
@@ -104,14 +102,7 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the batch so far."""
-        statistics = [sequence.statistics for sequence in self.sequences]
-        whole = replace(
-            self.run.totals(),
-            token_ids=[token for s in statistics for token in s.token_ids],
-            token_s=[seconds for s in statistics for seconds in s.token_s],
-            prefill_s=sum(s.prefill_s for s in statistics),
-        )
-        return batch_document(whole, [self.document(i) for i in range(len(self.sequences))], self.warnings)
+        return self.run.document(self.sequences)
 
     @property
     def saved(self) -> ContextUse | None:

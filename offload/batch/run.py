@@ -178,6 +178,18 @@ class Run(Iterator[Event]):
             kv_bytes=self.most_kv_bytes * self._target.ranks.size,
         )
 
+    def document(self, sequences: Sequence[BatchSequence]) -> dict[str, Any]:
+        """The JSON of the run so far, with those of these sequences, which are all of it."""
+        warnings = self.warnings + [line for one in sequences for line in one.warnings]
+        statistics = [one.statistics for one in sequences]
+        whole = replace(
+            self.totals(),
+            token_ids=[token for s in statistics for token in s.token_ids],
+            token_s=[seconds for s in statistics for seconds in s.token_s],
+            prefill_s=sum(s.prefill_s for s in statistics),
+        )
+        return batch_document(whole, [one.document(self.lengths, warnings) for one in sequences], warnings)
+
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far, without those of its sequences."""
         running = [one.document(self.lengths, []) for one in self.live if one.caches]

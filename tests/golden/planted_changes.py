@@ -146,7 +146,7 @@ CHANGES = (
     Change(
         "what stands before a question",
         "chat",
-        "triforce_cli/chat/forms.py",
+        "triforce_cli/session/prompt.py",
         "Question: {question}\\nAnswer:",
         "Q: {question}\\nAnswer:",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from triforce.cli.doctor import Findings, describe, look_at_links
-from triforce.cli.generate.report import report_ranks
+from triforce.cli.session.open import report_ranks
 from triforce.tp.gpu_links import GpuPair, PcieLink, gpu_pairs, pairs_in_words, pci_address, pcie_link
 
 FULL = ("16.0 GT/s PCIe", "16", "16.0 GT/s PCIe", "16")

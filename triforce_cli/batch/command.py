@@ -31,7 +31,7 @@ def batch(request: BatchRequest, call: Call) -> None:
     Lines are in OpenAI's batch form. Requests that have an answer are skipped, failed ones are tried again.
     [bold]Ctrl-C[/] stops; the same command goes on.
     """
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
     from .work import Work
@@ -42,9 +42,9 @@ def batch(request: BatchRequest, call: Call) -> None:
     if (place is None or place.rank == 0) and not (launches and request.requests == Path("-")):
         _check_options(request)
         work = Work.read(request.requests, request.output)
-    if not (launches and work and not work.wanted) and not leads(request, call):
+    if not (launches and work and not work.wanted) and starts_or_follows(request, call):
         return
-    assert work  # whoever leads has read it
+    assert work  # rank 0 has read it
     with JsonFile.prepare(request.json) as json_file:
         directories = find_pair(request.model, request.wanted_draft, tell) if work.wanted else None
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises

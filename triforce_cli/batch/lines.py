@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tp.errors import TriforceError, UsageError
-from ..generate.prompt import read_bytes
 from ..requests.body import CHAT, COMPLETION, BodyError, checked_text
+from ..session.source import read_bytes
 
 _FIELDS = ("custom_id", "method", "url", "body")
 

@@ -33,5 +33,5 @@ class BatchRequest(Request):
         int,
         option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds."),
     ] = 8
-    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256
+    max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens of an answer.")] = 256
     live: Annotated[bool, flag("--live/--no-live", OUTPUT, "Live display, if stderr is a terminal.")] = True

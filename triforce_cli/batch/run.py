@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 
 from ...offload import Engine
-from ...offload.speculation.vocabulary import check_pair
-from ...tp.devices import device_name
 from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
-from ..generate.report import describe_link, describe_memory, print_rows
-from ..generate.run import load_engine
 from ..requests.body import BodyError, Defaults, check_body
-from ..requests.prompts import PromptMaker
+from ..session.open import engine_in_words, load_engine, open_pair, stderr_console
+from ..session.report import describe_link, describe_memory, print_rows
 from ..terminal.batch_live import BatchDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import Unfailing, tell
+from ..terminal.streams import tell
 from .lines import RequestLine
 from .request import BatchRequest
-from .runner import Runner
+from .runner import Job, Runner
 from .totals import Totals, malformed_line, refused_line
 from .work import Work
-from .writing import Job
 
 
 def run(
@@ -51,7 +46,7 @@ def run(
         Stop: it was interrupted; likewise.
         typer.Exit: a request has got no answer.
     """
-    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+    console = stderr_console()
     totals = Totals(work, tell)
     for line in work.malformed:
         totals.fail(line, line.error or "")
@@ -60,8 +55,8 @@ def run(
     ended: BaseException | None = None
     if directories is not None and (jobs or _with_other_ranks()):
         with signals.allowed():
-            check_pair(*directories)
-            loaded = Tokenizer.load(directories[0]), load_engine(request, None)
+            _, tokenizer = open_pair(directories)
+            loaded = tokenizer, load_engine(request, None)
         _tell_start(loaded[1], request, work, len(jobs))
     with work.answers as file:
         for line in work.malformed:
@@ -70,8 +65,7 @@ def run(
             file.add(refused_line(line, error))
         if loaded and jobs:
             tokenizer, engine = loaded
-            maker = PromptMaker(tokenizer, engine.target.config)
-            ended = _answer(request, Runner(engine, tokenizer, maker, file, totals, signals, request), jobs, console)
+            ended = _answer(request, Runner(engine, tokenizer, file, totals, signals, request), jobs, console)
     document = totals.document(torch.get_num_threads())
     try:
         json_file.write(document)
@@ -114,9 +108,7 @@ def _with_other_ranks() -> bool:
 
 
 def _tell_start(engine: Engine, request: BatchRequest, work: Work, wanted: int) -> None:
-    target = engine.target
-    million, dtype = target.config.num_parameters / 1e6, str(target.dtype).removeprefix("torch.")
-    tell(f"{request.model}, {million:,.1f} M parameters, {dtype} on {device_name(target.device)}")
+    tell(engine_in_words(engine, request.model))
     before = f"; {work.skipped:,} have an answer already" if work.skipped else ""
     tell(f"{wanted:,} requests of {work.name}, up to {request.max_sequences:,} answers at a time{before}")
 

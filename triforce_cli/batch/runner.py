@@ -5,29 +5,47 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 
-from ...offload import Ended, Engine, Progress, Request, Run
-from ...offload.batch.sequence import BatchSequence
+from ...offload import Engine
 from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
-from ..generate.report import SECONDS_BETWEEN_LINES, progress_lines
-from ..generate.run import step
-from ..requests.answer_text import AnswerText
-from ..requests.body import BodyError
-from ..requests.prompts import PromptMaker
-from ..requests.response import response_body
+from ..requests.body import AnswerRequest, BodyError
+from ..requests.response import FinishedAnswer, Timings, response_body
+from ..session.prompt import Prompt, request_prompt
+from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
+from ..session.session import Failed, Finished, Session, Task
 from ..terminal.batch_frame import SequenceRow
+from ..terminal.batch_live import row_of
 from ..terminal.live_screen import LiveScreen
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
+from .lines import RequestLine
 from .request import BatchRequest
 from .totals import Totals, answer_line, refused_line
-from .writing import Job, Writing
 
 _LONG = 4096
 """Tokens of a prompt from which on lines tell how it is read, where there is no live display."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is to be answered."""
+
+    line: RequestLine
+    request: AnswerRequest
+    prompt: Prompt | None = None
+    """Once it is its turn."""
+    finished: dict[int, FinishedAnswer] = field(default_factory=dict)
+    """Its complete answers, by their numbers."""
+    failed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.finished) == self.request.answers
 
 
 class Runner:
@@ -37,20 +55,18 @@ class Runner:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        maker: PromptMaker,
         file: AnswersFile,
         totals: Totals,
         signals: Signals,
         request: BatchRequest,
     ) -> None:
-        self._engine, self._tokenizer, self._maker = engine, tokenizer, maker
+        self._engine, self._tokenizer = engine, tokenizer
         self._file, self.totals, self._signals = file, totals, signals
         self._model, self._most = request.model, request.max_sequences
         self._waiting: deque[tuple[Job, int]] = deque()
-        self._writing: dict[Writing, BatchSequence | None] = {}  # and their sequences, once something is known of them
-        self._run: Run | None = None
+        self._session: Session | None = None
         self._display: LiveScreen | None = None
-        self._reading: dict[Writing, Callable[[float], None]] = {}
+        self._reading: dict[Task, Callable[[float], None]] = {}
         self._told_at = time.monotonic()
         self._to_come = 0  # answers that are not begun
         self._done = 0
@@ -74,115 +90,110 @@ class Runner:
 
     def rows(self) -> list[SequenceRow]:
         """The lines of the live display."""
-        return [writing.row(sequence) for writing, sequence in list(self._writing.items())]
+        return [row(task) for task in self._tasks]
 
     def lengths(self) -> dict[str, int]:
         """The lengths in force."""
-        return self._run.lengths if self._run else {"draft_length": 0, "block_length": 0}
+        return self._session.lengths if self._session else {"draft_length": 0, "block_length": 0}
 
     def others(self) -> tuple[int, int, int]:
         """Answers without a line: how many are complete, their tokens, and how many are not begun."""
         return self._done, self.totals.new_tokens, self._to_come
 
+    @property
+    def _tasks(self) -> list[Task]:
+        """Answers that are being written, or wait to be."""
+        return list(self._session.tasks) if self._session else []
+
     def _answer(self) -> None:
         """Answers requests until none is left, or one takes the run with it."""
         self._reading = {}
         on_memory = None if self._display else progress_lines("taking host memory for the KV cache")
-        run = self._run = self._engine.run(
-            self._next,
+        session = self._session = Session(
+            self._engine,
+            self._tokenizer,
             max_sequences=self._most,
             in_slices=False,
-            interrupted=self._signals.came,
+            interrupted=self._signals.pending,
             on_memory=on_memory,
-            on_prefill=self._read,
+            on_read=self._read,
         )
         try:
-            while (event := step(run, self._signals)) is not None:
-                if not isinstance(event, Progress):
-                    self._update(event.sequence, ended=isinstance(event, Ended))
-                for sequence in run.live:
-                    if sequence.tag not in self._writing:
-                        run.end(sequence)
-                if self._display:
-                    self._display.draw_if_due()
-                else:
-                    self._tell_progress()
+            with closing(session.events(self._next)) as events:
+                for event in events:
+                    if isinstance(event, Finished):
+                        self._complete(event.task)
+                    elif isinstance(event, Failed):
+                        self._fail(event.task.owner, _as_body_error(str(event.error)))
+                    if self._display:
+                        self._display.draw_if_due()
+                    else:
+                        self._tell_progress()
+            with self._signals.allowed():  # raises what has interrupted the run
+                pass
         except (Stop, Exception) as error:
-            if (run.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
+            if (session.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
                 self._keep_unfinished()
                 raise
-            for job in {writing.job for writing in self._writing}:
+            for job in {task.owner for task in self._tasks}:
                 self._fail(job, _as_body_error(str(error)))
         finally:
-            run.close()
-            self.totals.add_run(run.stats())
+            if session.run:
+                self.totals.add_run(session.run.stats())
 
     def _is_of_requests(self, error: BaseException) -> bool:
         """Whether an error is of what was asked for, and not of the model: others can still be answered."""
         if isinstance(error, PeerError) or not isinstance(error, TriforceError):
             return False
-        return isinstance(error, ContextError) or len(self._writing) == 1
+        return isinstance(error, ContextError) or len(self._tasks) == 1
 
-    def _update(self, sequence: BatchSequence, *, ended: bool) -> None:
-        """Takes over what has been done of a sequence."""
-        writing: Writing = sequence.tag
-        if writing not in self._writing:
-            return
-        self._writing[writing] = sequence
-        failed = sequence.error is not None or sequence.check_failure is not None
-        answer = None if failed else writing.update(sequence)
-        if answer is None:
-            if ended:
-                self._fail(writing.job, _as_body_error(sequence.error or "the run ended before the answer"))
-            return
-        del self._writing[writing]
-        self._reading.pop(writing, None)
-        self.totals.add_answer(answer, sequence.warnings)
+    def _complete(self, task: Task) -> None:
+        """Takes over an answer, and writes the line of its request with the last one of it."""
+        self._reading.pop(task, None)
+        answer, job = finished_answer(task), task.owner
+        self.totals.add_answer(answer, task.sequence.warnings if task.sequence else ())
         self._done += 1
-        job = writing.job
-        job.finished[writing.number] = answer
+        job.finished[task.number] = answer
         if job.complete:
             answers = [job.finished[number] for number in range(job.request.answers)]
             self._file.add(answer_line(job.line, 200, response_body(job.request, self._model, answers)))
             self.totals.answered += 1
             job.finished, job.prompt = {}, None
 
-    def _next(self, waits: bool) -> Request | None:
+    def _next(self, waits: bool) -> Task | None:
         """The next answer to be begun; requests whose prompt cannot be made fail on the way."""
-        eos_ids = self._engine.target.config.eos_token_ids
         while self._waiting:
             job, number = self._waiting.popleft()
             self._to_come -= 1
             if job.failed:
                 continue
+            asked = job.request
             try:
-                job.prompt = job.prompt or self._maker.make(job.request)
+                job.prompt = job.prompt or request_prompt(asked, self._tokenizer, self._engine.target.config)
             except TriforceError as error:
                 self._fail(job, error if isinstance(error, BodyError) else BodyError(str(error)))
                 continue
-            writing, asked = Writing(job, number, AnswerText(self._tokenizer, job.prompt, eos_ids)), job.request
-            self._writing[writing] = None
             contexts = ContextRequest(name=asked.context, find=asked.context is None)
-            options = {"number": number, "top_logprobs": asked.top_logprobs, "contexts": contexts}
-            sampling, most = asked.sampling, asked.max_new_tokens
-            return Request(job.prompt.token_ids, sampling, most, **options, stops=writing.take, tag=writing)
+            options = {"number": number, "top_logprobs": asked.top_logprobs, "owner": job}
+            return Task(job.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
         return None
 
     def _fail(self, job: Job, error: BodyError) -> None:
         """Writes why a request gets no answer; what was begun of it is ended."""
         job.failed = True
-        self._writing = {writing: sequence for writing, sequence in self._writing.items() if writing.job is not job}
+        for task in self._tasks:
+            if self._session and task.owner is job:
+                self._session.end(task)
         self._file.add(refused_line(job.line, error))
         self.totals.fail(job.line, str(error))
 
     def _keep_unfinished(self) -> None:
         """Writes what came of answers that were broken off; they are asked for again by the next run."""
         unfinished = {job: dict(job.finished) for job, _ in self._waiting if job.finished and not job.failed}
-        for writing, sequence in self._writing.items():
-            kept = unfinished.setdefault(writing.job, dict(writing.job.finished))
-            if sequence and sequence.statistics.token_ids:
-                kept[writing.number] = writing.finish(sequence)
-        self._writing = {}
+        for task in self._tasks:
+            kept = unfinished.setdefault(task.owner, dict(task.owner.finished))
+            if task.begun:
+                kept[task.number] = finished_answer(task)
         for job, answers in unfinished.items():
             if answers:
                 self.totals.interrupted += 1
@@ -190,17 +201,13 @@ class Runner:
                 error = {"code": "interrupted", "message": "the run was stopped before the answer was complete"}
                 self._file.add(answer_line(job.line, 499, body, error))
 
-    def _read(self, sequence: BatchSequence, share: float) -> None:
+    def _read(self, task: Task, share: float) -> None:
         """Takes note of a share of a prompt that is read."""
-        writing: Writing = sequence.tag
-        if writing not in self._writing:
-            return
-        self._writing[writing] = sequence
-        tokens = len(writing.job.prompt.token_ids) if writing.job.prompt else 0
+        tokens = len(task.prompt.token_ids)
         if self._display:
             self._display.draw_if_due()
         elif tokens >= _LONG:
-            self._reading.setdefault(writing, progress_lines(f"{writing.name}: reading {tokens:,} tokens"))(share)
+            self._reading.setdefault(task, progress_lines(f"{name_of(task)}: reading {tokens:,} tokens"))(share)
 
     def _tell_progress(self) -> None:
         now = time.monotonic()
@@ -218,3 +225,26 @@ class Runner:
 def _as_body_error(message: str) -> BodyError:
     """Why the engine has not answered."""
     return BodyError(message, code="not_answered", status=500)
+
+
+def name_of(task: Task) -> str:
+    """An answer that is being written, in words. Its owner is a `Job`."""
+    count = task.owner.request.answers
+    return f"{task.owner.line.custom_id}" + (f" (answer {task.number + 1} of {count})" if count > 1 else "")
+
+
+def row(task: Task) -> SequenceRow:
+    """Its line of the live display."""
+    if task.sequence is None:
+        return SequenceRow(name_of(task), "waiting", max_new_tokens=task.max_new_tokens)
+    return row_of(name_of(task), task.sequence, task.max_new_tokens, ended=False)
+
+
+def finished_answer(task: Task) -> FinishedAnswer:
+    """The answer, as far as it was written; a token of it was."""
+    task.finish_text()
+    assert task.sequence
+    text = task.text
+    logprobs = None if task.top_logprobs is None else text.described(task.sequence.logprobs)
+    timings = Timings.of(task.sequence.statistics)
+    return FinishedAnswer(task.finish_reason, text.num_tokens, timings, text.text, logprobs)

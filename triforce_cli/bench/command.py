@@ -47,8 +47,8 @@ def bench(request: Asked, call: Call) -> None:
     For each length the prompt is read once; then every number of tiers writes an answer, one after another, several
     times, on the same engine, weights and cache. [bold]Ctrl-C[/] stops; what was measured by then is shown and written.
     """
-    from ..generate.prompt import read_source
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
+    from ..session.source import read_source
     from ..terminal.output import JsonFile, ResultFile
     from ..terminal.streams import tell
 
@@ -59,7 +59,7 @@ def bench(request: Asked, call: Call) -> None:
         _check_shape(request)
     if request.plot is not None:
         _check_plot(request.plot)
-    if request.shape is None and not leads(request, call):
+    if request.shape is None and starts_or_follows(request, call):
         return
     with JsonFile.prepare(request.json) as json_file, ResultFile.prepare(request.plot, "--plot") as plot_file:
         files = (json_file, plot_file)

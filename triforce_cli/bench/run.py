@@ -26,13 +26,14 @@ from ...tp.model.config import ModelConfig
 from ...tp.model.decoder import Decoder
 from ...tp.weights.tokenizer import Tokenizer
 from ..call import Call
-from ..generate.prompt import Source, long_prompt
-from ..generate.run import load_engine, step
 from ..measurement import machine, provenance, publish
 from ..options import Request
+from ..session.open import load_engine
+from ..session.prompt import long_prompt
+from ..session.source import Source
 from ..terminal.output import JsonFile, ResultFile
-from ..terminal.stopping import Stop
-from ..terminal.streams import Unfailing, tell
+from ..terminal.stopping import Stop, step
+from ..terminal.streams import BestEffortStream, tell
 from .measure import AtContext, measure, steps
 from .progress import Display
 from .report import as_document, report
@@ -75,7 +76,7 @@ def run(
         },
     }
 
-    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
+    console = Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
     order = steps(contexts, tiers, request.repeat, request.batch or (None,))
     found: list[AtContext] = []
 

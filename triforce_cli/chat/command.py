@@ -31,15 +31,15 @@ def chat(request: ChatRequest, call: Call) -> None:
     Answers go to stdout as they are accepted. [bold]Ctrl-C[/] ends an answer and keeps it, [bold]Ctrl-D[/] leaves;
     [bold]/help[/] lists commands. Without a terminal each line of stdin is a question.
     """
-    from ..generate.prompt import read_file, read_option
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
+    from ..session.source import read_file, read_option
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
 
     if request.system is not None:
         request = replace(request, system=read_option("--system", request.system, tell).strip() or None)
     _check_options(request)
-    if not leads(request, call, goes_on=True):
+    if starts_or_follows(request, call, goes_on=True):
         return
     with JsonFile.prepare(request.json) as json_file:
         text = read_file(request.prompt_file, "--prompt-file", tell) if request.prompt_file else None

@@ -14,8 +14,8 @@ from ...offload.contexts.manifest import Frame
 from ...offload.speculation.noise import key_of
 from ...tp.errors import CapacityError, UsageError
 from ...tp.weights.tokenizer import Tokenizer
-from .forms import Form, Opening
-from .reply import Reply
+from ..session.prompt import Context, Prompt, QuestionForm, encode_behind
+from ..session.text import AnswerText
 
 _ATTEMPTS = 2**20
 """Further answers to one question come so many seeds after one another."""
@@ -79,29 +79,28 @@ class Conversation:
 
     def __init__(
         self,
-        form: Form,
+        form: QuestionForm,
         tokenizer: Tokenizer,
         *,
         positions: int,
         max_new_tokens: int,
-        opening: Opening | None = None,
+        context: Context | None = None,
         seed: int | None = None,
         trim: bool = False,
     ) -> None:
         """Args:
         positions: of the model.
         max_new_tokens: of an answer; they must find room behind every question.
-        opening: the text that the conversation is about. It is never dropped.
+        context: the text that the conversation is about. It is never dropped.
         seed: what the seeds of all answers follow from; `None`: each is drawn at random.
         trim: drop the oldest turns where a question would find no room.
         """
-        self._form, self._tokenizer = form, tokenizer
+        self._form, self.tokenizer = form, tokenizer
         self.positions, self.max_new_tokens, self.trim = positions, max_new_tokens, trim
         self._seed = seed
         pieces = ()
-        if opening:
-            before, mark, _ = form.render([], "?").partition(form.mark)
-            pieces = (Piece(before + mark, opening.token_ids),)
+        if context:
+            pieces = (Piece(form.around([], "?")[0] + form.mark, context.token_ids),)
         self._states = [_State((), 0, pieces)]
 
     @property
@@ -122,7 +121,7 @@ class Conversation:
     @property
     def frame(self) -> Frame:
         """Of a saved context with these tokens."""
-        return self._form.frame
+        return self._form.answered_frame
 
     def ask(self, question: str, drop: int = 0) -> NextTurn:
         """A new question.
@@ -154,17 +153,17 @@ class Conversation:
         self._states.pop()
         return last
 
-    def reply(self, asked: NextTurn, eos_ids: Sequence[int]) -> Reply:
-        """What takes the tokens of the answer; `eos_ids` are those that end it."""
-        return Reply(self._tokenizer, asked.token_ids, self._form.stops, eos_ids)
+    def prompt(self, asked: NextTurn) -> Prompt:
+        """What the engine is to answer."""
+        return Prompt(asked.token_ids, True, self._form.stops)
 
-    def add(self, asked: NextTurn, reply: Reply, stats: dict[str, Any]) -> Turn:
+    def add(self, asked: NextTurn, reply: AnswerText, stats: dict[str, Any]) -> Turn:
         """Takes a question and its finished answer into the conversation."""
-        turn = Turn(asked.question, reply.answer, reply.text, asked.attempt, stats)
+        turn = Turn(asked.question, reply.text, reply.whole_text, asked.attempt, stats)
         if asked.attempt:
             self._states.pop()
         before = asked.state
-        pieces = (*asked.pieces, Piece(reply.text, reply.token_ids))
+        pieces = (*asked.pieces, Piece(reply.whole_text, reply.token_ids))
         self._states.append(_State((*before.turns, turn), before.asked + 1, pieces))
         return turn
 
@@ -211,8 +210,9 @@ class Conversation:
                 break
             kept.append(piece)
             at += len(piece.text)
-        token_ids = self._tokenizer.encode(text[at:], self._form.begins_text and not kept)
-        return (*kept, Piece(text[at:], token_ids))
+        rest, tokenizer = text[at:], self.tokenizer
+        token_ids = encode_behind(rest, tokenizer) if kept else tokenizer.encode(rest, self._form.begins_text)
+        return (*kept, Piece(rest, token_ids))
 
     def _seed_of(self, turn: int, attempt: int) -> int | None:
         """The seed of an answer: the conversation's own for the first one."""

@@ -29,4 +29,4 @@ class ChatRequest(Request):
             "Drop the oldest turns (never the text, never the system message) where a question would find no room.",
         ),
     ] = False
-    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256
+    max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens of an answer.")] = 256

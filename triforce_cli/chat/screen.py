@@ -70,7 +70,7 @@ class Screen:
 
     async def _watch(self) -> None:
         """Ends the prompt when a signal came; its handler must not interrupt the loop."""
-        while not self._signals.came():
+        while not self._signals.pending():
             await asyncio.sleep(_CHECK_S)
         with suppress(Exception):  # it has ended by itself
             get_app().exit(exception=KeyboardInterrupt())

@@ -34,7 +34,7 @@ def compare(request: Asked, call: Call) -> None:
     Each run is a process of its own, with one warm-up, in an order that rotates; one system is in memory at a time.
     [bold]Ctrl-C[/] stops; what was measured by then is shown. Exits 1 if there is nothing to compare.
     """
-    from ..generate.prompt import read_ask, read_source
+    from ..session.source import read_ask, read_source
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
 

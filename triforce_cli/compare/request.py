@@ -10,14 +10,15 @@ import typer
 from ...offload.settings import Settings
 from ...offload.speculation.sampling import Sampling
 from ..bench.request import REPEAT
-from ..generate.request import ASK, TRUNCATE
 from ..options import (
+    ASK,
     CONTEXT,
     MEASURING,
     OUTPUT,
     PROMPT,
     SAMPLING,
     SAMPLING_OPTIONS,
+    TRUNCATE,
     WITHOUT_TIERS,
     TextRequest,
     flag,

@@ -17,8 +17,9 @@ from ...tp.weights.tokenizer import Tokenizer
 from ..bench.measure import questions_about
 from ..bench.request import QUESTION_TOKENS
 from ..call import Call
-from ..generate.prompt import Source, build_prompt, saved_text
 from ..measurement import publish
+from ..session.prompt import build_prompt, saved_text
+from ..session.source import Source
 from ..terminal.output import JsonFile
 from ..terminal.streams import tell
 from .baselines.catalogue import Entry

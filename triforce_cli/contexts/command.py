@@ -33,15 +33,15 @@ def read(request: ReadRequest, call: Call) -> None:
     A context holds the text in readable form; only its owner can read its files.
     """
     from ...offload.contexts.home import user_store
-    from ..generate.prompt import read_file, read_option
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
+    from ..session.source import read_file, read_option
     from ..terminal.streams import tell
 
     request = replace(request, name=request.name or _name_of(request))
     user_store().directory(request.name or "")
     if request.system is not None:
         request = replace(request, system=read_option("--system", request.system, tell))
-    if not leads(request, call):
+    if starts_or_follows(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
         text = "".join(read_file(path, "FILE", tell).text for path in request.files)

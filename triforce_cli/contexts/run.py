@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import IO, Any, cast
-
-from rich.console import Console
+from typing import Any
 
 from ...offload import Engine, Generation
 from ...offload.contexts.estimate import reading_seconds
@@ -14,12 +11,12 @@ from ...offload.contexts.model import ModelContexts
 from ...tp.model.config import ModelConfig
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
-from ..generate.prompt import read_text
-from ..generate.report import start_progress
-from ..generate.run import load_engine, step
+from ..session.open import load_engine, stderr_console
+from ..session.prompt import Context
+from ..session.report import start_progress
 from ..terminal.output import JsonFile
-from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import Unfailing, tell
+from ..terminal.stopping import Signals, Stop, step
+from ..terminal.streams import tell
 from .report import describe
 from .request import ReadRequest
 
@@ -34,7 +31,8 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     name = request.name
     assert name
     tokenizer = Tokenizer.load(directory)
-    token_ids, frame = read_text(text, request.system, request.raw, tokenizer)
+    context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
+    token_ids, frame = context.token_ids, context.frame
     with signals.allowed():
         from ...offload.checks import check_context
 
@@ -47,10 +45,9 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
             _announce(engine, contexts, name, token_ids, missing)
     seconds = 0.0
     if missing:
-        console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-        with start_progress(console, missing) as progress:
+        with start_progress(stderr_console(), missing) as progress:
             calls: dict[str, Any] = {"on_memory": progress.memory, "on_prefill": progress.prefill}
-            generation = engine.reading(token_ids, name, frame=frame, **calls, interrupted=signals.came)
+            generation = engine.reading(token_ids, name, frame=frame, **calls, interrupted=signals.pending)
             seconds = _read(generation, contexts, name, signals)
         for warning in generation.warnings:
             tell(warning)

@@ -45,15 +45,15 @@ def generate(request: GenerateRequest, call: Call) -> None:
     complete, in the order asked.
     [bold]Ctrl-C[/] stops; what was written by then is kept.
     """
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
+    from ..session.source import read_ask, read_source
     from ..terminal.output import JsonFile
     from ..terminal.streams import tell
-    from .prompt import read_ask, read_source
     from .questions import WantedAnswer, wanted_answers
 
     asks = [read_ask(ask, tell) for ask in request.ask or []]
     _check_options(request)
-    if not leads(request, call):
+    if starts_or_follows(request, call):
         return
     with JsonFile.prepare(request.json) as json_file:
         answers = wanted_answers(asks, request.asks, request.answers)
@@ -61,15 +61,10 @@ def generate(request: GenerateRequest, call: Call) -> None:
         # What may be a download of gigabytes comes after all that can be checked without it.
         directories = find_pair(request.model, request.wanted_draft, tell)
         with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            opening = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]
-            if len(answers) == 1 and not opening:
-                from .run import run
+            from .run import run
 
-                run(request, answers[0].question, source, directories, json_file, call.signals)
-            else:
-                from .several import run_several
-
-                run_several(request, None if opening else answers, source, directories, json_file, call.signals)
+            about_log = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]
+            run(request, None if about_log else answers, source, directories, json_file, call.signals)
 
 
 def _check_options(request: GenerateRequest) -> None:
@@ -85,6 +80,6 @@ def _check_options(request: GenerateRequest) -> None:
             user_store().directory(name)
     if request.context is None:
         return
-    for option, given in (("--save-context", request.save_context), ("--no-context", request.no_context)):
+    for other, given in (("--save-context", request.save_context), ("--no-context", request.no_context)):
         if given:
-            raise UsageError(f"--context and {option} are both given, but the saved context is the text; give one")
+            raise UsageError(f"--context and {other} are both given, but the saved context is the text; give one")

@@ -1,18 +1,24 @@
-"""The questions of a run: those of `--ask`, and those of the file that `--asks` names, a line each."""
+"""The questions of a run: those of `--ask` and of the file that `--asks` names, or some about the built-in text."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...tp.errors import TriforceError, UsageError
+from ..logbook import Day, LogBook
+from ..session.source import read_bytes
 from ..terminal.output import in_one_line
-from .prompt import read_bytes
 
 MOST_ANSWERS = 1024
 """Answers of one run; `triforce batch` takes any number, and can go on where it was stopped."""
+
+
+LOG_QUESTIONS = 3
+"""Of the built-in text, for runs that are given none: a harbour's log."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +98,23 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     if not found:
         raise TriforceError(f"--asks {name} is empty; give a question a line")
     return found
+
+
+def log_questions(text: str, seed: int) -> list[WantedAnswer]:
+    """Questions drawn uniformly from what the log of `seed` tells within `text`, which are its first days, each with
+    the entry that answers it; and last the log's continuation.
+    """
+    book = LogBook(seed)
+    days = book.days()
+    told: list[tuple[Day, str, str]] = []
+    while len(book.text) < len(text):
+        day = next(days)
+        told += [(day, fact.question, fact.sentence) for fact in day.facts]
+    if book.text != text:  # the last day is not there as a whole
+        told = [one for one in told if one[0] is not book.written[-1]]
+    drawn = random.Random(f"opening {seed}").sample(told, min(LOG_QUESTIONS, len(told)))
+    asked = [
+        WantedAnswer(question, 0, 1, f"{day.text.partition('.')[0]}: {entry}", text.index(entry) / len(text))
+        for day, question, entry in drawn
+    ]
+    return [*asked, WantedAnswer(None, 0, 1)]

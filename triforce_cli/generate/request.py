@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, OUTPUT, PROMPT, SAMPLING, TextRequest, flag, new_tokens, option
-from ..parameters import FILE, NAME, TEXT, choice, whole
-
-_ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
-ASK = option(PROMPT, TEXT, _ASKED)
-TRUNCATE = option(
-    PROMPT,
-    choice("error", "head", "tail", "middle"),
-    "Which part of a text that is too long for the model to drop (never the question); error refuses it.",
-)
+from ..options import ASKED, CONTEXT, OUTPUT, PROMPT, SAMPLING, TRUNCATE, TextRequest, flag, new_tokens, option
+from ..parameters import FILE, NAME, TEXT, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +16,7 @@ class GenerateRequest(TextRequest):
 
     ask: Annotated[
         list[str] | None,
-        option(PROMPT, TEXT, f"{_ASKED} May be repeated: the text is read once, and all are answered together."),
+        option(PROMPT, TEXT, f"{ASKED} May be repeated: the text is read once, and all are answered together."),
     ] = None
     asks: Annotated[
         Path | None,
@@ -52,7 +44,7 @@ class GenerateRequest(TextRequest):
     no_context: Annotated[
         bool, flag("--no-context", PROMPT, "Do not look for a saved context that the prompt begins with.")
     ] = False
-    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens to write.")] = 256
+    max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens to write.")] = 256
     ignore_eos: Annotated[
         bool, flag("--ignore-eos", SAMPLING, "Write all --max-new-tokens: do not stop at an end-of-sequence token.")
     ] = False

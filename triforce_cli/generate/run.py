@@ -1,211 +1,384 @@
-"""One run of `triforce generate`: from a checked request to text, live display, statistics and JSON."""
+"""One run of `triforce generate`: from a checked request to answers, live display, statistics and JSON."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO, TypeVar, cast
+from typing import Any
 
-import torch
+import typer
 from rich.console import Console
 
-from ...offload import Engine, Generation, Round
-from ...offload.contexts.manifest import Frame
+from ...offload import Engine
+from ...offload.contexts.manifest import ContextError, Frame
 from ...offload.contexts.model import ContextRequest
-from ...offload.speculation.vocabulary import check_pair
-from ...tp.errors import CapacityError, TriforceError
-from ...tp.weights.tokenizer import TextStream, Tokenizer
-from ..options import EngineOptions
+from ...tp.errors import TriforceError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import Tokenizer
+from ..session.open import load_engine, open_pair, stderr_console
+from ..session.prompt import Prompt, build_prompts
+from ..session.report import (
+    AS_PLAIN_TEXT,
+    StartProgress,
+    report_choices,
+    report_context,
+    report_several,
+    report_statistics,
+    start_progress,
+    with_text,
+)
+from ..session.session import Failed, Finished, Session, Task, Written
+from ..session.source import Source, cut_log
+from ..terminal.batch_frame import SequenceRow
+from ..terminal.batch_live import BatchDisplay, row_of
 from ..terminal.live import LiveDisplay
-from ..terminal.output import JsonFile, TextOutput
+from ..terminal.live_screen import LiveScreen
+from ..terminal.output import JsonFile, TextOutput, same_terminal
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import Unfailing
-from .prompt import Source, build_prompt
-from .report import report_choices, report_context, report_ranks, report_statistics, start_progress
+from ..terminal.streams import tell
+from .questions import WantedAnswer, log_questions
 from .request import GenerateRequest
 
-T = TypeVar("T")
+SHOWN_CHARACTERS = 400
+"""Of the end of an answer, at most, in a line of the live display."""
+
+COMPARED = 16
+"""Tokens of two prompts by which one sees whether they begin with the same text."""
+
+ROOM_OF_QUESTION = 128
+"""Tokens kept free beside the built-in text, for a question and what a chat template puts around it."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that is wanted, and what became of it."""
+
+    wanted: WantedAnswer
+    task: Task | None
+    """`None` where there is no prompt for it."""
+    error: BaseException | None = None
+    """Why it has failed, while others went on."""
+    complete: bool = False
+    shown: bool = field(default=False, init=False)
+    """Whether it has been written to stdout."""
+
+    @property
+    def ended(self) -> bool:
+        return self.complete or self.error is not None
+
+    @property
+    def text(self) -> str:
+        """So far."""
+        return self.task.text.text if self.task and self.task.begun else ""
+
+    def row(self, max_new_tokens: int) -> SequenceRow:
+        """Its line of the live display."""
+        if self.task is None or self.task.sequence is None:
+            state = "failed" if self.error else "waiting"
+            return SequenceRow(self.wanted.name, state, max_new_tokens=max_new_tokens, note=str(self.error or ""))
+        row = row_of(self.wanted.name, self.task.sequence, max_new_tokens, ended=self.complete)
+        return replace(row, text=self.text[-SHOWN_CHARACTERS:])
 
 
 def run(
     request: GenerateRequest,
-    ask: str | None,
+    wanted: Sequence[WantedAnswer] | None,
     source: Source,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
     signals: Signals,
 ) -> None:
-    """Writes one answer as it grows, and everything else where it belongs. `directories` are target and draft.
+    """Writes all answers: one as it grows, of several each when it and those before it are complete.
+
+    Args:
+        wanted: the answers; `None` for those that belong to the built-in text.
+        directories: the target's and the draft's.
 
     Raises:
         TriforceError: the request cannot be met; nothing was written.
         Stop: the run was interrupted, after its text, its statistics and its JSON are out.
+        typer.Exit: one of several answers failed.
     """
-    console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
-    target, draft = directories
-    config = check_pair(target, draft)
-    tokenizer = Tokenizer.load(target)
+    console = stderr_console()
+    config, tokenizer = open_pair(directories)
     with signals.allowed():
-        new_tokens, apart = request.max_new_tokens, request.save_context is not None
-        prompt = build_prompt(source, ask, tokenizer, config, new_tokens, request.truncate, apart=apart)
-        engine = load_engine(request, len(prompt.token_ids) + new_tokens)
-        report_choices(console, engine, request.model, source.name, prompt, new_tokens)
+        if wanted is None:
+            answers = _log_answers(request, source, tokenizer, config)
+        else:
+            answers = _answers(request, wanted, source, tokenizer, config)
+        prompts = [answer.task.prompt for answer in answers if answer.task]
+        longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+        engine = load_engine(request, len(longest.token_ids) + request.max_new_tokens)
+        report_choices(console, engine, request.model, source.name, longest, request.max_new_tokens, len(prompts))
+    if any(prompt.stops for prompt in prompts):
+        tell(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
+    if request.sampling.greedy and request.answers > 1:
+        tell("the temperature is 0: all answers to a question will be the same")
+    kind = _OneAnswer if len(answers) == 1 else _SeveralAnswers
+    kind(request, engine, tokenizer, console, signals, answers, json_file).write(len(longest.token_ids))
+    engine.finish()
+    engine.close()
+    if any(answer.error for answer in answers):
+        raise typer.Exit(1)
+
+
+def _answers(
+    request: GenerateRequest,
+    wanted: Sequence[WantedAnswer],
+    source: Source,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+) -> list[Answer]:
+    """The answers with their prompts, or the reasons why they have none. The first one finds a saved context, and saves
+    one, for all.
+
+    Raises:
+        TriforceError: none has one.
+    """
+    asks = [one.question for one in wanted]
+    prompts = build_prompts(source, asks, tokenizer, config, request.max_new_tokens, request.truncate)
+    found = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+    if not found:
+        raise next(prompt for prompt in prompts if isinstance(prompt, TriforceError))
     contexts = ContextRequest(
         name=request.context,
         find=not request.no_context,
         save=request.save_context,
-        save_tokens=prompt.text_tokens,
-        frame=Frame(chat=ask is not None and tokenizer.chat is not None),
+        save_tokens=found[0].text_tokens,
+        frame=Frame(chat=found[0].answers and tokenizer.render is not None),
     )
-
-    live = request.live and LiveDisplay.possible(console)
-    output = None if json_file.on_stdout else TextOutput(deferred=live and same_terminal(sys.stdout, sys.stderr))
-    text = TextStream(tokenizer.decode)
-    generation: Generation | None = None
-    ended: BaseException | None = None
-    try:
-        with start_progress(console, len(prompt.token_ids)) as progress:
-            generation = engine.stream(
-                prompt.token_ids,
-                request.sampling,
-                request.max_new_tokens,
-                ignore_eos=request.ignore_eos,
-                on_memory=progress.memory,
-                on_prefill=progress.prefill,
-                interrupted=signals.came,
-                contexts=contexts,
-            )
-            report_context(generation)
-            step(generation, signals)  # the first token is taken from the statistics, like all others
-        name = Path(request.model).name
-        with LiveDisplay(console, generation, name, request.max_new_tokens) if live else nullcontext() as display:
-            _decode(generation, signals, text, output, display)
-    except (Stop, Exception) as error:
-        if generation is None or not (generation.statistics.token_ids or isinstance(error, Stop)):
-            raise
-        ended = error
-    generation.close()
-    ended = _finish(console, generation, text, output, json_file, ended)
-    if ended is not None:
-        raise ended
-    engine.finish()
-    engine.close()
-
-
-ROOM = 4_096
-"""Tokens that a cache has room for beyond a run that others will go on from."""
-
-
-def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
-    """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
-    engine = Engine.load(
-        request.model,
-        draft=request.draft,
-        device=request.device,
-        dtype=request.dtype,
-        gpus=request.gpus,
-        capacity=capacity,
-        room=room,
-        **request.settings.given,
-    )
-    report_ranks(engine)
-    return engine
-
-
-def follow(request: EngineOptions, *, goes_on: bool = False) -> None:
-    """What a rank above 0 does in `run`: it computes the same steps, and reads, prints and writes nothing.
-
-    Args: `goes_on` is whether rank 0 starts runs that go on from one another, also after one that did not fit.
-
-    Raises:
-        TriforceError: as `run`, or another rank has ended.
-    """
-    engine = load_engine(request, None, ROOM if goes_on else 0)
-    while True:
-        try:
-            generation = engine.follow()
-        except CapacityError:
-            if not goes_on:
-                raise
+    answers = []
+    for one, prompt in zip(wanted, prompts, strict=True):
+        if isinstance(prompt, TriforceError):
+            answers.append(Answer(one, None, prompt))
             continue
-        if generation is None:
-            break
-        for _ in generation:
-            pass
-        del generation  # it holds the cache, whose memory the next run may need
-    engine.close()
+        given = contexts if prompt is found[0] and not any(answer.task for answer in answers) else ContextRequest()
+        limits = request.max_new_tokens, request.ignore_eos, one.number
+        answers.append(Answer(one, Task(prompt, given, request.sampling, *limits)))
+    return answers
 
 
-def _decode(
-    generation: Generation, signals: Signals, text: TextStream, output: TextOutput | None, display: LiveDisplay | None
-) -> None:
-    event: Round | None = None
-    while True:
-        piece = text.push(generation.statistics.token_ids[text.num_tokens :])
-        if output:
-            output.write(piece)
-        if display:
-            display.note(piece, event)
-        event = step(generation, signals)
-        if event is None:
-            return
-
-
-def step(rounds: Iterator[T], signals: Signals) -> T | None:
-    """One step of a run that ends where `signals.came`; `None` at its end.
-
-    Raises:
-        Stop: it has ended, and a signal came.
+def _log_answers(request: GenerateRequest, source: Source, tokenizer: Tokenizer, config: ModelConfig) -> list[Answer]:
+    """The answers that belong to the built-in text: to questions about it, and its continuation, unless a chat template
+    puts something before the text, which would then be read twice.
     """
-    event = next(rounds, None)
-    if event is None:
-        with signals.allowed():
-            pass
-    return event
+    assert source.log_seed is not None
+    room = config.max_position_embeddings - request.max_new_tokens - ROOM_OF_QUESTION
+    whole = replace(cut_log(source, tokenizer, room), log_seed=None)
+    answers = _answers(request, log_questions(whole.text, source.log_seed), whole, tokenizer, config)
+    first, last = answers[0].task, answers[-1].task
+    begins_alike = first and last and first.prompt.token_ids[:COMPARED] == last.prompt.token_ids[:COMPARED]
+    return answers if begins_alike else answers[:-1]
 
 
-def _finish(
-    console: Console,
-    generation: Generation,
-    text: TextStream,
-    output: TextOutput | None,
-    json_file: JsonFile,
-    ended: BaseException | None,
-) -> BaseException | None:
-    """Writes text, JSON and statistics even if one of them fails; returns the first error or interrupt of the run."""
-    piece = text.push(generation.statistics.token_ids[text.num_tokens :]) + text.flush()
-    try:
-        if output:
-            output.write(piece)
-            output.close()
-    except Stop as stop:
-        ended = ended or stop
-    stats = generation.stats()
-    try:
-        json_file.write(with_text(stats, text.text))
-    except (TriforceError, Stop) as error:
-        ended = ended or error
-    report_statistics(console, stats)
-    return ended
+class _Answers:
+    """Answers that are being written: what the engine does, and what goes to screen and files."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        console: Console,
+        signals: Signals,
+        answers: Sequence[Answer],
+        json_file: JsonFile,
+    ) -> None:
+        self.request, self.engine, self.console, self.signals = request, engine, console, signals
+        self.answers, self.json_file = answers, json_file
+        self.live = request.live and LiveScreen.possible(console)
+        self.on_one_terminal = self.live and same_terminal(sys.stdout, sys.stderr)
+        self.answer_of = {answer.task: answer for answer in answers if answer.task}
+        self.first = next(iter(self.answer_of))
+        self.session = Session(engine, tokenizer, in_slices=False, interrupted=signals.pending)
+        self._read_begun = False
+
+    def write(self, tokens: int) -> None:
+        """Runs to the end, or to what ends it; what there is by then is written in any case.
+
+        Args: `tokens` are those of the longest prompt.
+
+        Raises:
+            TriforceError, Stop: see `run`.
+        """
+        waiting, ended = list(self.answer_of), None
+        steps = self.session.events(lambda waits: waiting.pop(0) if waiting else None)
+        events = filter(None, steps)
+        try:
+            with start_progress(self.console, tokens) as progress:
+                self.session.on_memory = progress.memory
+                self.session.on_read = lambda task, share: self._read(task, share, progress)
+                event = next(events, None)
+            with self.display() if self.live and isinstance(event, Written) else nullcontext() as display:
+                while event is not None:
+                    self._take(event, display)
+                    event = next(events, None)
+            with self.signals.allowed():  # raises what has interrupted the run
+                pass
+        except (Stop, Exception) as error:
+            steps.close()
+            if not (self.first.sequence and isinstance(error, Stop)) and not any(task.begun for task in self.answer_of):
+                raise
+            ended = error
+        if (ended := self.finish(ended)) is not None:
+            raise ended
+
+    def display(self) -> LiveScreen:
+        """What shows them while they are written."""
+        raise NotImplementedError
+
+    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+        """Writes and shows what is new."""
+        raise NotImplementedError
+
+    def finish(self, ended: BaseException | None) -> BaseException | None:
+        """Writes what is left, the JSON and statistics, even if one of them fails; the first error or interrupt."""
+        raise NotImplementedError
+
+    def _read(self, task: Task, share: float, progress: StartProgress) -> None:
+        if task is not self.first:
+            return
+        if not self._read_begun and task.sequence:
+            report_context(task.sequence)
+        self._read_begun = True
+        progress.prefill(share)
+
+    def _take(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+        answer = self.answer_of[event.task]
+        if isinstance(event, Failed):
+            if len(self.answers) == 1 or isinstance(event.error, ContextError):  # which all start from
+                raise event.error
+            answer.error = event.error
+        answer.complete |= isinstance(event, Finished)
+        self.note(event, display)
 
 
-def with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
-    """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
-    document: dict[str, Any] = {}
-    for key, value in stats.items():
-        document[key] = value
-        if key == "world_size":
-            document["threads"] = torch.get_num_threads()
-        if key == "token_ids":
-            document["text"] = text
-    return document
+class _OneAnswer(_Answers):
+    """One answer, whose text goes out as it grows."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._output = None if self.json_file.on_stdout else TextOutput(deferred=self.on_one_terminal)
+
+    def display(self) -> LiveScreen:
+        sequence, request = self.first.sequence, self.request
+        assert sequence
+        return LiveDisplay(self.console, sequence, lambda: self.session.lengths, Path(request.model).name)
+
+    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+        if not isinstance(event, Written):
+            return
+        if self._output:
+            self._output.write(event.piece)
+        if isinstance(display, LiveDisplay):
+            display.note(event.piece, event.round)
+
+    def finish(self, ended: BaseException | None) -> BaseException | None:
+        task, session = self.first, self.session
+        try:
+            if self._output:
+                self._output.write(task.finish_text())
+                self._output.close()
+        except Stop as stop:
+            ended = ended or stop
+        assert task.sequence
+        stats = task.sequence.document(session.lengths, [])
+        stats |= {"finish_reason": task.finish_reason, "warnings": session.warnings(task)}
+        try:
+            self.json_file.write(with_text(stats, task.text.text))
+        except (TriforceError, Stop) as error:
+            ended = ended or error
+        report_statistics(self.console, stats)
+        return ended
 
 
-def same_terminal(one: TextIO, other: TextIO) -> bool:
-    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
-    if not (one.isatty() and other.isatty()):
-        return False
-    return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+class _SeveralAnswers(_Answers):
+    """Answers that go out in the order asked, each when it is complete."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._output = None if self.json_file.on_stdout else TextOutput(deferred=False)
+
+    def display(self) -> LiveScreen:
+        device, largest = self.engine.target.device.type, self.request.max_new_tokens
+        title = f"triforce · {Path(self.request.model).name} · {len(self.answers)} answers · {device}"
+        rows = [partial(answer.row, largest) for answer in self.answers]
+        return BatchDisplay(self.console, title, lambda: [row() for row in rows], lambda: self.session.lengths)
+
+    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+        if not self.on_one_terminal:
+            self._write_complete(headings=not self.live)
+        if display:
+            display.draw_if_due()
+
+    def finish(self, ended: BaseException | None) -> BaseException | None:
+        for task in self.answer_of:
+            task.finish_text()
+        try:
+            self._write_complete(whole=False)
+        except Stop as stop:
+            ended = ended or stop
+        sequences = [task.sequence for task in self.answer_of if task.sequence]
+        assert self.session.run
+        stats = with_text(self.session.run.document(sequences), "")
+        document = stats | {"sequences": [self._document(answer) for answer in self.answers]}
+        try:
+            self.json_file.write(document)
+        except (TriforceError, Stop) as error:
+            ended = ended or error
+        if self._output is None or (self.live and not self.on_one_terminal):  # no headings stood between the texts
+            for answer in self.answers:
+                if answer.wanted.entry:
+                    tell(f"--- {answer.wanted.name}")
+                    _tell_entry(answer.wanted)
+        report_several(self.console, document, [answer.wanted.name for answer in self.answers])
+        return ended
+
+    def _document(self, answer: Answer) -> dict[str, Any]:
+        """Its part of the JSON."""
+        wanted, task = answer.wanted, answer.task
+        asked: dict[str, Any] = {"ask": wanted.question, "number": wanted.number}
+        if wanted.entry:
+            asked |= {"entry": wanted.entry, "depth": wanted.depth}
+        if answer.error is not None:
+            return asked | {"error": str(answer.error)}
+        if task is None or task.sequence is None:
+            return asked | {"finish_reason": "interrupted", "new_tokens": 0, "token_ids": [], "text": ""}
+        found = task.sequence.document(self.session.lengths, [])
+        found = {name: value for name, value in found.items() if name != "error"}
+        return {**asked, **with_text(found, task.text.text), "finish_reason": task.finish_reason}
+
+    def _write_complete(self, *, headings: bool = True, whole: bool = True) -> None:
+        """Writes the answers whose turn it is, in the order asked: those that are whole, or as far as they are there.
+        Where there can be no headings, the messages of failed ones wait.
+
+        Raises:
+            Stop: nobody reads stdout any more, or it cannot be written.
+        """
+        for answer in self.answers:
+            if answer.shown:
+                continue
+            if whole and not answer.ended:
+                return
+            if answer.error is not None and not headings:
+                continue
+            answer.shown, text = True, answer.text
+            shown = answer.error is not None or (self._output and (text or answer.ended))
+            if shown and headings:
+                tell(f"--- {answer.wanted.name}")
+            if answer.error is not None:
+                tell(f"error: {answer.error}")
+            elif shown and self._output:
+                self._output.write(text if text.endswith("\n") else text + "\n")
+                if headings:
+                    _tell_entry(answer.wanted)
+
+
+def _tell_entry(wanted: WantedAnswer) -> None:
+    """Says what the text says about a question, where that is known."""
+    if wanted.entry:
+        tell(f"    the log, {wanted.depth:.0%} in, {wanted.entry}")

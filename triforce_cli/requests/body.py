@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from ...offload import Sampling
 from ...tp.errors import TriforceError
-from .stop_texts import MAX_STOP_BYTES, MAX_STOPS
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -18,6 +17,12 @@ MOST_ANSWERS = 128
 
 MOST_LOGPROBS = 20
 """Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
+
+MAX_STOPS = 16
+"""Stop texts of one request."""
+
+MAX_STOP_BYTES = 1024
+"""Of one stop text, in UTF-8. After each token every one is searched for, and as much text is held back at most."""
 
 _SAMPLING = get_type_hints(Sampling)
 """The fields of how tokens are drawn, and their types."""
@@ -57,8 +62,17 @@ _NEUTRAL: dict[str, Sequence[Any]] = {
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-Message = tuple[str, str]
-"""A role (`system`, `user`, `assistant`) and a text."""
+
+class Message(NamedTuple):
+    """A message, by its parts where it was given in several."""
+
+    role: str
+    """`system`, `user` or `assistant`."""
+    parts: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
 
 
 class BodyError(TriforceError):
@@ -263,8 +277,10 @@ def _message(value: Any, name: str) -> Message:
     if others:
         raise BodyError(f"{name}.{others[0]} is not supported here; leave it out", f"{name}.{others[0]}")
     if isinstance(content, list):
-        content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
-    return _ROLES[role], checked_text(content, f"{name}.content")
+        parts = [_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
+    else:
+        parts = [checked_text(content, f"{name}.content")]
+    return Message(_ROLES[role], tuple(parts))
 
 
 def _part(value: Any, name: str) -> str:

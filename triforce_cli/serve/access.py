@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...tp.errors import TriforceError, UsageError
-from ..generate.prompt import read_bytes
 from ..requests.body import BodyError
+from ..session.source import read_bytes
 from .request import ServeRequest
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

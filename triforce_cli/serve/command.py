@@ -36,13 +36,13 @@ def serve(request: ServeRequest, call: Call) -> None:
         raise TriforceError(
             f"serve needs {', '.join(missing)}, which is not installed: pip install 'triforce-cli[serve]'"
         )
-    from ..ranks import leads
+    from ..ranks import starts_or_follows
     from ..terminal.streams import tell
     from .access import Access, listener
 
     if request.api_key is None:
         Access.of(request)  # refused before anything is downloaded or started
-    if not leads(request, call, goes_on=True):
+    if starts_or_follows(request, call, goes_on=True):
         return
     access = Access.of(request)
     with listener(request) as listening:

@@ -63,4 +63,6 @@ class ServeRequest(Request):
         ),
     ] = False
     context: Annotated[str | None, CONTEXT] = None
-    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer whose request does not say.")] = 256
+    max_new_tokens: Annotated[
+        int, new_tokens(1, "Maximum number of tokens of an answer; a request may give its own.")
+    ] = 256

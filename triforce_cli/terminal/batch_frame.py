@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 
-from .output import harmless
+from .output import printable
 from .segments import DIM, PLAIN, Line, fit, framed, labelled, memory_line, spans
 
 _LEAST_NAME = 8
@@ -90,7 +90,7 @@ def _numbers(s: BatchSnapshot, width: int) -> list[Line]:
         labelled("sequences", [Segment(_state_words(s))]),
         labelled("lengths", spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}")),
         memory_line(s.process_bytes, s.available_bytes, 0, width),
-        *([labelled("waits for", [Segment(harmless(waits))])] if waits else []),
+        *([labelled("waits for", [Segment(printable(waits))])] if waits else []),
     ]
 
 
@@ -141,8 +141,8 @@ def _sequence(index: int, row: SequenceRow, digits: int, width: int) -> Line:
     ]
     room = _name_width(digits, width)
     if room:
-        name = harmless(" ".join(row.name.split()) + (f": {row.note}" if row.state == "failed" and row.note else ""))
-        text = harmless(" ".join(row.text.split()))
+        name = printable(" ".join(row.name.split()) + (f": {row.note}" if row.state == "failed" and row.note else ""))
+        text = printable(" ".join(row.text.split()))
         name_room = room - min(cell_len(text) + 1, room // 2) if text else room
         name = name if cell_len(name) <= name_room else set_cell_size(name, name_room - 1) + "…"
         line.append(Segment(f"  {name}"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 
 from rich.console import Console
 
-from ...offload import Generation, Round
+from ...offload import Round
+from ...offload.batch.sequence import BatchSequence
 from ...offload.statistics import ratio
 from .frame import Snapshot, draw
 from .live_screen import LiveScreen
@@ -21,11 +23,18 @@ _NOW_S = 1.0
 class LiveDisplay(LiveScreen):
     """The text of a run as it grows, and its figures."""
 
-    def __init__(self, console: Console, generation: Generation, model: str, max_new_tokens: int) -> None:
+    def __init__(
+        self, console: Console, sequence: BatchSequence, lengths: Callable[[], dict[str, int]], model: str
+    ) -> None:
+        """Args:
+        sequence: the one that is written.
+        lengths: `draft_length` and `block_length` in force.
+        model: its name.
+        """
         super().__init__(console)
-        self._generation = generation
-        self._max_new_tokens = max_new_tokens
-        stats = generation.stats()
+        self._sequence, self._lengths = sequence, lengths
+        self._max_new_tokens = sequence.order.max_new_tokens
+        stats = sequence.document(lengths(), [])
         self._budget: int = stats["settings"]["budget"]
         self._title = (
             f"triforce · {model} · {stats['prompt_tokens']:,} tokens read · {stats['device']} {stats['dtype']}"
@@ -47,7 +56,7 @@ class LiveDisplay(LiveScreen):
 
     def snapshot(self) -> Snapshot:
         """The state of the run now."""
-        s, lengths = self._generation.statistics, self._generation.lengths
+        s, lengths = self._sequence.statistics, self._lengths()
         for seconds in s.token_s[self._seen :]:
             insort(self._sorted_tbt, seconds)
         self._seen = count = len(self._sorted_tbt)

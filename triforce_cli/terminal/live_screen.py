@@ -1,4 +1,4 @@
-"""A terminal that a run fills with pictures of itself, several times a second."""
+"""A terminal on which the state of a run is drawn several times a second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUIET_S = 0.5
 """Where no round ends for so long, a thread draws, so that the display of a slow model follows a resize too. Otherwise
 pictures are drawn between rounds, as a thread that draws while the model runs takes a core from it."""
 
-MOST_OF_TIME = 0.01
+LARGEST_SHARE = 0.01
 """The largest share of time for drawing: slower drawing means fewer pictures, not slower decoding."""
 
 _MEMORY_EVERY_S = 1.0
@@ -115,4 +115,4 @@ class LiveScreen:
             took = time.thread_time() - began
             self.drawing_s += took
             self._drawn_at = time.perf_counter()
-            self._pause = max(1 / PICTURES_PER_S, took / MOST_OF_TIME)
+            self._pause = max(1 / PICTURES_PER_S, took / LARGEST_SHARE)

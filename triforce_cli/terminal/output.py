@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self, TextIO, cast
 
 from ...tp.errors import TriforceError, UsageError
 from .stopping import Stop
-from .streams import Unfailing, abandon
+from .streams import BestEffortStream, abandon
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ _QUOTED = 60
 """Letters of a text that a message quotes."""
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """`text` without control characters, which a terminal would act on."""
     return text.translate(_CONTROL)
 
@@ -74,7 +74,7 @@ class TextOutput:
 
     def _put(self, text: str) -> None:
         try:
-            sys.stdout.write(harmless(text) if self._terminal else text)
+            sys.stdout.write(printable(text) if self._terminal else text)
             sys.stdout.flush()
         except Stop:  # the pipe is full, and nobody empties it
             abandon(sys.stdout)
@@ -177,12 +177,19 @@ class JsonFile(ResultFile):
             self.write_bytes(content)
 
 
+def same_terminal(one: TextIO, other: TextIO) -> bool:
+    """Whether both streams are the same terminal, by its device: in a container it may have no name."""
+    if not (one.isatty() and other.isatty()):
+        return False
+    return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+
+
 def result_console(json_file: JsonFile) -> Console:
     """Where a table that is the result goes: stdout, or stderr where stdout is the JSON's; as wide as it needs, where
     there is no terminal."""
     from rich.console import Console
 
-    stream = cast(IO[str], Unfailing(sys.stderr)) if json_file.on_stdout else sys.stdout
+    stream = cast(IO[str], BestEffortStream(sys.stderr)) if json_file.on_stdout else sys.stdout
     console = Console(file=stream, highlight=False)
     return console if console.is_terminal else Console(file=stream, highlight=False, width=200)
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
@@ -33,6 +35,19 @@ class Stop(BaseException):
     @classmethod
     def by_signal(cls, number: int) -> Stop:
         return cls(128 + number, _MESSAGES[signal.Signals(number)])
+
+
+def step(rounds: Iterator[T], signals: Signals) -> T | None:
+    """One step of a run that ends where `signals.pending`; `None` at its end.
+
+    Raises:
+        Stop: it has ended, and a signal came.
+    """
+    event = next(rounds, None)
+    if event is None:
+        with signals.allowed():
+            pass
+    return event
 
 
 class Signals:
@@ -134,8 +149,8 @@ class Signals:
             self._last_at = float("-inf")
         return stop
 
-    def came(self) -> bool:
-        """Whether a signal came while they were held, and waits."""
+    def pending(self) -> bool:
+        """Whether a signal was received while they were held, and waits to be raised."""
         return self._stop is not None
 
     def hold(self) -> None:

@@ -10,12 +10,12 @@ from typing import TextIO
 
 def tell(note: str) -> None:
     """One line for people, on stderr."""
-    stream = Unfailing(sys.stderr)
+    stream = BestEffortStream(sys.stderr)
     stream.write(note + "\n")
     stream.flush()
 
 
-class Unfailing:
+class BestEffortStream:
     """The part of a text stream that messages need. Once `stream` cannot be written (its reader left, its terminal was
     closed), everything written is dropped."""
 

@@ -6,7 +6,7 @@ import re
 
 from rich.cells import cell_len, chop_cells
 
-from .output import harmless
+from .output import printable
 
 _WORDS = re.compile(r"\s+|\S+")
 
@@ -32,7 +32,7 @@ class WrappedText:
         new = self._pieces[self._taken :]
         self._taken += len(new)
         if new:
-            _extend(self._lines, harmless("".join(new)).replace("\t", "    "), width)
+            _extend(self._lines, printable("".join(new)).replace("\t", "    "), width)
         return [line.rstrip() for line in self._lines[-height:]] if height > 0 else []
 
 

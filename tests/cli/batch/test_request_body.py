@@ -3,10 +3,9 @@
 import random
 
 import pytest
-from triforce.cli.requests.answer_text import AnswerText
 from triforce.cli.requests.body import CHAT, COMPLETION, BodyError, Defaults, check_body
-from triforce.cli.requests.prompts import RequestPrompt
-from triforce.cli.requests.stop_texts import StopTexts
+from triforce.cli.session.prompt import Prompt
+from triforce.cli.session.text import AnswerText, StopTexts
 from triforce.offload import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -53,7 +52,9 @@ def test_messages_are_roles_and_texts():
         {"role": "user", "content": ""},
     ]
     found = check(messages=said).messages
-    assert found == (("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", ""))
+    roles_and_texts = [(message.role, message.text) for message in found]
+    assert roles_and_texts == [("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "")]
+    assert found[1].parts == ("Wh", "y?")
 
 
 @pytest.mark.parametrize(
@@ -159,17 +160,17 @@ def test_the_pieces_of_an_answer_are_its_text_whatever_its_stops_begin_with(pair
         text = "".join(rng.choice(" \nabQ:") for _ in range(rng.randint(1, 30)))
         stops = tuple("".join(rng.choice(" \nabQ:") for _ in range(rng.randint(1, 4))) for _ in range(3))
         token_ids = tokenizer.encode(text, False)
-        for plain in (True, False):
-            answer = AnswerText(tokenizer, RequestPrompt([2], stops, False, plain), ())
+        for answers in (True, False):
+            answer = AnswerText(tokenizer, Prompt([2], answers, stops), ())
             pieces = [answer.update(token_ids[: n + 1]) for n in range(len(token_ids))]
-            assert "".join([*pieces, answer.finish()]) == answer.text, (text, stops, plain)
+            assert "".join([*pieces, answer.finish()]) == answer.text, (text, stops, answers)
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
 def test_an_answer_ends_before_a_stop_and_counts_no_token_after_it(pair, size):
     tokenizer = Tokenizer.load(pair[0])
     token_ids = tokenizer.encode("It was the best of times, it was the worst of times", False)
-    answer = AnswerText(tokenizer, RequestPrompt([2], (", it", "worst"), False, False), ())
+    answer = AnswerText(tokenizer, Prompt([2], False, (", it", "worst")), ())
     shown = "".join(answer.update(token_ids[: n + size]) for n in range(0, len(token_ids), size)) + answer.finish()
     assert shown == answer.text == "It was the best of times" and answer.stopped
     until = next(n for n in range(len(token_ids)) if ", it" in tokenizer.decode(token_ids[:n]))
@@ -179,8 +180,8 @@ def test_an_answer_ends_before_a_stop_and_counts_no_token_after_it(pair, size):
 def test_an_answer_without_a_stop_is_the_text_of_its_tokens_but_for_the_end(pair):
     tokenizer = Tokenizer.load(pair[0])
     token_ids = [*tokenizer.encode("  naïve 🙂 times, ", False), 1]
-    for plain, want in ((False, "  naïve 🙂 times, "), (True, "naïve 🙂 times,")):
-        answer = AnswerText(tokenizer, RequestPrompt([2], ("times!",), False, plain), (1,))
+    for answers, want in ((False, "  naïve 🙂 times, "), (True, "naïve 🙂 times,")):
+        answer = AnswerText(tokenizer, Prompt([2], answers, ("times!",)), (1,))
         shown = "".join(answer.update(token_ids[: n + 1]) for n in range(len(token_ids))) + answer.finish()
         assert shown.rstrip() == answer.text.rstrip() == want.rstrip() and answer.text == want
         assert not answer.stopped and answer.num_tokens == len(token_ids)

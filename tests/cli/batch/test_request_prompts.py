@@ -6,19 +6,24 @@ import pytest
 from command import TEXT, run_here
 from templates import with_template
 from transformers import AutoTokenizer
-from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError
-from triforce.cli.requests.prompts import PromptMaker
+from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError, Message
+from triforce.cli.session.prompt import request_prompt
 from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.tokenizer import Tokenizer
 
-REQUEST = AnswerRequest(CHAT, (("user", "Why?"),), "", None, 16, Sampling(), ("END",), 1)
-TURNS = (("user", "Why?"), ("assistant", "So."), ("user", "How?"))
+
+def said(*messages):
+    return tuple(Message(role, (text,)) for role, text in messages)
 
 
-def maker(model):
-    return PromptMaker(Tokenizer.load(model), ModelConfig.load(model))
+REQUEST = AnswerRequest(CHAT, said(("user", "Why?")), "", None, 16, Sampling(), ("END",), 1)
+TURNS = said(("user", "Why?"), ("assistant", "So."), ("user", "How?"))
+
+
+def prompt_of(model, request):
+    return request_prompt(request, Tokenizer.load(model), ModelConfig.load(model))
 
 
 @pytest.fixture(scope="module")
@@ -39,53 +44,59 @@ def book(chatty, capfd, tmp_path, monkeypatch):
 
 def test_messages_go_through_the_chat_template(chatty):
     oracle = AutoTokenizer.from_pretrained(chatty)
-    for messages in (TURNS, (("system", "Be brief."), ("user", "Why?")), (("user", "a"), ("user", "b"))):
-        found = maker(chatty).make(replace(REQUEST, messages=messages))
-        given = [{"role": role, "content": content} for role, content in messages]
+    for messages in (TURNS, said(("system", "Be brief."), ("user", "Why?")), said(("user", "a"), ("user", "b"))):
+        found = prompt_of(chatty, replace(REQUEST, messages=messages))
+        given = [{"role": role, "content": content} for role, (content,) in messages]
         assert found.token_ids == oracle.apply_chat_template(given, add_generation_prompt=True)["input_ids"]
-        assert (found.stops, found.continues, found.plain) == (("END",), False, False)
+        assert (found.stops, found.answers) == (("END",), True)
 
 
 def test_a_model_without_a_template_gets_questions_and_answers_as_plain_text(pair):
     tokenizer = Tokenizer.load(pair[0])
-    found = maker(pair[0]).make(replace(REQUEST, messages=TURNS))
+    found = prompt_of(pair[0], replace(REQUEST, messages=TURNS))
     assert tokenizer.decode(found.token_ids) == "Question: Why?\nAnswer:So.\n\nQuestion: How?\nAnswer:"
-    assert found.stops == ("END", "\nQuestion:") and found.plain
+    assert found.stops == ("END", "\nQuestion:") and found.answers
 
 
 @pytest.mark.parametrize(
     "messages",
-    [TURNS[:2], TURNS[1:], (*TURNS, *TURNS[:1]), (("system", "x"),), (("user", "a"), ("system", "b"), ("user", "c"))],
+    [
+        TURNS[:2],
+        TURNS[1:],
+        (*TURNS, *TURNS[:1]),
+        said(("system", "x")),
+        said(("user", "a"), ("system", "b"), ("user", "c")),
+    ],
 )
 def test_messages_in_an_order_without_a_form_are_refused(pair, messages):
     with pytest.raises(BodyError, match="in turn"):
-        maker(pair[0]).make(replace(REQUEST, messages=messages))
+        prompt_of(pair[0], replace(REQUEST, messages=messages))
 
 
 def test_a_system_message_that_has_no_place_is_refused(pair, chatty, book):
-    said = (("system", "Be brief."), ("user", "Why?"))
+    messages = said(("system", "Be brief."), ("user", "Why?"))
     with pytest.raises(BodyError, match="no chat template"):
-        maker(pair[0]).make(replace(REQUEST, messages=said))
+        prompt_of(pair[0], replace(REQUEST, messages=messages))
     with pytest.raises(BodyError, match="begins with its own"):
-        maker(chatty).make(replace(REQUEST, messages=said, context="book"))
+        prompt_of(chatty, replace(REQUEST, messages=messages, context="book"))
 
 
 def test_a_completion_is_its_text_or_its_tokens(pair):
-    make, tokenizer = maker(pair[0]).make, Tokenizer.load(pair[0])
+    tokenizer = Tokenizer.load(pair[0])
     asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="It was")
-    found = make(asked)
-    assert found.token_ids == tokenizer.encode("It was", True) and found.continues
-    assert make(replace(asked, prompt=[5, 6, 7])).token_ids == [5, 6, 7]
+    found = prompt_of(pair[0], asked)
+    assert found.token_ids == tokenizer.encode("It was", True) and not found.answers
+    assert prompt_of(pair[0], replace(asked, prompt=[5, 6, 7])).token_ids == [5, 6, 7]
     with pytest.raises(BodyError, match="the token 999; the model knows 0 to 319"):
-        make(replace(asked, prompt=[5, 999]))
+        prompt_of(pair[0], replace(asked, prompt=[5, 999]))
     with pytest.raises(BodyError, match="gives no token"):
-        make(replace(asked, prompt=""))
+        prompt_of(pair[0], replace(asked, prompt=""))
 
 
 def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
     tokenizer = Tokenizer.load(chatty)
-    found = maker(chatty).make(replace(REQUEST, messages=TURNS, context="book"))
-    asked = "".join(f"<{role}>{text}" + ("</s>" if role == "assistant" else "") for role, text in TURNS[1:])
+    found = prompt_of(chatty, replace(REQUEST, messages=TURNS, context="book"))
+    asked = "".join(f"<{role}>{text}" + ("</s>" if role == "assistant" else "") for role, (text,) in TURNS[1:])
     whole = tokenizer.decode(found.token_ids)
     assert whole == tokenizer.decode(tokenizer.encode(f"<user>{book}Why?{asked}<assistant>", False))
     fresh = tokenizer.encode(f"<user>{book}", False)
@@ -95,19 +106,19 @@ def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
 def test_a_completion_goes_on_from_a_context(chatty, book):
     tokenizer = Tokenizer.load(chatty)
     asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="And then", context="raw")
-    found = maker(chatty).make(asked)
+    found = prompt_of(chatty, asked)
     assert tokenizer.decode(found.token_ids) == book + "And then"
 
 
 def test_what_does_not_fit_names_field_and_numbers(pair):
     with pytest.raises(BodyError, match=r"messages has [\d,]+ tokens and 16 more .* 1,024 positions") as raised:
-        maker(pair[0]).make(replace(REQUEST, messages=(("user", "why " * 900),)))
+        prompt_of(pair[0], replace(REQUEST, messages=said(("user", "why " * 900))))
     assert raised.value.code == "context_length_exceeded"
 
 
 def test_a_context_that_is_not_there_is_refused(pair, book):
     with pytest.raises(BodyError, match="there is no context 'nope'") as raised:
-        maker(pair[0]).make(replace(REQUEST, context="nope"))
+        prompt_of(pair[0], replace(REQUEST, context="nope"))
     assert raised.value.param == "context"
     with pytest.raises(TriforceError, match="cannot be the name of a context"):
-        maker(pair[0]).make(replace(REQUEST, context="../x"))
+        prompt_of(pair[0], replace(REQUEST, context="../x"))

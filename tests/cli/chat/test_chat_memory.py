@@ -8,20 +8,19 @@ import sys
 import pytest
 from command import run_here
 from triforce.cli.app import run
-from triforce.offload import Engine
 from triforce.offload.caches.kept import KeptCache
 from triforce.tp.errors import CapacityError
 
 
 def test_trim_makes_room_in_memory_too(pair, capfd, monkeypatch):
-    stream, most = Engine.stream, 60
+    prepare, most = KeptCache.prepare, 60
 
-    def stream_with_little_memory(self, prompt_ids, *given, **named):
-        if len(prompt_ids) > most:
+    def prepare_with_little_memory(self, prompt, *given, **named):
+        if len(prompt) > most:
             raise CapacityError("a context of so many tokens needs more")
-        return stream(self, prompt_ids, *given, **named)
+        return prepare(self, prompt, *given, **named)
 
-    monkeypatch.setattr(Engine, "stream", stream_with_little_memory)
+    monkeypatch.setattr(KeptCache, "prepare", prepare_with_little_memory)
     lines = "Why?\nHow?\nWhere?\nWhen?\n"
 
     def chat(lines, *arguments, expect=0):

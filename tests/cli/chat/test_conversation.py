@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from profiles import examples
 from templates import EOS, TEMPLATE, THINKING, with_template
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from triforce.cli.chat.forms import Opening
-from triforce.cli.chat.reply import Reply
 from triforce.cli.chat.slash import parse
-from triforce.cli.generate.prompt import read_text
+from triforce.cli.session.prompt import Context, Prompt
+from triforce.cli.session.text import AnswerText
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.contexts.manifest import Frame
@@ -93,8 +92,8 @@ def test_the_prompt_is_what_the_template_gives(model, chatty):
 def test_the_text_comes_first_and_the_first_question_continues_its_message(chatty, plain, kind):
     tokenizer = plain if kind == "plain" else chatty
     system = "Be brief." if kind == "template" else None
-    token_ids, frame = read_text(TEXT, system, kind == "raw", tokenizer)
-    conversation = conversation_with(tokenizer, opening=Opening.of(token_ids, frame, tokenizer, "a book"))
+    context = Context.read(TEXT, "a book", tokenizer, system=system, raw=kind == "raw")
+    conversation, token_ids = conversation_with(tokenizer, context=context), context.token_ids
     asked = say(conversation, tokenizer, "Why?", " So.")
     assert asked.token_ids[: len(token_ids)] == token_ids and asked.new_tokens == len(asked.token_ids) - len(token_ids)
     rest = tokenizer.decode(asked.token_ids[len(token_ids) :])
@@ -168,9 +167,8 @@ def test_what_does_not_fit_is_refused_and_the_conversation_goes_on(chatty):
 def test_trim_drops_the_oldest_turns_and_never_the_text(chatty, plain, kind):
     tokenizer = chatty if kind == "template" else plain
     system = "Be brief." if kind == "template" else None
-    token_ids, frame = read_text("It was the best of times.", system, False, tokenizer)
-    opening = Opening.of(token_ids, frame, tokenizer, "a book")
-    conversation = conversation_with(tokenizer, opening=opening, positions=170, trim=True)
+    context = Context.read("It was the best of times.", "a book", tokenizer, system=system)
+    conversation, token_ids = conversation_with(tokenizer, context=context, positions=170, trim=True), context.token_ids
     dropped = []
     for number in range(12):
         asked = say(conversation, tokenizer, f"What is number {number}?", f" It is {number}.")
@@ -208,8 +206,7 @@ def test_a_saved_conversation_goes_on_where_it_was(pair, model, tmp_path, kind):
 
     frame, token_ids = store.load("talk").frame, store.token_ids("talk")
     assert frame == (Frame(system="Be brief.", answered=True) if kind == "template" else Frame())
-    opening = Opening.of(token_ids, frame, tokenizer, "a talk")
-    later = conversation_with(tokenizer, opening=opening)
+    later = conversation_with(tokenizer, context=Context(token_ids, frame, "\n\n", "a talk"))
     again = later.ask(QUESTIONS[2])
     assert again.token_ids == asked.token_ids
     other = Engine.load(directory, draft="none", device="cpu", dtype="float32", store=store, context="talk")
@@ -222,7 +219,7 @@ def test_a_system_message_needs_a_template_and_a_template_the_text(plain, pair, 
         conversation_with(plain, system="Be brief.")
     deaf = Tokenizer.load(with_template(pair[0], tmp_path, TEMPLATE.replace("m['content']", "'?'")))
     with pytest.raises(TriforceError, match="leaves the text out"):
-        conversation_with(deaf, opening=Opening([5, 6], Frame(chat=True), "", "a book"))
+        conversation_with(deaf, context=Context([5, 6], Frame(chat=True), "", "a book"))
 
 
 def test_an_answer_ends_before_a_stop_and_its_tokens_give_its_text(plain):
@@ -245,7 +242,7 @@ def test_an_answer_ends_before_a_stop_and_its_tokens_give_its_text(plain):
 )
 def test_what_is_shown_never_has_to_be_taken_back(plain, before, after, cuts, stops):
     token_ids = plain.encode(f"{before}\nQ:{after}", False)
-    reply, shown, at = Reply(plain, [5], stops, [EOS]), "", 0
+    reply, shown, at = AnswerText(plain, Prompt([5], True, stops), [EOS]), "", 0
     for cut in cuts:
         at += cut
         shown += reply.update(token_ids[:at])
@@ -253,8 +250,8 @@ def test_what_is_shown_never_has_to_be_taken_back(plain, before, after, cuts, st
     shown += reply.finish()
     whole = f"{before}\nQ:{after}"
     ends = [whole.index(stop) for stop in stops if stop in whole]
-    assert shown == reply.answer == (whole[: min(ends)] if ends else whole).strip()
-    assert plain.decode(reply.token_ids) == reply.text
+    assert shown == reply.text == (whole[: min(ends)] if ends else whole).strip()
+    assert plain.decode(reply.token_ids) == reply.whole_text
     assert reply.stopped == bool(ends)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from command import TEXT, run_here
 from tokenizers import Tokenizer as Backend
 from tokenizers import normalizers
-from triforce.cli.generate.prompt import encode_after
+from triforce.cli.session.prompt import encode_behind
 from triforce.offload.contexts.disk import Disk
 from triforce.offload.contexts.manifest import Manifest
 from triforce.tp.weights.tokenizer import Tokenizer
@@ -29,4 +29,4 @@ def test_a_question_after_a_saved_text_is_tokenized_as_within_one(pair):
     backend.normalizer = normalizers.Prepend(" ")
     tokenizer = Tokenizer(encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
                           decode=lambda ids: backend.decode(list(ids)))  # fmt: skip
-    assert tokenizer.decode(encode_after("Why?", tokenizer)) == "Why?"
+    assert tokenizer.decode(encode_behind("Why?", tokenizer)) == "Why?"

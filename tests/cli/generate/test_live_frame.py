@@ -6,16 +6,15 @@ import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from triforce.cli.generate.run import same_terminal
 from triforce.cli.terminal.frame import Snapshot, draw
 from triforce.cli.terminal.live import LiveDisplay
+from triforce.cli.terminal.output import same_terminal
 from triforce.cli.terminal.wrapping import WrappedText
-from triforce.offload import Generation
 from triforce.offload.statistics import Statistics
 
 SNAPSHOT = Snapshot(
@@ -136,11 +135,10 @@ def test_no_display_where_stderr_is_no_terminal_or_a_dumb_one():
 
 @pytest.mark.slow
 def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatch):
-    run = SimpleNamespace(
-        statistics=Statistics(),
-        lengths={"draft_length": 1, "block_length": 1},
-        stats=lambda: {"settings": {"budget": 0}, "prompt_tokens": 1, "device": "cpu", "dtype": "float32"},
-    )
+    document = {"settings": {"budget": 0}, "prompt_tokens": 1, "device": "cpu", "dtype": "float32"}
+    order = SimpleNamespace(max_new_tokens=8)
+    sequence: Any = SimpleNamespace(statistics=Statistics(), order=order, document=lambda *_: document)
+    lengths = {"draft_length": 1, "block_length": 1}
 
     def draw_slowly():
         end = time.thread_time() + 0.03
@@ -149,7 +147,7 @@ def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatc
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(file=nowhere, force_terminal=True, width=80, height=24)
-        display = LiveDisplay(console, cast(Generation, run), "a model", 8)
+        display = LiveDisplay(console, sequence, lambda: lengths, "a model")
         with display:
             monkeypatch.setattr(display._live, "refresh", draw_slowly)
             began = time.perf_counter()

@@ -5,18 +5,9 @@ import shutil
 import pytest
 from command import CONTEXT, TEXT
 from transformers import AutoTokenizer
-from triforce.cli.generate.opening import opening
-from triforce.cli.generate.prompt import (
-    Prompt,
-    Source,
-    build_prompt,
-    build_prompts,
-    cut,
-    cut_log,
-    long_prompt,
-    read_source,
-)
-from triforce.cli.generate.questions import WantedAnswer, wanted_answers
+from triforce.cli.generate.questions import WantedAnswer, log_questions, wanted_answers
+from triforce.cli.session.prompt import Prompt, build_prompt, build_prompts, cut, long_prompt
+from triforce.cli.session.source import Source, cut_log, read_source
 from triforce.tp.errors import TriforceError
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.tokenizer import TextStream, Tokenizer
@@ -36,7 +27,7 @@ def test_the_question_is_never_cut(pair, part):
     tokenizer, config = Tokenizer.load(pair[0]), ModelConfig.load(pair[0])
     prompt = build_prompt(Source(TEXT * 20, "a book"), "Who was it?", tokenizer, config, 24, part)
     assert len(prompt.token_ids) == CONTEXT - 24
-    assert tokenizer.decode(prompt.token_ids).endswith("\n\nWho was it?")
+    assert tokenizer.decode(prompt.token_ids).endswith("\n\nQuestion: Who was it?\nAnswer:")
 
 
 def test_the_question_goes_through_the_chat_template(pair, tmp_path):
@@ -91,15 +82,15 @@ def test_built_in_log_has_questions_whose_answers_stand_in_it(pair):
     source = read_source(None, None, print)
     for seed in range(3):
         source = cut_log(read_source(None, None, print, log_seed=seed), tokenizer, 2_500)
-        *asked, last = opening(source.text, seed)
+        *asked, last = log_questions(source.text, seed)
         assert len(asked) == 3 and last == WantedAnswer(None, 0, 1)
         for one in asked:
             assert one.entry is not None
             date, _, entry = one.entry.partition(": ")
             day = next(day for day in source.text.split("\n\n") if entry in day)
             assert day.startswith(f"{date}. ") and source.text.index(entry) / len(source.text) == one.depth
-        assert opening(source.text, seed) == [*asked, last]
-    assert [one.question for one in opening(source.text[:60], 2)] == [None]
+        assert log_questions(source.text, seed) == [*asked, last]
+    assert [one.question for one in log_questions(source.text[:60], 2)] == [None]
 
 
 def test_mark_and_line_ends_of_other_systems_are_read_as_text(tmp_path):

@@ -90,16 +90,16 @@ def test_a_comment_keeps_a_silent_stream_alive(pair, monkeypatch):
 
 def test_a_comment_keeps_a_stream_alive_while_a_prompt_is_read(pair, monkeypatch):
     """Whoever does not ask how it is read is sent nothing else meanwhile."""
-    read, told = Answering._read, []
+    send, sent = Answering._send_progress, []
 
-    def late(answering, sequence, share):
-        for part in range(1, 6 if not told else 1):
+    def late(answering, task, share):
+        for part in range(1, 6 if not sent else 1):
             time.sleep(0.15)  # less than the time after which a comment is due
-            read(answering, sequence, share * part / 6)
-        told.append(share)
-        read(answering, sequence, share)
+            send(answering, task, share * part / 6)
+        sent.append(share)
+        send(answering, task, share)
 
-    monkeypatch.setattr(Answering, "_read", late)
+    monkeypatch.setattr(Answering, "_send_progress", late)
     with serving_within(pair, limits={"keep_alive_s": 0.25, "first_event_s": 0.01}) as server:
         reply = server.complete("It was " * 200, stream=True, max_tokens=1)
     assert reply.body.count(b": keep-alive\n\n") >= 2 and reply.events[-1] == "[DONE]"

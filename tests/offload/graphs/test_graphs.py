@@ -18,7 +18,7 @@ from recorder import FAMILIES, PROMPT, NoWaiting, Recorder, Tape, count_waits, r
 from tiny import random_tokens, save_llama
 from tiny_caches import append, moving_cache, retrieval_cache, streaming_cache
 from torch.utils._python_dispatch import _disable_current_modes
-from triforce.cli.generate.report import report_statistics
+from triforce.cli.session.report import report_statistics
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Request, Sampling
 from triforce.offload.caches.retrieval import RetrievalCache

@@ -6,27 +6,28 @@ from collections.abc import Sequence
 
 from templates import EOS
 from triforce.cli.chat.conversation import Conversation, NextTurn, Turn
-from triforce.cli.chat.forms import Opening, form_of
+from triforce.cli.session.prompt import Context, QuestionForm
+from triforce.cli.session.text import AnswerText
 from triforce.tp.weights.tokenizer import Tokenizer
 
 
 def conversation_with(
     tokenizer: Tokenizer,
     *,
-    opening: Opening | None = None,
+    context: Context | None = None,
     system: str | None = None,
     positions: int = 1024,
     new: int = 16,
     seed: int | None = None,
     trim: bool = False,
 ) -> Conversation:
-    form = form_of(tokenizer, opening, system)
-    return Conversation(form, tokenizer, positions=positions, max_new_tokens=new, opening=opening, seed=seed, trim=trim)
+    form = QuestionForm.of(tokenizer, context, system)
+    return Conversation(form, tokenizer, positions=positions, max_new_tokens=new, context=context, seed=seed, trim=trim)
 
 
 def answer(conversation: Conversation, asked: NextTurn, token_ids: Sequence[int]) -> Turn:
     """Takes an answer of these tokens, which come one at a time."""
-    reply = conversation.reply(asked, [EOS])
+    reply = AnswerText(conversation.tokenizer, conversation.prompt(asked), [EOS])
     shown = "".join(reply.update(token_ids[: n + 1]) for n in range(len(token_ids))) + reply.finish()
     turn = conversation.add(asked, reply, {"token_ids": list(token_ids)})
     assert shown == turn.answer

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from hashlib import blake2b
 
-from ....offload import Engine, Request, Round, Run, Sampling
-from ....offload.batch.run import Ended, Tokens
-from ....offload.batch.sequence import BatchSequence
+from ....offload import Engine
 from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
-from ...requests.answer_text import AnswerText
 from ...requests.body import BodyError
 from ...requests.response import AnswerEnd, Timings
+from ...session.prompt import Prompt
+from ...session.session import Failed, Finished, Session, Task, Written
 from .fair_queue import FairQueue
-from .jobs import Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
+from .jobs import Complete, Job, Piece, Progress, Saved, Upload
 from .metrics import Metrics
 
 _SAVED_FROM = 1024
@@ -50,7 +50,7 @@ class Answering:
         self._engine, self._tokenizer, self._metrics, self._tell = engine, tokenizer, metrics, tell
         self._queue = queue
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
-        self._working: dict[Writing | ReadingText, None] = {}
+        self._session: Session | None = None
         self._overtaken, self._one_waits = 0, False  # who joined while a prompt waited that must come alone
         self._just_begun = False  # whether the first was taken where nobody ran, and has not been opened
         self.broken = False
@@ -58,7 +58,11 @@ class Answering:
 
     def __len__(self) -> int:
         """Answers that are being written and texts that are read, or wait for memory."""
-        return len(self._working)
+        return len(self._tasks)
+
+    @property
+    def _tasks(self) -> list[Task]:
+        return list(self._session.tasks) if self._session else []
 
     def run(self) -> None:
         """Works until the queue is closed. All that was taken from it gets its last event.
@@ -66,21 +70,26 @@ class Answering:
         Raises:
             Exception: the engine failed; those who waited are told.
         """
-        run = self._engine.run(self._next, max_sequences=self._most, on_prefill=self._read)
+        session = self._session = Session(
+            self._engine, self._tokenizer, max_sequences=self._most, on_read=self._send_progress
+        )
         try:
-            for event in run:
-                self._just_begun = False
-                if self._cut_by():
-                    run.end_all()
-                    continue
-                if isinstance(event, Tokens):
-                    self._update(run, event.sequence, event.round)
-                elif isinstance(event, Ended):
-                    self._end(event.sequence)
-                for sequence in run.live:
-                    if sequence.tag.job.abandoned:
-                        run.end(sequence)
-                self._metrics.update(run.traffic(), run.kv_bytes())
+            with closing(session.events(self._next)) as events:
+                for event in events:
+                    self._just_begun = False
+                    if self._cut_by():
+                        session.end_all()
+                        continue
+                    if isinstance(event, Written):
+                        self._send_piece(event)
+                    elif isinstance(event, Finished):
+                        self._send_end(event.task)
+                    elif isinstance(event, Failed):
+                        self._fail(event.task.owner, event.error)
+                    for task in self._tasks:
+                        if task.owner.abandoned:
+                            session.end(task)
+                    self._count_traffic(session)
             self.fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )
@@ -88,11 +97,14 @@ class Answering:
             self.fail_all(error)
             raise
         finally:
-            self.broken = run.broken
-            run.close()
-            self._metrics.update(run.traffic(), run.kv_bytes())
+            self.broken = session.broken
+            self._count_traffic(session)
 
-    def _next(self, waits: bool) -> Request | None:
+    def _count_traffic(self, session: Session) -> None:
+        if session.run:
+            self._metrics.update(session.run.traffic(), session.run.kv_bytes())
+
+    def _next(self, waits: bool) -> Task | None:
         """What the engine is to do next, and waits for it where it does nothing else. Once several have overtaken a
         prompt that must come alone, nothing joins until it has come."""
         if waits:
@@ -110,15 +122,12 @@ class Answering:
             try:
                 if why := self._cut_by():
                     raise why
-                work, request = self._begin(found)
+                return self._begin(found)
             except BodyError as error:
                 self._fail(found, error)
             except Exception as error:
                 self._tell(f"error: a request could not be begun ({type(error).__name__})")
                 self._fail(found, error)
-            else:
-                self._working[work] = None
-                return request
 
     def _contexts(self, work: Job | Upload) -> ContextRequest:
         """What is to be restored, and saved, of a prompt: the first answer saves for all."""
@@ -130,7 +139,7 @@ class Answering:
             save = f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
         return ContextRequest(name=name, find=name is None, save=save)
 
-    def _begin(self, work: Job | Upload) -> tuple[Writing | ReadingText, Request]:
+    def _begin(self, work: Job | Upload) -> Task:
         """What the engine is to do for the part of it that was popped last.
 
         Raises:
@@ -140,85 +149,66 @@ class Answering:
         if isinstance(work, Upload):
             assert self._engine.contexts  # it was loaded from files
             work.missing(self._engine.contexts)  # while it waited, another text may have got its name
-            reading = ReadingText(work)
-            return reading, Request(work.token_ids, Sampling(0.0), 1, contexts=contexts, tag=reading)
-        eos_ids, asked, prompt = self._engine.target.config.eos_token_ids, work.request, work.prompt
-        writing = Writing(work, work.begun - 1, AnswerText(self._tokenizer, prompt, eos_ids))
-        options = {"number": writing.number, "top_logprobs": asked.top_logprobs, "contexts": contexts}
-        sampling, most = asked.sampling, asked.max_new_tokens
-        return writing, Request(prompt.token_ids, sampling, most, **options, stops=writing.take, tag=writing)
+            return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
+        asked = work.request
+        options = {"number": work.begun - 1, "top_logprobs": asked.top_logprobs, "owner": work}
+        return Task(work.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
 
     def _may_join(self, work: Job | Upload) -> bool:
         """Texts that are read come one at a time, as several of the same name would be in each other's way; prompts
         whose length decides how they are rotated (dynamic RoPE) come alone."""
-        if isinstance(work, Upload) and any(isinstance(one, ReadingText) for one in self._working):
+        if isinstance(work, Upload) and any(isinstance(task.owner, Upload) for task in self._tasks):
             return False
         if self._engine.target.rope.changes_with(work.num_tokens):
             self._one_waits = True
             return False
         return True
 
-    def _update(self, run: Run, sequence: BatchSequence, event: Round) -> None:
-        """Takes over what a round brought to a sequence."""
-        writing, s = sequence.tag, sequence.statistics
-        if not isinstance(writing, Writing) or writing not in self._working:
-            return
-        job = writing.job
-        if event.index == 0:
-            self._metrics.add_first_token(time.perf_counter() - job.came)
-            if writing.number == 0:
+    def _send_piece(self, event: Written) -> None:
+        """Hands on what a round brought to an answer."""
+        task, job = event.task, event.task.owner
+        assert task.sequence
+        s = task.sequence.statistics
+        if event.round.index == 0:
+            self._metrics.add_first_token(time.perf_counter() - job.asked_at)
+            if task.number == 0:
                 self._metrics.add_prompt(s)
         else:
-            self._metrics.add_round(event)
-        ended = s.finish_reason != "interrupted" or writing.text.stopped
-        piece, logprobs = writing.pop(last=ended), writing.describe(sequence.logprobs)
-        if piece or logprobs:
-            job.send(Piece(writing.number, piece, logprobs, Timings.of(s) if job.timed else None))
-        if not ended:
-            return
-        del self._working[writing]
-        reason = "stop" if writing.text.stopped else s.finish_reason
-        job.send(Finished(writing.number, AnswerEnd(reason, writing.text.num_tokens, Timings.of(s))))
+            self._metrics.add_round(event.round)
+        logprobs = task.take_logprobs()
+        if event.piece or logprobs:
+            job.send(Piece(task.number, event.piece, logprobs, Timings.of(s) if job.timed else None))
 
-    def _end(self, sequence: BatchSequence) -> None:
-        """Parts with a sequence that has ended: nobody waits for it, the engine could not do it, or a text is saved."""
-        work = sequence.tag
-        if work not in self._working:
-            return
-        del self._working[work]
-        if work.job.abandoned:
-            return
-        if sequence.failure is not None:
-            self._fail(work.job, sequence.failure)
-        elif isinstance(work, ReadingText):
-            s = sequence.statistics
+    def _send_end(self, task: Task) -> None:
+        """Says that an answer is complete, or a text is saved."""
+        assert task.sequence
+        s, work = task.sequence.statistics, task.owner
+        if isinstance(work, Upload):
             self._metrics.add_text(s)
-            work.job.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
+            work.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
         else:
-            self._fail(work.job, _ended_early())
+            work.send(Complete(task.number, AnswerEnd(task.finish_reason, task.text.num_tokens, Timings.of(s))))
 
-    def _read(self, sequence: BatchSequence, share: float) -> None:
-        """Takes note of a share of a prompt that was read."""
-        work, now = sequence.tag, time.perf_counter()
-        if work.number or not work.job.wants_progress or (share < 1 and now - work.told < TELL_S):
+    def _send_progress(self, task: Task, share: float) -> None:
+        """Says how much of a prompt is read."""
+        work, now = task.owner, time.perf_counter()
+        if task.number or not work.wants_progress or (share < 1 and now - work.progress_sent < TELL_S):
             return
-        work.began, work.told = work.began or now, now
-        s = sequence.statistics
+        assert task.sequence
+        work.reading_began, work.progress_sent = work.reading_began or now, now
+        s = task.sequence.statistics
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
-        work.job.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.began))
+        work.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.reading_began))
 
     def fail_all(self, error: BaseException) -> None:
         """Tells all who still wait that nothing follows."""
-        working, self._working = self._working, {}
-        for job in dict.fromkeys(work.job for work in working):
+        for job in dict.fromkeys(task.owner for task in self._tasks):
             self._fail(job, error)
+        if self._session:
+            self._session.tasks.clear()
 
     def _fail(self, job: Job | Upload, error: BaseException) -> None:
         """Tells whoever waits for it that nothing follows; what waits of it is dropped."""
         job.fail(error)
         job.abandoned = True
         self._queue.remove(job)
-
-
-def _ended_early() -> BodyError:
-    return BodyError("the run ended before the answer", code="not_answered", status=500)

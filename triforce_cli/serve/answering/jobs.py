@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 
 from ....offload.contexts.manifest import ContextError, Frame
 from ....offload.contexts.model import ModelContexts
-from ....offload.speculation.sampling import TokenLogprobs
 from ....tp.errors import CapacityError, PeerError, TriforceError
-from ...requests.answer_text import AnswerText
 from ...requests.body import AnswerRequest, BodyError
 from ...requests.logprobs import Entry
-from ...requests.prompts import RequestPrompt
 from ...requests.response import AnswerEnd, Timings
+from ...session.prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ _DESCRIBED_BYTES = 512
 
 
 @dataclass(frozen=True)
-class Finished:
+class Complete:
     """One of a request's answers is complete."""
 
     number: int
@@ -82,7 +80,7 @@ class Failed:
     error: BodyError
 
 
-Event = Progress | Piece | Finished | Saved | Failed
+Event = Progress | Piece | Complete | Saved | Failed
 
 
 @dataclass(eq=False)
@@ -90,11 +88,15 @@ class _Work:
     client: str
     send: Callable[[Event], None]
     """Tells whoever waits for it; from any thread."""
-    came: float = field(default_factory=time.perf_counter, init=False)
+    asked_at: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
     """Whether nobody waits for it any more."""
     begun: int = field(default=0, init=False)
     """Its parts that have left the queue."""
+    reading_began: float = field(default=0.0, init=False)
+    """When its prompt was first read, by `time.perf_counter`; 0 before."""
+    progress_sent: float = field(default=0.0, init=False)
+    """When that was last said."""
 
     @property
     def parts(self) -> int:
@@ -115,7 +117,7 @@ class Job(_Work):
     """A request for answers, each of which waits for its turn."""
 
     request: AnswerRequest
-    prompt: RequestPrompt
+    prompt: Prompt
     timed: bool = False
     """Whether timings are wanted with each piece."""
     wants_progress: bool = False
@@ -161,53 +163,6 @@ class Upload(_Work):
             return contexts.missing(self.name, self.token_ids)
         except ContextError as error:
             raise BodyError(str(error), "name", code="context_exists", status=409) from error
-
-
-@dataclass(eq=False)
-class Writing:
-    """One of the answers to a request, while it is written."""
-
-    job: Job
-    number: int
-    text: AnswerText
-    began: float = 0.0
-    """When its prompt was first read, by `time.perf_counter`; 0 before."""
-    told: float = 0.0
-    """When that was last told."""
-    _described: int = 0  # tokens whose probabilities have been looked at
-    _piece: str = ""
-
-    def take(self, tokens: list[int]) -> bool:
-        """Takes the tokens of a round; whether the answer ends with them."""
-        self._piece += self.text.add(tokens)
-        return self.text.stopped
-
-    def pop(self, *, last: bool) -> str:
-        """The text that has come since the last call, what was held back included if it is the `last` one."""
-        piece, self._piece = self._piece, ""
-        return piece + self.text.finish() if last else piece
-
-    def describe(self, found: Sequence[TokenLogprobs]) -> list[Entry] | None:
-        """The probabilities of the tokens that `text` has taken since the last call, where they were asked for.
-
-        Args: `found` is of all tokens.
-        """
-        if self.job.request.top_logprobs is None:
-            return None
-        new = self.text.described(found, self._described)
-        self._described = self.text.num_tokens
-        return new
-
-
-@dataclass(eq=False)
-class ReadingText:
-    """A text that is being read and saved."""
-
-    job: Upload
-    number: int = field(default=0, init=False)
-    began: float = field(default=0.0, init=False)
-    told: float = field(default=0.0, init=False)
-    """See `Writing`."""
 
 
 def as_body_error(error: BaseException) -> BodyError:

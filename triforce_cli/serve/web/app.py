@@ -19,7 +19,7 @@ from ...contexts.report import describe, describe_all
 from ...requests.body import CHAT, COMPLETION, BodyError
 from ...requests.response import AnswerEnd, FinishedAnswer, response_body
 from ..access import Access
-from ..answering.jobs import Event, Failed, Finished, Job, Piece, Saved, Upload, as_body_error
+from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics
 from .connection import cut
 from .events import Events
@@ -258,7 +258,7 @@ async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAn
                 f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
                 "stream", code="answer_too_long",
             )  # fmt: skip
-        if isinstance(event, Finished):
+        if isinstance(event, Complete):
             ends[event.number] = event.end
     return [_whole(job, pieces[number], ends[number]) for number in sorted(ends)]
 

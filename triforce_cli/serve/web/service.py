@@ -14,9 +14,9 @@ from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
-from ...generate.prompt import checked, decoded, read_text
 from ...requests.body import AnswerRequest, BodyError, Defaults, check_body
-from ...requests.prompts import PromptMaker
+from ...session.prompt import Context, request_prompt
+from ...session.source import checked, decoded
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
@@ -62,7 +62,7 @@ class Service:
         """
         self._check_open()
         request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
-        prompt = await self._prepare(lambda: PromptMaker(self._tokenizer, self._config).make(request))
+        prompt = await self._prepare(lambda: request_prompt(request, self._tokenizer, self._config))
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
         job = Job(client, events.send, request, prompt, *told)
@@ -80,9 +80,9 @@ class Service:
         def prepare() -> Upload:
             self.store.directory(name)
             text = checked(decoded(raw, "file", lambda _: None), "file")
-            token_ids, frame = read_text(text, None, False, self._tokenizer)
-            check_context(self._config, len(token_ids), 1)
-            return Upload(client, events.send, name, token_ids, frame)
+            context = Context.read(text, name, self._tokenizer)
+            check_context(self._config, len(context.token_ids), 1)
+            return Upload(client, events.send, name, context.token_ids, context.frame)
 
         events = Events(self.limits.unread_bytes)
         upload = await self._prepare(prepare)

@@ -11,7 +11,7 @@ from typing import Any
 from ...requests.body import CHAT, AnswerRequest, BodyError
 from ...requests.logprobs import logprobs_field
 from ...requests.response import AnswerEnd, finish_reason_of, new_id, timings, usage
-from ..answering.jobs import Event, Failed, Finished, Piece, Progress, Saved
+from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved
 from .events import Events
 
 DONE = b"data: [DONE]\n\n"
@@ -118,7 +118,7 @@ class AnswerStream:
                 more = {"timings": timings([event.timings])} if event.timings else {}
                 said = {"content": event.text} if self._chat else event.text
                 yield self._chunk(event.number, said, None, self._logprobs(event), **more)
-            elif isinstance(event, Finished):
+            elif isinstance(event, Complete):
                 self._answers[event.number] = event.end
                 yield self._end(event)
                 if len(self._answers) == self._request.answers:
@@ -142,7 +142,7 @@ class AnswerStream:
     def _timings(self) -> dict[str, Any]:
         return timings([answer.timings for answer in self._ordered])
 
-    def _end(self, event: Finished) -> bytes:
+    def _end(self, event: Complete) -> bytes:
         whole = len(self._answers) == self._request.answers
         more = {"timings": self._timings} if whole else {}
         return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.end), **more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...tp.units import gib
 from ..terminal.streams import tell
+from ..terminal.tables import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ...offload import Engine, Generation
     from ...offload.batch.sequence import BatchSequence
     from .prompt import Prompt
+
+_ENDINGS = {"eos": "end", "stop": "end", "length": "length", "interrupted": "interrupted"}
+
+AS_PLAIN_TEXT = "it gets questions and answers as plain text (Question: … Answer: …)"
 
 SECONDS_BETWEEN_LINES = 5.0
 """Of progress where no terminal is."""
@@ -32,7 +37,7 @@ def report_choices(
     Args: `answers` are to be written together, of which `prompt` has the longest prompt.
     """
     from ...offload.planning.memory import available_bytes
-    from ...tp.devices import device_name
+    from .open import engine_in_words
 
     target, draft = engine.target, engine.draft
     tokens = len(prompt.token_ids)
@@ -47,16 +52,13 @@ def report_choices(
             tiers.insert(0, " or ".join(drafts))
     dropped = f" ({prompt.dropped:,} tokens dropped by --truncate)" if prompt.dropped else ""
     available = available_bytes(target.device)
-    dtype = str(target.dtype).removeprefix("torch.")
-    ranks = target.ranks.size
-    where = f"{ranks} ranks, each on {device_name(target.device)}" if ranks > 1 else device_name(target.device)
-    million = target.config.num_parameters / 1e6
+    each = " on each rank" if target.ranks.size > 1 else ""
     wanted = f"up to {max_new_tokens:,} new ones" + (f" for each of {answers:,} answers" if answers > 1 else "")
     rows = {
-        "model": f"{model}, {million:,.1f} M parameters, {dtype} on {where}",
+        "model": engine_in_words(engine, model),
         "prompt": f"{tokens:,} tokens{f' of {source}' if source else ''}{dropped}; {wanted}",
         "tiers": " → ".join(tiers),
-        "memory": f"KV cache {gib(plan.kv)} planned{' on each rank' if ranks > 1 else ''}, {gib(available)} available",
+        "memory": f"KV cache {gib(plan.kv)} planned{each}, {gib(available)} available",
     }
     if plan.request.taken_by_others > 0.02 * (plan.request.gpu_total_bytes or 0):
         rows["memory"] += f"; other processes have {gib(plan.request.taken_by_others)} of the GPU"
@@ -64,15 +66,6 @@ def report_choices(
         folder = f" ({engine.contexts.store.root})" if engine.contexts else ""
         rows["memory"] += f"; {gib(plan.disk_kv)} of it on disk{folder}, read in every verification"
     print_rows(console, rows)
-
-
-def report_ranks(engine: Engine) -> None:
-    """How several GPUs reach one another, on rank 0: said before they first do, as a run may hang there."""
-    ranks = engine.target.ranks
-    if ranks.size > 1 and ranks.rank == 0 and engine.target.device.type == "cuda":
-        from ...tp.gpu_links import connection_in_words
-
-        tell(f"{ranks.size} GPUs: {connection_in_words(ranks.local_size)}")
 
 
 def report_context(run: Generation | BatchSequence) -> None:
@@ -135,6 +128,20 @@ def progress_lines(what: str) -> Callable[[float], None]:
             tell(f"{what}: {share:.0%}, about {left:.0f} s left")
 
     return on_progress
+
+
+def with_text(stats: dict[str, Any], text: str) -> dict[str, Any]:
+    """The JSON, with what the engine does not know: the text behind its token ids, the threads of this process."""
+    import torch
+
+    document: dict[str, Any] = {}
+    for key, value in stats.items():
+        document[key] = value
+        if key == "world_size":
+            document["threads"] = torch.get_num_threads()
+        if key == "token_ids":
+            document["text"] = text
+    return document
 
 
 def report_statistics(console: Console, stats: dict[str, Any]) -> None:
@@ -206,3 +213,42 @@ def print_rows(console: Console, rows: dict[str, str]) -> None:
         return
     for label, value in rows.items():
         console.print(f"{label:<10}{value}", soft_wrap=True, markup=False)
+
+
+def report_several(console: Console, document: dict[str, Any], names: Sequence[str]) -> None:
+    """The JSON of a batch.
+
+    Args: `names` are those of its sequences.
+    """
+    sequences = document["sequences"]
+    failed = sum("error" in one for one in sequences)
+    seeds = {one["seed"] for one in sequences if "seed" in one}
+    seed = f"; seed {seeds.pop()}" if len(seeds) == 1 else ""
+    answers = f"{len(sequences) - failed:,} answers" + (f", {failed:,} failed" if failed else "")
+    rows = {"written": f"{document['new_tokens']:,} tokens in {answers}{seed}"}
+    if document["rounds"]:
+        each = document["decode_s"] / document["rounds"] * 1e3
+        speed = f"{document['tokens_per_s']:.1f} tokens/s over {document['rounds']:,} rounds of {each:.1f} ms"
+        rows["together"] = f"{speed}; reading took {document['prefill_s']:.2f} s"
+    if document["link"]["bytes_streamed"]:
+        rows["link"] = describe_link(document["link"])
+    if document["disk"]["bytes_read"]:
+        rows["disk"] = describe_disk(document["disk"])
+    rows["memory"] = f"{describe_memory(document['memory'])}; KV cache {gib(document['memory']['kv_bytes'])}"
+    if document["warnings"]:
+        rows["warning"] = "; ".join(document["warnings"])
+    print_rows(console, rows)
+    titles = ("", "tokens", "ended by", "TTFT s", "TBT ms", "accepted", "question")
+    cells = [_cells(i, one, name) for i, (one, name) in enumerate(zip(sequences, names, strict=True), 1)]
+    console.print(make_table(titles, cells, left=("ended by", "question")))
+
+
+def _cells(number: int, one: dict[str, Any], name: str) -> list[str]:
+    """A sequence as a row of the table; what it has not come to is left out."""
+    if "error" in one:
+        return [str(number), "-", "error", "-", "-", "-", name]
+    tbt = f"{one['tbt_ms']['mean']:.1f}" if one.get("rounds") else "-"
+    share = one["acceptance"]["retrieval_per_token"] if one.get("rounds") else None
+    ttft = f"{one['ttft_s']:.2f}" if one.get("new_tokens") else "-"
+    ending = _ENDINGS[one.get("finish_reason", "interrupted")]
+    return [str(number), f"{one['new_tokens']:,}", ending, ttft, tbt, "-" if share is None else f"{share:.0%}", name]

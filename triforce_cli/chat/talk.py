@@ -1,25 +1,34 @@
-"""A conversation under way: questions are answered and commands obeyed, one after the other."""
+"""A conversation under way: where questions are from, what answers them, and the commands between them."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...offload import Engine, Generation, Sampling
+from ...offload import Engine
+from ...offload.batch.sequence import BatchSequence
 from ...offload.contexts.home import user_store
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import CapacityError, PeerError, TriforceError, UsageError
 from ..contexts.report import describe_all, show_list
-from ..generate.report import NO_PROGRESS, StartProgress, report_context, report_statistics, start_progress
-from ..generate.run import step, with_text
+from ..session.prompt import Prompt
+from ..session.report import (
+    NO_PROGRESS,
+    StartProgress,
+    report_context,
+    report_statistics,
+    start_progress,
+    with_text,
+)
+from ..session.session import Failed, Session, Task, Written
 from ..terminal.output import TextOutput, in_one_line
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .conversation import Conversation, NextTurn
-from .reply import Reply
 from .request import ChatRequest
 from .slash import COMMANDS, KEYS, parse
 
@@ -41,8 +50,33 @@ class Questions(Protocol):
     def next(self, status: str) -> str | None: ...
 
 
-class Session:
-    """Talks: rank 0 does, where there are several."""
+class Lines:
+    """The lines of standard input."""
+
+    interactive = False
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._number = 0
+
+    def next(self, status: str) -> str | None:
+        """The next line; `None` at the end.
+
+        Raises:
+            TriforceError: it is not UTF-8.
+            Stop: a signal came.
+        """
+        with self._signals.allowed():
+            line = sys.stdin.buffer.readline()
+        self._number += 1
+        try:
+            return line.decode("utf-8-sig" if self._number == 1 else "utf-8") if line else None
+        except UnicodeDecodeError as error:
+            raise TriforceError(f"line {self._number:,} of standard input is not UTF-8, so it is left out") from error
+
+
+class Talk:
+    """Questions that are answered and commands that are obeyed, one after the other, on rank 0."""
 
     def __init__(
         self,
@@ -63,10 +97,11 @@ class Session:
         self._request, self._signals, self._console = request, signals, console
         self._questions, self._silent = questions, silent
         self._warned: set[str] = set()
+        self._session: Session | None = None  # of what the engine did last
         self.failed = False
         """Whether a question could not be answered, or a command not be obeyed."""
 
-    def talk(self) -> None:
+    def until_the_end(self) -> None:
         """Until the questions end.
 
         Raises:
@@ -133,124 +168,122 @@ class Session:
         token_ids = self._conversation.token_ids
         if not self._conversation.turns:
             raise UsageError("there is nothing to save yet")
-        saved = ContextRequest(save=name, frame=self._conversation.frame, required=True)
-        with self._interruptible(len(token_ids)) as progress:
-            generation = self._engine.stream(
-                token_ids, Sampling(0.0), 1, tiers=1, on_memory=progress.memory, on_prefill=progress.prefill,
-                interrupted=self._signals.came, contexts=saved,
-            )  # fmt: skip
-            try:
-                while step(generation, self._signals) is not None:
-                    pass
-            except Stop as stop:
-                self._end(generation, stop)
-                if not generation.statistics.token_ids:
-                    tell(f"the context {name} is not saved whole")
-                self._pass_on(stop)
-                return
-        self._warn(generation)
-        tell(f"saved {len(token_ids):,} tokens; go on with them: triforce chat --context '{name}'")
+        contexts = ContextRequest(save=name, frame=self._conversation.frame, required=True)
+        task = Task(Prompt(token_ids), contexts, writes=False)
+        stop = self._do(task, len(token_ids))
+        if not stop:
+            tell(f"saved {len(token_ids):,} tokens; go on with them: triforce chat --context '{name}'")
+            return
+        if not task.begun:
+            tell(f"the context {name} is not saved whole")
+        self._pass_on(stop)
 
     def _answer(self, make: Callable[[int], NextTurn]) -> None:
-        """Answers a question; `make(drop)` gives it, without at least so many of the oldest turns.
+        """Answers a question; `make(drop)` gives it, without at least so many of the oldest turns. Where memory is
+        short and turns may be dropped, the oldest are.
 
         Raises:
             CapacityError: there is not enough room for it.
-            Stop: see `talk`.
+            Stop: see `until_the_end`.
         """
-        asked = make(0)
-        with self._interruptible(asked.new_tokens) as progress:
-            asked, generation = self._start(asked, make, progress)
-            reply = self._conversation.reply(asked, self._engine.target.config.eos_token_ids)
-            output = None if self._silent else TextOutput(deferred=False)
-            stop: Stop | None = None
+        conversation, request = self._conversation, self._request
+        asked, first = make(0), not conversation.turns
+        output = None if self._silent else TextOutput(deferred=False)
+        while True:
+            contexts = ContextRequest(name=request.context, find=first)
+            sampling = replace(request.sampling, seed=asked.seed)
+            task = Task(conversation.prompt(asked), contexts, sampling, conversation.max_new_tokens)
             try:
-                event = step(generation, self._signals)
-            except Stop as raised:
-                stop, event = raised, None
-        with self._interruptible(0):
-            try:
-                while event is not None:
-                    piece = reply.update(generation.statistics.token_ids)
-                    if output:
-                        output.write(piece)
-                    if reply.stopped:
-                        break
-                    event = step(generation, self._signals)
-            except Stop as raised:
-                stop = raised
-            self._end(generation, stop)
-        stop = self._write_rest(reply, output, bool(generation.statistics.token_ids)) or stop
-        self._keep(asked, reply, generation)
+                stop = self._do(task, asked.new_tokens, asked, output)
+                break
+            except CapacityError:
+                dropped = len(asked.dropped)
+                if task.begun or not conversation.trim or dropped >= len(conversation.turns) - bool(asked.attempt):
+                    raise
+                asked = make(dropped + 1)
+        stop = self._write_rest(task, output) or stop
+        self._keep(asked, task)
         if stop:
             self._pass_on(stop)
 
-    def _start(
-        self, asked: NextTurn, make: Callable[[int], NextTurn], progress: StartProgress
-    ) -> tuple[NextTurn, Generation]:
-        """A question and its run. Where memory is short and turns may be dropped, the oldest are.
+    def _do(
+        self, task: Task, new_tokens: int, asked: NextTurn | None = None, output: TextOutput | None = None
+    ) -> Stop | None:
+        """Has the engine do a task, of whose prompt so many tokens are new; what broke it off, if anything did.
 
         Raises:
-            CapacityError: there is not enough.
+            TriforceError: it cannot be done.
+            Stop: another signal broke it off within a round, where other ranks still are.
         """
-        conversation, request = self._conversation, self._request
-        first = not conversation.turns
-        while True:
-            try:
-                generation = self._engine.stream(
-                    asked.token_ids,
-                    replace(request.sampling, seed=asked.seed),
-                    conversation.max_new_tokens,
-                    on_memory=progress.memory,
-                    on_prefill=progress.prefill,
-                    interrupted=self._signals.came,
-                    contexts=ContextRequest(name=request.context, find=first),
-                )
-            except CapacityError:
-                dropped = len(asked.dropped)
-                if not conversation.trim or dropped >= len(conversation.turns) - bool(asked.attempt):
-                    raise
-                asked = make(dropped + 1)
-                continue
-            self._report(asked, generation)
-            return asked, generation
+        tasks = [task]
+        session = self._session = Session(
+            self._engine, self._conversation.tokenizer, in_slices=False, interrupted=self._signals.pending
+        )
+        steps = session.events(lambda waits: tasks.pop() if tasks else None)
+        events = filter(None, steps)
 
-    def _report(self, asked: NextTurn, generation: Generation) -> None:
+        def begin(_: Task, share: float) -> None:
+            if asked and task.sequence:
+                self._report(asked, task.sequence)
+            session.on_read = lambda _, share: progress.prefill(share)
+            progress.prefill(share)
+
+        try:
+            with self._interruptible(new_tokens) as progress:
+                session.on_memory, session.on_read = progress.memory, begin
+                event = next(events, None)
+            with self._interruptible(0):
+                while event is not None:
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Written) and output:
+                        output.write(event.piece)
+                    event = next(events, None)
+            with self._signals.allowed():  # raises what has interrupted the run
+                pass
+        except Stop as stop:
+            if session.broken and self._engine.target.ranks.size > 1:
+                raise
+            return stop
+        finally:
+            steps.close()
+            self._warn(session.warnings(task))
+        return None
+
+    def _report(self, asked: NextTurn, sequence: BatchSequence) -> None:
         """What a run does that may surprise."""
         if not self._conversation.turns:
-            report_context(generation)
+            report_context(sequence)
         for turn in asked.dropped:
             tell(f"dropped, to make room: {in_one_line(turn.question)}")
         if asked.rewritten:
             why = "turns were dropped" if asked.dropped else "the chat template changes what was said before"
             tell(f"{why}: {asked.new_tokens:,} tokens are read again")
 
-    def _write_rest(self, reply: Reply, output: TextOutput | None, any_text: bool) -> Stop | None:
+    def _write_rest(self, task: Task, output: TextOutput | None) -> Stop | None:
         """Writes what was held back of an answer; what stopped that, if anything."""
-        rest = reply.finish()
+        rest = task.finish_text()
         if output is None:
             return None
         try:
-            output.write(rest if self._questions.interactive or not any_text else rest + "\n")
+            output.write(rest if self._questions.interactive or not task.begun else rest + "\n")
             output.close()
         except Stop as stop:
             return stop
         return None
 
-    def _keep(self, asked: NextTurn, reply: Reply, generation: Generation) -> None:
+    def _keep(self, asked: NextTurn, task: Task) -> None:
         """Takes the answer into the conversation, if there is any of it."""
-        stats = generation.stats()
-        self._warn(generation)
-        if not stats["token_ids"]:
+        if not task.begun or task.sequence is None or self._session is None:
             tell("nothing was written; the conversation is as it was before")
             return
-        if reply.stopped:
-            stats["finish_reason"] = "stop"
-        self._conversation.add(asked, reply, with_text(stats, reply.answer))
+        stats = task.sequence.document(self._session.lengths, [])
+        stats |= {"finish_reason": task.finish_reason, "warnings": self._session.warnings(task)}
+        self._conversation.add(asked, task.text, with_text(stats, task.text.text))
 
-    def _warn(self, generation: Generation) -> None:
+    def _warn(self, warnings: Sequence[str]) -> None:
         """Says each warning once."""
-        for warning in generation.warnings:
+        for warning in warnings:
             if warning not in self._warned:
                 tell(f"warning: {warning}")
             self._warned.add(warning)
@@ -266,19 +299,6 @@ class Session:
             keys = while_answering()
         with keys, progress as shown:
             yield shown
-
-    def _end(self, generation: Generation, stop: Stop | None) -> None:
-        """Ends a run on all ranks.
-
-        Raises:
-            Stop: another signal broke it off within a round, where other ranks still are.
-        """
-        if stop and generation.batch.run.broken and self._engine.target.ranks.size > 1:
-            raise stop
-        generation.end()
-        if self._engine.target.ranks.size > 1:
-            for _ in generation:
-                pass
 
     def _pass_on(self, stop: Stop) -> None:
         """Raises what ends more than an answer."""

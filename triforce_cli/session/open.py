@@ -1,0 +1,95 @@
+"""From options to a loaded engine: the ranks, the model's files, its tokenizer, the engine; what commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import IO, cast
+
+from rich.console import Console
+
+from ...offload import Engine
+from ...offload.speculation.vocabulary import check_pair
+from ...tp.devices import device_name
+from ...tp.errors import CapacityError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import Tokenizer
+from ..options import EngineOptions
+from ..terminal.streams import BestEffortStream, tell
+
+ROOM = 4_096
+"""Tokens that a cache has room for beyond a run that others will go on from."""
+
+
+def stderr_console() -> Console:
+    """What is for people goes there; a reader that goes away stops nothing."""
+    return Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
+
+
+def open_pair(directories: tuple[Path, Path | None]) -> tuple[ModelConfig, Tokenizer]:
+    """The target's configuration and tokenizer, once target and draft are known to fit together.
+
+    Args: `directories` are the target's and the draft's.
+
+    Raises:
+        ModelError: they do not, or one cannot be read.
+    """
+    return check_pair(*directories), Tokenizer.load(directories[0])
+
+
+def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
+    """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
+    engine = Engine.load(
+        request.model,
+        draft=request.draft,
+        device=request.device,
+        dtype=request.dtype,
+        gpus=request.gpus,
+        capacity=capacity,
+        room=room,
+        **request.settings.given,
+    )
+    report_ranks(engine)
+    return engine
+
+
+def report_ranks(engine: Engine) -> None:
+    """How several GPUs reach one another, on rank 0: said before they first do, as a run may hang there."""
+    ranks = engine.target.ranks
+    if ranks.size > 1 and ranks.rank == 0 and engine.target.device.type == "cuda":
+        from ...tp.gpu_links import connection_in_words
+
+        tell(f"{ranks.size} GPUs: {connection_in_words(ranks.local_size)}")
+
+
+def engine_in_words(engine: Engine, model: str) -> str:
+    """Which model computes in which number format where. `model` is as it was asked for."""
+    target, ranks = engine.target, engine.target.ranks.size
+    where = device_name(target.device)
+    where = f"{ranks} ranks, each on {where}" if ranks > 1 else where
+    dtype = str(target.dtype).removeprefix("torch.")
+    return f"{model}, {target.config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {where}"
+
+
+def follow_rank_0(request: EngineOptions, *, goes_on: bool = False) -> None:
+    """What a rank above 0 does: it computes the same steps, and reads, prints and writes nothing.
+
+    Args: `goes_on` is whether rank 0 starts runs that go on from one another, also after one that did not fit.
+
+    Raises:
+        TriforceError: as on rank 0, or another rank has ended.
+    """
+    engine = load_engine(request, None, ROOM if goes_on else 0)
+    while True:
+        try:
+            run = engine.follow()
+        except CapacityError:
+            if not goes_on:
+                raise
+            continue
+        if run is None:
+            break
+        for _ in run:
+            pass
+        del run  # it holds the cache, whose memory the next run may need
+    engine.close()

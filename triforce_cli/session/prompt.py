@@ -1,0 +1,425 @@
+"""Prompts: texts, questions, messages and saved contexts become token ids. The only place where they do.
+
+A text and a question that are given as two (options, a saved context, two parts of a message) are encoded apart, the
+text as `triforce read` encodes it; what is given as one is encoded whole. A question is put by the model's chat
+template; a model without one gets it as `Question: … Answer:`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...offload.contexts.manifest import NO_FRAME, ContextError, Frame
+from ...tp.errors import CapacityError, TriforceError, UsageError
+from ...tp.model.config import ModelConfig
+from ...tp.weights.tokenizer import Tokenizer
+from ..requests.body import CHAT, AnswerRequest, BodyError, Message
+from .source import Source, cut_log
+
+Exchange = tuple[str, str]
+"""A question and its answer."""
+
+_TEXT_LEFT_OUT = "the model's chat template leaves the text out; give the question inside the prompt"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids for the engine, and how what follows them becomes text."""
+
+    token_ids: list[int]
+    answers: bool = False
+    """Whether what follows answers a question; else it continues the text."""
+    stops: tuple[str, ...] = ()
+    """Texts that what follows ends before."""
+    text_tokens: int | None = None
+    """How many leading ids are the text without the question; `None` for all."""
+    dropped: int = 0
+    """Tokens of the text that were left out."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A text that questions are about, as token ids."""
+
+    token_ids: list[int]
+    frame: Frame
+    """What surrounds it."""
+    gap: str
+    """What stands between it and the first question."""
+    name: str
+    """In words, for people."""
+
+    @classmethod
+    def read(
+        cls, text: str, name: str, tokenizer: Tokenizer, *, system: str | None = None, raw: bool = False
+    ) -> Context:
+        """A text at the beginning of a user's message by the model's chat template, unless `raw` or it has none.
+
+        Raises:
+            UsageError: `system` where there is no such message; a text without tokens.
+        """
+        frame = Frame(chat=tokenizer.render is not None and not raw, system=system)
+        if system and not frame.chat:
+            reason = "--raw leaves it out" if raw else "this model has no chat template that it could stand in"
+            raise UsageError(f"--system is given, but {reason}; put it into the text")
+        form = QuestionForm.of(tokenizer, cls([], frame, "", name))
+        token_ids = tokenizer.encode(form.around([], "")[0] + text, form.begins_text)
+        if not token_ids:
+            raise UsageError("the text gives no token; give a longer one")
+        return cls(token_ids, frame, _gap_behind(text), name)
+
+    @classmethod
+    def saved(cls, name: str, tokenizer: Tokenizer, config: ModelConfig) -> Context:
+        """Raises:
+        ContextError: see `saved_text`.
+        """
+        token_ids, frame = saved_text(name, config)
+        return cls(token_ids, frame, _gap_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
+
+
+def _gap_behind(text: str) -> str:
+    """Line ends that part a text from a question."""
+    return "\n" * (2 - min(2, len(text) - len(text.rstrip("\n"))))
+
+
+def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
+    """The ids of a saved context, and what surrounds its text.
+
+    Raises:
+        ContextError: there is no such context; it is another model's, damaged, or not complete.
+    """
+    from ...offload.contexts.home import user_store
+
+    store = user_store()
+    manifest = store.load(name)
+    if not manifest.complete:
+        raise ContextError(
+            f"the context {name!r} is not complete: {manifest.saved:,} of {manifest.tokens:,} tokens are saved; "
+            "triforce read goes on with it"
+        )
+    token_ids, shape = store.token_ids(name), manifest.shape
+    ours = config.num_layers, config.num_kv_heads, config.head_dim
+    if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or max(token_ids) >= config.vocab_size:
+        raise ContextError(
+            f"the context {name!r} was read by another model than {config.name}: give --model {manifest.model}"
+        )
+    return token_ids, manifest.frame
+
+
+@dataclass(frozen=True)
+class QuestionForm:
+    """How questions and answers become one text: messages by a chat template, or `Question: … Answer: …`."""
+
+    template: Callable[[Sequence[tuple[str, str]]], str] | None
+    frame: Frame
+    """What surrounds the context's text, if there is one."""
+    mark: str = ""
+    """What stands in the rendered text for that of the context: in a message of the user or, of a context that is a
+    conversation itself, in its last answer."""
+    gap: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, context: Context | None = None, system: str | None = None) -> QuestionForm:
+        """The form for a model and what questions are about: by the chat template where there is one and the context
+        stands in it.
+
+        Args: `system` is a message before the first question; that of a context is its own.
+
+        Raises:
+            UsageError: a system message that has no place.
+            TriforceError: the template leaves the text out.
+        """
+        frame = context.frame if context else Frame(chat=True, system=system)
+        mark, gap = (f"text-{secrets.token_hex(8)}", context.gap) if context else ("", "")
+        if tokenizer.render is None or not (frame.chat or frame.answered):
+            if system:
+                raise UsageError("--system is given, but there is no chat template here; put it into the question")
+            return cls(None, NO_FRAME, mark, gap)
+        form = cls(tokenizer.render, frame, mark, gap)
+        if mark not in form.render([], "?"):
+            raise TriforceError(_TEXT_LEFT_OUT)
+        return form
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that an answer ends before."""
+        return () if self.template else ("\nQuestion:",)
+
+    @property
+    def begins_text(self) -> bool:
+        """Whether the tokenizer has to add the tokens that begin a text (BOS): the form itself has none."""
+        return self.template is None
+
+    @property
+    def answered_frame(self) -> Frame:
+        """Of a saved context that holds a conversation up to an answer's last token."""
+        return Frame(system=self.frame.system, answered=True) if self.template else NO_FRAME
+
+    def render(self, exchanges: Sequence[Exchange], question: str) -> str:
+        """All before the answer to `question`."""
+        before = self.mark + self.gap
+        if self.template is None:
+            asked = [f"Question: {one}\nAnswer:{answer}" for one, answer in exchanges]
+            return before + "\n\n".join([*asked, f"Question: {question}\nAnswer:"])
+        messages = [("system", self.frame.system)] if self.frame.system else []
+        if self.frame.answered:
+            messages += [("user", "?"), ("assistant", self.mark)]
+            before = ""
+        for asked, answer in exchanges:
+            messages += [("user", before + asked), ("assistant", answer)]
+            before = ""
+        return self.template([*messages, ("user", before + question)])
+
+    def around(self, exchanges: Sequence[Exchange], question: str) -> tuple[str, str]:
+        """What stands before the context's text, and behind it up to the answer to `question`."""
+        before, found, after = self.render(exchanges, question).partition(self.mark)
+        if not found:
+            raise TriforceError(_TEXT_LEFT_OUT)
+        return before, after
+
+    def prompt(
+        self, exchanges: Sequence[Exchange], question: str, context: Context | None, tokenizer: Tokenizer
+    ) -> Prompt:
+        """That of a question about a context, if there is one, after earlier questions and their answers."""
+        if context is None:
+            return Prompt(tokenizer.encode(self.render(exchanges, question), self.begins_text), True, self.stops)
+        rest = encode_behind(self.around(exchanges, question)[1], tokenizer)
+        return Prompt([*context.token_ids, *rest], True, self.stops, len(context.token_ids))
+
+
+def encode_behind(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text that stands behind another one. Some tokenizers put a space before the first word they get."""
+    anchor, both = tokenizer.encode("x", False), tokenizer.encode(f"x{text}", False)
+    return both[len(anchor) :] if both[: len(anchor)] == anchor else tokenizer.encode(text, False)
+
+
+def build_prompts(
+    source: Source,
+    asks: Sequence[str | None],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    max_new_tokens: int,
+    truncate: str = "error",
+) -> list[Prompt | TriforceError]:
+    """The prompts of several questions about one text, `None` for its continuation; each as `build_prompt` makes it, or
+    why it cannot be made. Where the text has to be cut, all get the same part of it, which is then read once.
+    """
+
+    def build(ask: str | None, drop: int) -> Prompt | TriforceError:
+        try:
+            return build_prompt(source, ask, tokenizer, config, max_new_tokens, truncate, drop=drop)
+        except TriforceError as error:
+            return error
+
+    built = {ask: build(ask, 0) for ask in asks}
+    largest = max((prompt.dropped for prompt in built.values() if isinstance(prompt, Prompt)), default=0)
+    for ask, prompt in built.items():
+        if isinstance(prompt, Prompt) and prompt.dropped < largest:
+            built[ask] = build(ask, largest)
+    return [built[ask] for ask in asks]
+
+
+def build_prompt(
+    source: Source,
+    ask: str | None,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    max_new_tokens: int,
+    truncate: str = "error",
+    *,
+    drop: int = 0,
+) -> Prompt:
+    """The ids of a text and of the question about it, if there is one, cut to the model's positions.
+
+    Args:
+        truncate: the part of the text that is cut: `head`, `tail` or `middle`; `error` refuses what is too long.
+        drop: tokens of the text to drop at least (not of a saved one).
+
+    Raises:
+        CapacityError: too long, with `error`, or a question that leaves no room.
+        ContextError: see `saved_text`.
+        UsageError: a saved context that needs a question; no token.
+    """
+    from ...offload.checks import check_context
+
+    if source.context is not None:
+        context = Context.saved(source.context, tokenizer, config)
+        if ask is not None:
+            prompt = QuestionForm.of(tokenizer, context).prompt([], ask, context, tokenizer)
+        elif context.frame.chat:
+            raise UsageError("the context holds the beginning of a user's message; give the question with --ask")
+        else:
+            prompt = Prompt(context.token_ids)
+        check_context(config, len(prompt.token_ids), max_new_tokens)
+        return prompt
+    before, after, form = _surroundings(source.text, ask, tokenizer)
+    stops, limit = form.stops if form else (), config.max_position_embeddings - max_new_tokens
+    special = form is None or form.begins_text
+    last = encode_behind(after, tokenizer)
+    if source.log_seed is not None:
+        source = cut_log(source, tokenizer, limit - len(tokenizer.encode(before, special)) - len(last))
+    text = tokenizer.encode(before + source.text, special)
+    if not text and not last:
+        raise UsageError("the prompt gives no token; give a longer text")
+    if not drop and (len(text) + len(last) <= limit or truncate == "error"):
+        check_context(config, len(text) + len(last), max_new_tokens)
+        return Prompt([*text, *last], form is not None, stops, len(text))
+
+    if truncate == "tail":  # the text before the question may now end inside a line
+        before, after, _ = _surroundings("", ask, tokenizer)
+        last = encode_behind(after, tokenizer)
+    # What stands before the text is encoded apart too, so that the cut falls inside the text.
+    text, first = tokenizer.encode(source.text, False), tokenizer.encode(before, special)
+    room = limit - len(first) - len(last)
+    if room < 1:
+        taken = f"--max-new-tokens takes {max_new_tokens:,}"
+        if ask is not None:
+            taken = f"--ask takes {len(first) + len(last):,} tokens and {taken}"
+        raise CapacityError(
+            f"{taken}, which leaves no room for the text in the {config.max_position_embeddings:,} positions of "
+            f"{config.name}; {'lower it' if ask is None else 'shorten the one or lower the other'}"
+        )
+    kept = cut(text, max(1, min(room, len(text) - drop)), truncate)
+    read = len(first) + len(kept)
+    return Prompt([*first, *kept, *last], form is not None, stops, read, dropped=len(text) - len(kept))
+
+
+def _surroundings(text: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str, str, QuestionForm | None]:
+    """What stands before a text and behind it, where a question is asked about it."""
+    if ask is None:
+        return "", "", None
+    frame = Frame(chat=tokenizer.render is not None)
+    form = QuestionForm.of(tokenizer, Context([], frame, _gap_behind(text), ""))
+    return *form.around([], ask), form
+
+
+def cut(tokens: list[int], room: int, part: str) -> list[int]:
+    """`tokens` without their `head`, `tail` or `middle`, so that `room` of them (1 or more) are left."""
+    if len(tokens) <= room:
+        return tokens
+    if part == "head":
+        return tokens[-room:]
+    if part == "tail":
+        return tokens[:room]
+    end = room // 2
+    return tokens[: room - end] + tokens[len(tokens) - end :]
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """Tokens to read contexts of several lengths from."""
+
+    token_ids: list[int]
+    name: str
+    """Where they are from."""
+    text_tokens: int
+    """How many the text has; where there are more, it is repeated."""
+
+
+def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, tokens: int) -> LongPrompt:
+    """The first `tokens` tokens of a text, which is repeated where it is too short; a built-in one is taken whole.
+
+    Raises:
+        UsageError: the text gives no token.
+        ContextError: see `saved_text`.
+    """
+    if source.context is not None:
+        token_ids = again = saved_text(source.context, config)[0]
+    else:
+        token_ids = tokenizer.encode(source.text, True)
+        again = tokenizer.encode(source.text, False)
+    if not again:
+        raise UsageError("the prompt gives no token; give a longer text")
+    found = len(token_ids)
+    times = max(0, -(-(tokens - found) // len(again)))
+    return LongPrompt((token_ids + again * times)[:tokens], source.name or "--prompt", found)
+
+
+def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
+    """The prompt of a checked request.
+
+    Raises:
+        BodyError: messages in an order that has no form here, no token, more than the model has positions for, or a
+            saved context that cannot be used.
+        ModelError: the chat template fails.
+    """
+    context = None
+    if request.context is not None:
+        try:
+            context = Context.saved(request.context, tokenizer, config)
+        except TriforceError as error:
+            raise BodyError(str(error), "context", code="context_not_usable") from error
+    if request.endpoint == CHAT:
+        name, prompt = "messages", _message_prompt(request.messages, context, tokenizer)
+    else:
+        name, prompt = "prompt", _text_prompt(request.prompt, context, tokenizer, config)
+    tokens, positions = len(prompt.token_ids), config.max_position_embeddings
+    if not tokens:
+        raise BodyError(f"{name} gives no token; give a longer text", name)
+    if tokens + request.max_new_tokens > positions:
+        raise BodyError(
+            f"{name} has {tokens:,} tokens and {request.max_new_tokens:,} more are asked for, but {config.name} has "
+            f"{positions:,} positions{config.positions_note}; shorten it, or lower max_tokens",
+            name, code="context_length_exceeded",
+        )  # fmt: skip
+    return Prompt(prompt.token_ids, prompt.answers, (*request.stops, *prompt.stops))
+
+
+def _text_prompt(text: str | list[int], context: Context | None, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
+    """The prompt of a completion: a text as it is, or token ids, behind that of the context."""
+    before = context.token_ids if context else []
+    if not isinstance(text, str):
+        unknown = [token for token in text if not 0 <= token < config.vocab_size]
+        if unknown:
+            last = config.vocab_size - 1
+            raise BodyError(f"prompt has the token {unknown[0]}; the model knows 0 to {last:,}", "prompt")
+        return Prompt([*before, *text])
+    return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
+
+
+def _message_prompt(messages: Sequence[Message], context: Context | None, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of messages. A first one of the user that has several parts is a text and a question about it."""
+    if context is None and tokenizer.render is not None and not _has_text(messages):
+        return Prompt(
+            tokenizer.encode(tokenizer.render([(one.role, one.text) for one in messages]), False), answers=True
+        )
+    system, exchanges, question = _turns(messages)
+    if system is not None and (context is not None or tokenizer.render is None):
+        where = "a saved context begins with its own" if context else "this model has no chat template"
+        raise BodyError(f"messages has a system message, but {where}; put it into the question", "messages")
+    if context is None and _has_text(messages):
+        text, *rest = next(one.parts for one in messages if one.role == "user")
+        context, asked = Context.read(text, "", tokenizer, system=system), "".join(rest)
+        exchanges, question = ([(asked, exchanges[0][1]), *exchanges[1:]], question) if exchanges else ([], asked)
+    return QuestionForm.of(tokenizer, context).prompt(exchanges, question, context, tokenizer)
+
+
+def _has_text(messages: Sequence[Message]) -> bool:
+    """Whether messages are in the order of questions and answers, the first of which has a text before it."""
+    users = [one for one in messages if one.role == "user"]
+    return bool(users) and len(users[0].parts) > 1 and _is_in_turns(messages)
+
+
+def _is_in_turns(messages: Sequence[Message]) -> bool:
+    rest = messages[messages[0].role == "system" :]
+    wanted = [("user", "assistant")[index % 2] for index in range(len(rest))]
+    return [one.role for one in rest] == wanted and len(rest) % 2 == 1
+
+
+def _turns(messages: Sequence[Message]) -> tuple[str | None, list[Exchange], str]:
+    """A system message, earlier questions with their answers, and the question.
+
+    Raises:
+        BodyError: the messages are in another order.
+    """
+    if not _is_in_turns(messages):
+        raise BodyError(
+            "messages must be of user and assistant in turn here, with a user's at the end: "
+            f"they are of {', '.join(one.role for one in messages)}",
+            "messages",
+        )
+    system = messages[0].text if messages[0].role == "system" else None
+    texts = [one.text for one in messages[system is not None :]]
+    return system, list(zip(texts[:-1:2], texts[1::2], strict=True)), texts[-1]

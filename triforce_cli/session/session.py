@@ -1,0 +1,243 @@
+"""From requests to text: the loop that every command has its answers written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...offload import Ended, Engine, Request, Round, Run, Sampling, Tokens
+from ...offload.batch.sequence import BatchSequence
+from ...offload.contexts.model import ContextRequest
+from ...offload.settings import MOST_SEQUENCES
+from ...tp.errors import TriforceError
+from ...tp.weights.tokenizer import Tokenizer
+from ..requests.logprobs import Entry
+from .prompt import Prompt
+from .text import AnswerText
+
+
+@dataclass(eq=False)
+class Task:
+    """What the engine is to do: read a prompt, and write what follows or just save it."""
+
+    prompt: Prompt
+    contexts: ContextRequest
+    """What to start from, and what to save."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(0.0))
+    max_new_tokens: int = 1
+    ignore_eos: bool = False
+    number: int = 0
+    """Of the answers to one request: which one, from 0."""
+    top_logprobs: int | None = None
+    owner: Any = None
+    """Whatever the command knows it by."""
+    writes: bool = True
+    """Whether an answer is wanted, or the prompt is only to be saved."""
+    sequence: BatchSequence | None = None
+    """What the engine knows of it, from when it has been opened."""
+    _text: AnswerText | None = None  # once the engine has asked for it
+    _piece: str = ""
+    _described: int = 0  # tokens whose log-probabilities were handed out
+
+    @property
+    def text(self) -> AnswerText:
+        """The answer so far; from when the engine has asked for it."""
+        assert self._text
+        return self._text
+
+    @property
+    def begun(self) -> bool:
+        """Whether any token was written."""
+        return self.sequence is not None and bool(self.sequence.statistics.token_ids)
+
+    @property
+    def finish_reason(self) -> str:
+        """`eos`, `stop` (before one of the stop texts), `length`, or `interrupted` before that."""
+        if self._text and self._text.stopped:
+            return "stop"
+        return self.sequence.statistics.finish_reason if self.sequence else "interrupted"
+
+    def finish_text(self) -> str:
+        """The rest of its text, once nothing follows."""
+        piece, self._piece = self._piece, ""
+        return piece + (self.text.finish() if self._text else "")
+
+    def begin(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Request:
+        """The engine's request for it."""
+        self._text = AnswerText(tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
+        options = {"number": self.number, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
+        limits = self.max_new_tokens, self.ignore_eos
+        return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=self._take, tag=self)
+
+    def take_piece(self) -> str:
+        """The text that can be shown since the last call."""
+        piece, self._piece = self._piece, ""
+        return piece
+
+    def take_logprobs(self) -> list[Entry] | None:
+        """The log-probabilities of the tokens since the last call, where they were asked for."""
+        if self.top_logprobs is None or self.sequence is None:
+            return None
+        new = self.text.described(self.sequence.logprobs, self._described)
+        self._described = self.text.num_tokens
+        return new
+
+    def _take(self, tokens: list[int]) -> bool:
+        """Takes the tokens of a round; whether the answer ends with them."""
+        self._piece += self.text.add(tokens)
+        return self.text.stopped
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a round brought to an answer."""
+
+    task: Task
+    round: Round
+    piece: str
+    """Text that can be shown in addition."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An answer is complete, or a prompt is saved."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing follows."""
+
+    task: Task
+    error: BaseException
+
+
+Event = Written | Finished | Failed | None
+"""`None`: a prompt is being read, or a sequence that was ended has left."""
+
+Source = Callable[[bool], Task | None]
+"""Asked for tasks between rounds, as long as one more may run: the next one, or `None` where there is none now. It is
+called with `True` where nothing else is left to be done: then it may wait, and `None` ends the session's run."""
+
+
+class Session:
+    """Has one engine do tasks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        max_sequences: int = MOST_SEQUENCES,
+        in_slices: bool = True,
+        interrupted: Callable[[], bool] | None = None,
+        on_memory: Callable[[float], None] | None = None,
+        on_read: Callable[[Task, float], None] | None = None,
+    ) -> None:
+        """Args:
+        max_sequences, in_slices, interrupted, on_memory: see `Engine.batch` and `Engine.stream`.
+        on_read: called with a task and the share of its prompt that is read, 0 to 1.
+        """
+        self._engine, self._tokenizer, self._interrupted = engine, tokenizer, interrupted
+        self._limits = {"max_sequences": max_sequences, "in_slices": in_slices}
+        self.on_memory, self.on_read = on_memory, on_read
+        self.tasks: dict[Task, None] = {}
+        """Those that the engine was given and that have not ended."""
+        self.run: Run | None = None
+        """The engine's run, once there is one."""
+
+    def events(self, source: Source) -> Generator[Event, None, None]:
+        """Does what `source` gives, until that is nothing, the run is interrupted, or this is closed. What is left in
+        `tasks` then was broken off.
+
+        Raises:
+            Exception: the engine failed; likewise.
+        """
+        eos_ids = self._engine.target.config.eos_token_ids
+
+        def next_request(waits: bool) -> Request | None:
+            task = source(waits)
+            if task is None:
+                return None
+            self.tasks[task] = None
+            return task.begin(self._tokenizer, eos_ids)
+
+        calls = {"interrupted": self._interrupted, "on_memory": self.on_memory, "on_prefill": self._read}
+        run = self.run = self._engine.run(next_request, **self._limits, **calls)
+        try:
+            for event in run:
+                task = event.sequence.tag
+                if task not in self.tasks:
+                    yield None
+                    continue
+                task.sequence = event.sequence
+                if isinstance(event, Tokens):
+                    yield from self._written(task, event.round)
+                elif isinstance(event, Ended):
+                    yield self._ended(task)
+                else:
+                    yield None
+        finally:
+            for sequence in run.live:
+                if sequence.tag in self.tasks:
+                    sequence.tag.sequence = sequence
+            if self._engine.target.ranks.size > 1 and not run.broken:  # other ranks end with it
+                run.end_all()
+                for _ in run:
+                    pass
+            run.close()
+
+    def warnings(self, task: Task) -> list[str]:
+        """What the run and a task had to do without so far, a line each."""
+        return (self.run.warnings if self.run else []) + (task.sequence.warnings if task.sequence else [])
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run was broken off within a pass, where other ranks, if there are any, still are."""
+        return self.run is not None and self.run.broken
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The lengths in force: `draft_length` and `block_length`."""
+        return self.run.lengths if self.run else {"draft_length": 0, "block_length": 0}
+
+    def end(self, task: Task) -> None:
+        """Ends a task with the round that is under way, or before it begins. No event follows."""
+        self.tasks.pop(task, None)
+        for sequence in self.run.live if self.run else ():
+            if self.run and sequence.tag is task:
+                self.run.end(sequence)
+
+    def end_all(self) -> None:
+        """Ends the run with the round that is under way."""
+        if self.run:
+            self.run.end_all()
+
+    def _written(self, task: Task, event: Round) -> Iterator[Event]:
+        sequence = task.sequence
+        assert sequence
+        if not task.writes or sequence.error is not None or sequence.check_failure is not None:
+            return
+        whole = task.finish_reason != "interrupted"
+        piece = task.finish_text() if whole else task.take_piece()
+        yield Written(task, event, piece)
+        if whole:
+            self.tasks.pop(task, None)
+            yield Finished(task)
+
+    def _ended(self, task: Task) -> Event:
+        """What is said of a sequence that has ended before its answer was complete."""
+        del self.tasks[task]
+        assert task.sequence
+        if task.sequence.failure is not None:
+            return Failed(task, task.sequence.failure)
+        return Finished(task) if not task.writes else Failed(task, TriforceError("the run ended before the answer"))
+
+    def _read(self, sequence: BatchSequence, share: float) -> None:
+        task = sequence.tag
+        if task in self.tasks:
+            task.sequence = sequence
+            if self.on_read:
+                self.on_read(task, share)
