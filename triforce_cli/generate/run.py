@@ -350,7 +350,8 @@ class _SeveralAnswers(_Answers):
             return asked | {"finish_reason": "interrupted", "new_tokens": 0, "token_ids": [], "text": ""}
         found = task.sequence.document(self.session.lengths, [])
         found = {name: value for name, value in found.items() if name != "error"}
-        return {**asked, **with_text(found, task.text.text), "finish_reason": task.finish_reason}
+        found |= {"finish_reason": task.finish_reason}
+        return {**asked, "finish_reason": task.finish_reason, **with_text(found, task.text.text)}
 
     def _write_complete(self, *, headings: bool = True, whole: bool = True) -> None:
         """Writes the answers whose turn it is, in the order asked: those that are whole, or as far as they are there.
