@@ -328,3 +328,15 @@ class TextRequest(Request):
 def new_tokens(least: int, help: str) -> Any:
     """`--max-new-tokens`."""
     return option(SAMPLING, whole(least), help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringRequest(Request):
+    """What the commands can be asked for that answer requests in OpenAI's form. Sampling options, lengths and the
+    context are for requests that do not say."""
+
+    context: Annotated[str | None, CONTEXT] = None
+    max_sequences: Annotated[
+        int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
+    ] = 8
+    max_new_tokens: Annotated[int, new_tokens(1, "Most tokens of an answer.")] = 256

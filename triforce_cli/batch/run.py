@@ -21,8 +21,8 @@ from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
 from ..generate.report import describe_link, describe_memory, print_rows
 from ..generate.run import load_engine
-from ..requests.body import BodyError, Defaults, check_body
 from ..requests.prompts import PromptMaker
+from ..session.wire import BodyError, answer_request
 from ..terminal.batch_live import BatchDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
@@ -91,16 +91,11 @@ def _checked(
     request: BatchRequest, work: Work, totals: Totals
 ) -> tuple[list[Job], list[tuple[RequestLine, BodyError]]]:
     """The requests to be answered, and those that cannot be, with the reasons."""
-    defaults = Defaults(
-        models=frozenset((request.model, Path(request.model).name)),
-        max_new_tokens=request.max_new_tokens,
-        context=request.context,
-        sampling=request.sampling,
-    )
+    models = {request.model, Path(request.model).name}
     jobs, refused = [], []
     for line in work.wanted:
         try:
-            jobs.append(Job(line, check_body(line.body, line.endpoint, defaults)))
+            jobs.append(Job(line, answer_request(line.body, line.endpoint, request, models)))
         except BodyError as error:
             refused.append((line, error))
             totals.fail(line, str(error))

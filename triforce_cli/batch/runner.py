@@ -15,9 +15,9 @@ from ...tp.weights.tokenizer import Tokenizer
 from ..generate.report import SECONDS_BETWEEN_LINES, progress_lines
 from ..generate.run import step
 from ..requests.answer_text import AnswerText
-from ..requests.body import BodyError
 from ..requests.prompts import PromptMaker
 from ..requests.response import response_body
+from ..session.wire import BodyError
 from ..terminal.batch_frame import SequenceRow
 from ..terminal.live_screen import LiveScreen
 from ..terminal.stopping import Signals, Stop

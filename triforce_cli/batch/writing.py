@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..requests.answer_text import AnswerText
-from ..requests.body import AnswerRequest
 from ..requests.prompts import RequestPrompt
 from ..requests.response import FinishedAnswer, Timings
+from ..session.wire import AnswerRequest
 from ..terminal.batch_frame import SequenceRow
 from ..terminal.batch_live import ShownSequence, row_of
 from .lines import RequestLine

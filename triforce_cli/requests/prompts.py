@@ -10,7 +10,7 @@ from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from ..chat.forms import Exchange, Opening, PlainForm, form_of
 from ..generate.prompt import encode_after, saved_text
-from .body import CHAT, AnswerRequest, BodyError, Message
+from ..session.wire import CHAT, AnswerRequest, BodyError
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PromptMaker:
         return self._opening[1]
 
 
-def _turns(messages: Sequence[Message]) -> tuple[str | None, list[Exchange], str]:
+def _turns(messages: Sequence[tuple[str, str]]) -> tuple[str | None, list[Exchange], str]:
     """A system message, earlier questions with their answers, and the question.
 
     Raises:

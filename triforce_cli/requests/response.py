@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...offload.statistics import Statistics
-from .body import CHAT, AnswerRequest, BodyError
+from ..session.wire import CHAT, AnswerRequest, BodyError
 from .logprobs import Entry, logprobs_field
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ...tp.errors import TriforceError, UsageError
 from ..generate.prompt import read_bytes
-from ..requests.body import BodyError
+from ..session.wire import BodyError
 from .request import ServeRequest
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

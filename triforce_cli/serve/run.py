@@ -21,7 +21,7 @@ from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.parallel.siblings import siblings
 from ..generate.prompt import saved_text
-from ..requests.body import BodyError
+from ..session.wire import BodyError
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .access import Access

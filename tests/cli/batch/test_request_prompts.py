@@ -6,8 +6,8 @@ import pytest
 from command import TEXT, run_here
 from templates import with_template
 from transformers import AutoTokenizer
-from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError
 from triforce.cli.requests.prompts import PromptMaker
+from triforce.cli.session.wire import CHAT, COMPLETION, AnswerRequest, BodyError
 from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError
 from triforce.tp.model.config import ModelConfig

@@ -13,8 +13,8 @@ from ....offload.batch.sequence import BatchSequence
 from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
 from ...requests.answer_text import AnswerText
-from ...requests.body import BodyError
 from ...requests.response import AnswerEnd, Timings
+from ...session.wire import BodyError
 from .fair_queue import FairQueue
 from .jobs import Finished, Job, Piece, Progress, ReadingText, Saved, Upload, Writing
 from .metrics import Metrics

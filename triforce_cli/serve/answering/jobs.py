@@ -12,10 +12,10 @@ from ....offload.contexts.model import ModelContexts
 from ....offload.speculation.sampling import TokenLogprobs
 from ....tp.errors import CapacityError, PeerError, TriforceError
 from ...requests.answer_text import AnswerText
-from ...requests.body import AnswerRequest, BodyError
 from ...requests.logprobs import Entry
 from ...requests.prompts import RequestPrompt
 from ...requests.response import AnswerEnd, Timings
+from ...session.wire import AnswerRequest, BodyError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ....offload import Engine
 from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...generate.run import ROOM, load_engine
-from ...requests.body import BodyError
+from ...session.wire import BodyError
 from ..request import ServeRequest
 from .answering import Answering
 from .fair_queue import FairQueue
