@@ -122,6 +122,8 @@ def _prompt(given: Any) -> str | list[int]:
         return _of_whole_characters(given)
     if isinstance(given, list) and given and all(type(token) is int for token in given):
         return given
+    if isinstance(given, list):
+        raise ValueError("is a list; give one text, or one list of token ids, a request")
     found = "missing" if given is None else _shown(given)
     raise ValueError(f"is {found}; give a text, or a list of token ids")
 
@@ -160,7 +162,7 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given: `None` is refused in the words of its kind."""
 
 
-class Given(BaseModel, strict=True, frozen=True):
+class Given(BaseModel, strict=True):
     """An object that a client sends."""
 
     @model_validator(mode="before")
@@ -187,7 +189,7 @@ class Given(BaseModel, strict=True, frozen=True):
         return "is not supported here; leave it out"
 
 
-class TextPart(BaseModel, strict=True, frozen=True):
+class TextPart(BaseModel, strict=True):
     """A part of a message's content. Its other fields change nothing."""
 
     type: Literal["text"]
@@ -220,12 +222,10 @@ class Message(Given):
 
 _SAMPLING = get_type_hints(Sampling)
 _KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: NotNegative}
+_FIELDS: dict[str, Any] = {name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()}
 
 SamplingFields = create_model(
-    "SamplingFields",
-    __base__=Given,
-    __doc__="How tokens are drawn: the fields of `Sampling`.",
-    **{name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()},
+    "SamplingFields", __base__=Given, __doc__="How tokens are drawn: the fields of `Sampling`.", **_FIELDS
 )
 
 
