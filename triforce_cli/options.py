@@ -28,6 +28,7 @@ from .parameters import (
     EARLY_END,
     FILE,
     JSON_FILE,
+    KEY_VALUE,
     MODEL,
     NAME,
     REFRESH,
@@ -184,6 +185,13 @@ CONTEXT = option(
     NAME,
     "Start from a text that [bold]triforce read[/] has saved: no prompt file is needed, and nothing is read again.",
 )
+TEMPLATE_ARG = option(
+    PROMPT,
+    KEY_VALUE,
+    "A variable for the model's chat template, such as enable_thinking=false; the value is JSON, else a text. May be "
+    "repeated.",
+    "--template-arg",
+)
 GPUS = option(
     MACHINE,
     whole(1),
@@ -336,6 +344,7 @@ class AnsweringRequest(Request):
     context are for requests that do not say."""
 
     context: Annotated[str | None, CONTEXT] = None
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     max_sequences: Annotated[
         int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
     ] = 8

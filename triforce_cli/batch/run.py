@@ -61,7 +61,8 @@ def run(
     if directories is not None and (jobs or _with_other_ranks()):
         with signals.allowed():
             check_pair(*directories)
-            loaded = Tokenizer.load(directories[0]), load_engine(request, None)
+            tokenizer = Tokenizer.load(directories[0]).with_arguments(request.template_args or ())
+            loaded = tokenizer, load_engine(request, None)
         _tell_start(loaded[1], request, work, len(jobs))
     with work.answers as file:
         for line in work.malformed:

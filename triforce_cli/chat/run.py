@@ -45,7 +45,7 @@ def run(
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     target, draft = directories
     config = check_pair(target, draft)
-    tokenizer = Tokenizer.load(target)
+    tokenizer = Tokenizer.load(target).with_arguments(request.template_args or ())
     if sys.stdin is None or sys.stdin.closed:
         raise TriforceError("there is no standard input to read questions from")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not json_file.on_stdout

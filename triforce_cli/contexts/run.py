@@ -33,7 +33,7 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     """
     name = request.name
     assert name
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
     token_ids, frame = read_text(text, request.system, request.raw, tokenizer)
     with signals.allowed():
         from ...offload.checks import check_context

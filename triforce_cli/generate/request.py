@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from ..options import CONTEXT, OUTPUT, PROMPT, SAMPLING, TextRequest, flag, new_tokens, option
+from ..options import CONTEXT, OUTPUT, PROMPT, SAMPLING, TEMPLATE_ARG, TextRequest, flag, new_tokens, option
 from ..parameters import FILE, NAME, TEXT, choice, whole
 
 _ASKED = "A question or an instruction, put after the text through the model's chat template if it has one."
@@ -43,6 +43,7 @@ class GenerateRequest(TextRequest):
     ] = 1
     truncate: Annotated[str, TRUNCATE] = "error"
     context: Annotated[str | None, CONTEXT] = None
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     save_context: Annotated[
         str | None,
         option(

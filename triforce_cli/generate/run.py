@@ -47,7 +47,7 @@ def run(
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     target, draft = directories
     config = check_pair(target, draft)
-    tokenizer = Tokenizer.load(target)
+    tokenizer = Tokenizer.load(target).with_arguments(request.template_args or ())
     with signals.allowed():
         new_tokens, apart = request.max_new_tokens, request.save_context is not None
         prompt = build_prompt(source, ask, tokenizer, config, new_tokens, request.truncate, apart=apart)

@@ -108,7 +108,7 @@ def run_several(
     console = Console(file=cast(IO[str], Unfailing(sys.stderr)), highlight=False)
     target, draft = directories
     config = check_pair(target, draft)
-    tokenizer = Tokenizer.load(target)
+    tokenizer = Tokenizer.load(target).with_arguments(request.template_args or ())
     sampling = request.sampling
     with signals.allowed():
         if wanted is None:

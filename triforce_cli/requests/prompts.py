@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...tp.errors import TriforceError
+from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from ..chat.forms import Exchange, Opening, PlainForm, form_of
@@ -69,7 +69,11 @@ class PromptMaker:
         return RequestPrompt([*before, *token_ids], request.stops, continues=True, plain=False)
 
     def _of_messages(self, request: AnswerRequest) -> RequestPrompt:
-        tokenizer = self._tokenizer
+        arguments, name = request.template_arguments, "chat_template_kwargs"
+        try:
+            tokenizer = self._tokenizer.with_arguments(arguments, name)
+        except UsageError as error:
+            raise BodyError(str(error), name) from error
         if tokenizer.render is not None and request.context is None:
             token_ids = tokenizer.encode(tokenizer.render(request.messages), False)
             return RequestPrompt(token_ids, request.stops, continues=False, plain=False)
@@ -79,6 +83,8 @@ class PromptMaker:
             where = "a saved context begins with its own" if opening else "this model has no chat template"
             raise BodyError(f"messages has a system message, but {where}; put it into the question", "messages")
         form = form_of(tokenizer, opening, None)
+        if arguments and isinstance(form, PlainForm):
+            raise BodyError(f"{name} is given, but the context stands outside the chat template; leave it out", name)
         text = form.render(exchanges, question)
         if opening is None:
             token_ids = tokenizer.encode(text, form.begins_text)

@@ -6,8 +6,9 @@ than was asked for. Null is as if left out. What is sent back is made in request
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
@@ -88,6 +89,11 @@ def _of_whole_characters(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"holds half a character (a lone surrogate) at letter {error.start:,}") from error
     return text
+
+
+def _encodable(given: dict[str, Any]) -> dict[str, Any]:
+    _of_whole_characters(json.dumps(given, ensure_ascii=False))
+    return given
 
 
 def _without_point(given: Any) -> Any:
@@ -270,6 +276,8 @@ class ChatBody(AnswerBody):
     messages: Annotated[list[Message], FailFast(), BeforeValidator(_messages)] = NEEDED
     max_completion_tokens: Positive | None = None
     """Another name for `max_tokens`."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] = {}  # noqa: RUF012 - copied
+    """Variables for the model's chat template."""
     logprobs: bool = False
     top_logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
 
@@ -393,6 +401,8 @@ class AnswerRequest:
     top_logprobs: int | None = None
     """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
     none at all."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, besides those of the command's options."""
 
 
 def answer_request(
@@ -430,4 +440,5 @@ def answer_request(
         stops=asked.stop,
         answers=asked.n,
         top_logprobs=top_logprobs,
+        template_arguments=asked.chat_template_kwargs if isinstance(asked, ChatBody) else {},
     )
