@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -92,7 +93,10 @@ def _of_whole_characters(text: str) -> str:
 
 
 def _encodable(given: dict[str, Any]) -> dict[str, Any]:
-    _of_whole_characters(json.dumps(given, ensure_ascii=False))
+    try:
+        _of_whole_characters(json.dumps(given, ensure_ascii=False))
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
     return given
 
 
@@ -153,8 +157,10 @@ def _joined(given: Any) -> Any:
 
 def _shown(value: Any) -> str:
     """A value in a message: as it is where it is short."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"a {type(value).__name__}"
+    with suppress(RecursionError):  # of what is nested too deeply
+        if len(shown := repr(value)) <= 60:
+            return shown
+    return f"a {type(value).__name__}"
 
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
