@@ -28,6 +28,7 @@ from .parameters import (
     EARLY_END,
     FILE,
     JSON_FILE,
+    KEY_VALUE,
     MODEL,
     NAME,
     REFRESH,
@@ -184,6 +185,13 @@ CONTEXT = option(
     NAME,
     "Start from a text that [bold]triforce read[/] has saved: no prompt file is needed, and nothing is read again.",
 )
+TEMPLATE_ARG = option(
+    PROMPT,
+    KEY_VALUE,
+    "A variable for the model's chat template, such as enable_thinking=false; the value is JSON, else a text. May be "
+    "repeated.",
+    "--template-arg",
+)
 GPUS = option(
     MACHINE,
     whole(1),
@@ -335,3 +343,16 @@ class TextRequest(Request):
 def new_tokens(least: int, help: str) -> Any:
     """`--max-new-tokens`."""
     return option(SAMPLING, whole(least), help)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringRequest(Request):
+    """What the commands can be asked for that answer requests in OpenAI's form. Sampling options, lengths and the
+    context are for requests that do not say."""
+
+    context: Annotated[str | None, CONTEXT] = None
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
+    max_sequences: Annotated[
+        int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
+    ] = 8
+    max_new_tokens: Annotated[int, new_tokens(1, "Maximum number of tokens of an answer.")] = 256

@@ -5,6 +5,7 @@ An invalid value is refused with the option's name, the value and what is valid 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,6 +144,20 @@ def complete_context(incomplete: str) -> list[str]:
     return []
 
 
+def _key_and_value(given: str | tuple[str, Any]) -> tuple[str, Any]:
+    """The value is what it is as JSON, else a text."""
+    if isinstance(given, tuple):
+        return given
+    key, equals, value = given.partition("=")
+    if not key or not equals:
+        raise InvalidValue(given, "KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except (ValueError, RecursionError):
+        return key, value
+
+
+KEY_VALUE = Kind("KEY=VALUE", _key_and_value)
 SIZE = _number("SIZE", "a size such as 20GB or 500MiB", lambda value: parse_size(str(value)), lambda size: size >= 0)
 NAME = Kind("NAME", complete=complete_context)
 FILE = Kind("FILE")

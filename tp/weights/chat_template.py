@@ -1,7 +1,8 @@
-"""Simple chat templates without transformers, whose import takes seconds."""
+"""Simple chat templates without transformers, whose import takes seconds; and what a template can be told."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from ..errors import ModelError
@@ -13,6 +14,26 @@ Messages = Sequence[tuple[str, str]]
 def template_error(name: str, error: Exception) -> ModelError:
     """What to raise where the template of the model in `name` fails."""
     return ModelError(f"the chat template in {name} fails: {error}")
+
+
+def template_arguments(source: object, taken: Sequence[str]) -> frozenset[str]:
+    """The variables of a chat template that can be given, such as `enable_thinking`.
+
+    Args: `taken` are names that mean something else to what renders it.
+    """
+    if not isinstance(source, str):
+        return frozenset()
+    from jinja2 import TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)  # a statement that transformers adds
+    try:
+        used = find_undeclared_variables(environment.parse(plain))
+    except TemplateSyntaxError:  # other statements
+        return frozenset()
+    return frozenset(used - environment.globals.keys() - {*taken, "messages", "raise_exception", "strftime_now"})
 
 
 def compile_template(source: str, special_tokens: dict[str, str], name: str) -> Callable[[Messages], str] | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import filecmp
+import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from .chat_template import Messages, compile_template, template_error
+from ..errors import ModelError, UsageError
+from .chat_template import Messages, compile_template, template_arguments, template_error
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _PLAIN_KEYS = {
@@ -34,12 +36,14 @@ class Tokenizer:
     tokens out; `render(messages)` renders messages, each a role (`system`, `user`, `assistant`) and a text, and the
     beginning of the answer to the last one, with the model's chat template; `chat(content, system)` does so for one
     message of the user, after a system message if that is given. Both are `None` where there is no template.
+    `template_arguments` are the variables that the template can be given.
     """
 
     encode: Callable[[str, bool], list[int]]
     decode: Callable[[Sequence[int]], str]
     chat: Callable[[str, str | None], str] | None = None
-    render: Callable[[Sequence[tuple[str, str]]], str] | None = None
+    render: Callable[..., str] | None = None
+    template_arguments: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -53,6 +57,28 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises Exception itself, transformers nearly anything
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(f"the tokenizer in {directory} cannot be loaded: {reason[0]}") from error
+
+    def with_arguments(
+        self, arguments: Mapping[str, Any] | Iterable[tuple[str, Any]], name: str = "--template-arg"
+    ) -> Tokenizer:
+        """The same, whose chat template is given these variables.
+
+        Args: `name` is what they were given with, for messages.
+
+        Raises:
+            UsageError: there is no template, or it has no such variable.
+        """
+        arguments = dict(arguments)
+        if not arguments:
+            return self
+        if self.render is None:
+            raise UsageError(f"{name} is given, but this model has no chat template; leave it out")
+        unknown = sorted(arguments.keys() - self.template_arguments)
+        if unknown:
+            known = ", ".join(sorted(self.template_arguments)) or "nothing"
+            raise UsageError(f"{name} has {unknown[0]}, but the model's chat template asks for {known}")
+        render = partial(self.render, **arguments)
+        return replace(self, render=render, chat=_chat(render))
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:
@@ -97,19 +123,20 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         # Cleaning up spaces would change characters that were shown already.
         return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def render(messages: Messages) -> str:
+    def render(messages: Messages, **arguments: Any) -> str:
         given = [{"role": role, "content": content} for role, content in messages]
         try:
-            return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **arguments)
         except Exception as error:  # a template is a program, and may fail in any way
             raise template_error(str(directory), error) from error
 
-    return Tokenizer(
-        encode=lambda text, special: list(tokenizer(text, add_special_tokens=special)["input_ids"]),
-        decode=decode,
-        chat=_chat(render) if tokenizer.chat_template else None,
-        render=render if tokenizer.chat_template else None,
-    )
+    def encode(text: str, special: bool) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    if not tokenizer.chat_template:
+        return Tokenizer(encode, decode)
+    taken = (*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map)
+    return Tokenizer(encode, decode, _chat(render), render, template_arguments(tokenizer.chat_template, taken))
 
 
 def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...tp.errors import TriforceError, UsageError
-from ..requests.body import CHAT, COMPLETION, BodyError, checked_text
 from ..session.source import read_bytes
-
-_FIELDS = ("custom_id", "method", "url", "body")
+from ..session.wire import BatchLine, BodyError, read
 
 
 @dataclass(frozen=True)
@@ -62,27 +60,18 @@ def read_lines(path: Path) -> list[RequestLine]:
 def _parsed(number: int, line: bytes) -> RequestLine:
     custom_id = None
     try:
-        value = json.loads(_decoded(line))
-        if not isinstance(value, dict):
+        given = json.loads(_decoded(line))
+        if not isinstance(given, dict):
             raise BodyError("it is not a JSON object")
-        if "custom_id" not in value:
-            raise BodyError("custom_id is missing")
-        custom_id = checked_text(value["custom_id"], "custom_id")
-        others = [name for name in value if name not in _FIELDS]
-        if others:
-            raise BodyError(f"{others[0]} is not a field of a line; there are {', '.join(_FIELDS)}")
-        if value.get("method", "POST") != "POST":
-            raise BodyError(f"method is {value['method']!r}; it must be 'POST'")
-        body = value.get("body")
-        if not isinstance(body, dict):
-            raise BodyError("body is missing, or not a JSON object")
-        return RequestLine(number, custom_id, _endpoint(value.get("url"), body), body)
+        custom_id = given["custom_id"] if isinstance(given.get("custom_id"), str) else None
+        found = read(BatchLine, given)
+        return RequestLine(number, found.custom_id, found.endpoint, found.body)
     except BodyError as error:
-        return RequestLine(number, custom_id, "", {}, str(error))
+        reason = str(error)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error)
         at = f" at column {error.colno:,}" if isinstance(error, json.JSONDecodeError) else ""
-        return RequestLine(number, custom_id, "", {}, f"it is not JSON: {reason}{at}")
+        reason = f"it is not JSON: {getattr(error, 'msg', None) or error}{at}"
+    return RequestLine(number, custom_id, "", {}, reason)
 
 
 def _decoded(line: bytes) -> str:
@@ -90,12 +79,3 @@ def _decoded(line: bytes) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BodyError(f"it is not UTF-8: byte {line[error.start]:#04x} at offset {error.start:,}") from error
-
-
-def _endpoint(url: Any, body: dict[str, Any]) -> str:
-    """What a line asks for: by its url, or by what its body has."""
-    if url is None:
-        return CHAT if "messages" in body else COMPLETION
-    if url not in (CHAT, COMPLETION):
-        raise BodyError(f"url is {url!r}; it is {CHAT} or {COMPLETION}")
-    return url

@@ -16,9 +16,9 @@ from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
-from ..requests.body import BodyError, Defaults, check_body
 from ..session.open import engine_in_words, load_engine, open_pair, stderr_console
 from ..session.report import describe_link, describe_memory, print_rows
+from ..session.wire import BodyError, answer_request
 from ..terminal.batch_live import BatchDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
@@ -55,7 +55,7 @@ def run(
     ended: BaseException | None = None
     if directories is not None and (jobs or _with_other_ranks()):
         with signals.allowed():
-            _, tokenizer = open_pair(directories)
+            _, tokenizer = open_pair(directories, request.template_args)
             loaded = tokenizer, load_engine(request, None)
         _tell_start(loaded[1], request, work, len(jobs))
     with work.answers as file:
@@ -85,16 +85,11 @@ def _checked(
     request: BatchRequest, work: Work, totals: Totals
 ) -> tuple[list[Job], list[tuple[RequestLine, BodyError]]]:
     """The requests to be answered, and those that cannot be, with the reasons."""
-    defaults = Defaults(
-        models=frozenset((request.model, Path(request.model).name)),
-        max_new_tokens=request.max_new_tokens,
-        context=request.context,
-        sampling=request.sampling,
-    )
+    models = {request.model, Path(request.model).name}
     jobs, refused = [], []
     for line in work.wanted:
         try:
-            jobs.append(Job(line, check_body(line.body, line.endpoint, defaults)))
+            jobs.append(Job(line, answer_request(line.body, line.endpoint, request, models)))
         except BodyError as error:
             refused.append((line, error))
             totals.fail(line, str(error))

@@ -13,11 +13,11 @@ from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
-from ..requests.body import AnswerRequest, BodyError
-from ..requests.response import FinishedAnswer, Timings, response_body
 from ..session.prompt import Prompt, request_prompt
 from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
+from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task
+from ..session.wire import AnswerRequest, BodyError
 from ..terminal.batch_frame import SequenceRow
 from ..terminal.batch_live import row_of
 from ..terminal.live_screen import LiveScreen

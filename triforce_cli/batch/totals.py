@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from ..requests.body import BodyError
-from ..requests.response import FinishedAnswer, error_body
+from ..session.response import FinishedAnswer, error_body
+from ..session.wire import BodyError
 from .lines import RequestLine
 from .work import Work
 

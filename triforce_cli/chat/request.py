@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from ..options import CONTEXT, PROMPT, Request, flag, new_tokens, option
+from ..options import CONTEXT, PROMPT, TEMPLATE_ARG, Request, flag, new_tokens, option
 from ..parameters import FILE, TEXT
 
 
@@ -21,6 +21,7 @@ class ChatRequest(Request):
     system: Annotated[
         str | None, option(PROMPT, TEXT, "A system message before the first question, by the model's chat template.")
     ] = None
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     trim: Annotated[
         bool,
         flag(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ...offload.settings import Settings
 from ...tp.weights.registry import EMBEDDED
@@ -15,6 +15,7 @@ from ..options import (
     OUTPUT,
     PROMPT,
     TARGET,
+    TEMPLATE_ARG,
     ReportRequest,
     argument,
     flag,
@@ -43,6 +44,7 @@ class ReadRequest(ReportRequest):
         bool,
         flag("--raw", PROMPT, "Save the text alone: not as the beginning of a user's message by the chat template."),
     ] = False
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     model: Annotated[str, TARGET] = EMBEDDED
     dtype: Annotated[str, DTYPE] = "auto"
     device: Annotated[str, DEVICE] = "auto"

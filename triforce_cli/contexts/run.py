@@ -30,7 +30,7 @@ def run(request: ReadRequest, text: str, directory: Path, json_file: JsonFile, s
     """
     name = request.name
     assert name
-    tokenizer = Tokenizer.load(directory)
+    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
     context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
     token_ids, frame = context.token_ids, context.frame
     with signals.allowed():

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from ..options import ASKED, CONTEXT, OUTPUT, PROMPT, SAMPLING, TRUNCATE, TextRequest, flag, new_tokens, option
+from ..options import (
+    ASKED,
+    CONTEXT,
+    OUTPUT,
+    PROMPT,
+    SAMPLING,
+    TEMPLATE_ARG,
+    TRUNCATE,
+    TextRequest,
+    flag,
+    new_tokens,
+    option,
+)
 from ..parameters import FILE, NAME, TEXT, whole
 
 
@@ -35,6 +47,7 @@ class GenerateRequest(TextRequest):
     ] = 1
     truncate: Annotated[str, TRUNCATE] = "error"
     context: Annotated[str | None, CONTEXT] = None
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
     save_context: Annotated[
         str | None,
         option(

@@ -104,7 +104,7 @@ def run(
         typer.Exit: one of several answers failed.
     """
     console = stderr_console()
-    config, tokenizer = open_pair(directories)
+    config, tokenizer = open_pair(directories, request.template_args)
     with signals.allowed():
         if wanted is None:
             answers = _log_answers(request, source, tokenizer, config)

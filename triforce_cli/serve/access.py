@@ -11,8 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...tp.errors import TriforceError, UsageError
-from ..requests.body import BodyError
 from ..session.source import read_bytes
+from ..session.wire import BodyError
 from .request import ServeRequest
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import CONTEXT, MACHINE, SERVING, Request, flag, new_tokens, option
+from ..options import SERVING, AnsweringRequest, flag, new_tokens, option
 from ..parameters import PORT, SECONDS, TEXT, whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeRequest(Request):
-    """What `triforce serve` is asked for. Sampling options and lengths are for requests that do not say."""
+class ServeRequest(AnsweringRequest):
+    """What `triforce serve` is asked for."""
 
     json: Path | None = None  # no option here: a server has no end to report
     host: Annotated[
@@ -43,9 +43,6 @@ class ServeRequest(Request):
             "repeated.",
         ),
     ] = None
-    max_sequences: Annotated[
-        int, option(MACHINE, whole(1), "Answers that are written at a time, at most; as many as memory holds.")
-    ] = 8
     max_queue: Annotated[
         int, option(SERVING, whole(1), "Requests that wait in the queue, at most; further ones are refused (429).")
     ] = 64
@@ -62,7 +59,6 @@ class ServeRequest(Request):
             "it nothing is saved but what is uploaded.",
         ),
     ] = False
-    context: Annotated[str | None, CONTEXT] = None
     max_new_tokens: Annotated[
         int, new_tokens(1, "Maximum number of tokens of an answer; a request may give its own.")
     ] = 256

@@ -20,8 +20,8 @@ from ...offload.speculation.vocabulary import check_pair
 from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.parallel.siblings import siblings
-from ..requests.body import BodyError
 from ..session.prompt import saved_text
+from ..session.wire import BodyError
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
 from .access import Access

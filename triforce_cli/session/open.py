@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 
@@ -26,15 +27,20 @@ def stderr_console() -> Console:
     return Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
 
 
-def open_pair(directories: tuple[Path, Path | None]) -> tuple[ModelConfig, Tokenizer]:
+def open_pair(
+    directories: tuple[Path, Path | None], template_args: Iterable[tuple[str, Any]] | None = None
+) -> tuple[ModelConfig, Tokenizer]:
     """The target's configuration and tokenizer, once target and draft are known to fit together.
 
-    Args: `directories` are the target's and the draft's.
+    Args:
+        directories: the target's and the draft's.
+        template_args: variables that its chat template is given.
 
     Raises:
         ModelError: they do not, or one cannot be read.
+        UsageError: the template has no such variable.
     """
-    return check_pair(*directories), Tokenizer.load(directories[0])
+    return check_pair(*directories), Tokenizer.load(directories[0]).with_arguments(template_args or ())
 
 
 def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:

@@ -15,8 +15,8 @@ from ...offload.contexts.manifest import NO_FRAME, ContextError, Frame
 from ...tp.errors import CapacityError, TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
-from ..requests.body import CHAT, AnswerRequest, BodyError, Message
 from .source import Source, cut_log
+from .wire import CHAT, AnswerRequest, BodyError, Message
 
 Exchange = tuple[str, str]
 """A question and its answer."""
@@ -352,7 +352,7 @@ def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelCo
         except TriforceError as error:
             raise BodyError(str(error), "context", code="context_not_usable") from error
     if request.endpoint == CHAT:
-        name, prompt = "messages", _message_prompt(request.messages, context, tokenizer)
+        name, prompt = "messages", _message_prompt(request, context, tokenizer)
     else:
         name, prompt = "prompt", _text_prompt(request.prompt, context, tokenizer, config)
     tokens, positions = len(prompt.token_ids), config.max_position_embeddings
@@ -379,27 +379,34 @@ def _text_prompt(text: str | list[int], context: Context | None, tokenizer: Toke
     return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
 
 
-def _message_prompt(messages: Sequence[Message], context: Context | None, tokenizer: Tokenizer) -> Prompt:
+def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
     """The prompt of messages. A first one of the user that has several parts is a text and a question about it."""
+    messages, arguments, name = request.messages, request.template_arguments, "chat_template_kwargs"
+    try:
+        tokenizer = tokenizer.with_arguments(arguments, name)
+    except UsageError as error:
+        raise BodyError(str(error), name) from error
     if context is None and tokenizer.render is not None and not _has_text(messages):
-        return Prompt(
-            tokenizer.encode(tokenizer.render([(one.role, one.text) for one in messages]), False), answers=True
-        )
+        text = tokenizer.render([(one.role, one.text) for one in messages])
+        return Prompt(tokenizer.encode(text, False), answers=True)
     system, exchanges, question = _turns(messages)
     if system is not None and (context is not None or tokenizer.render is None):
         where = "a saved context begins with its own" if context else "this model has no chat template"
         raise BodyError(f"messages has a system message, but {where}; put it into the question", "messages")
     if context is None and _has_text(messages):
-        text, *rest = next(one.parts for one in messages if one.role == "user")
+        text, *rest = next(one.content for one in messages if one.role == "user")
         context, asked = Context.read(text, "", tokenizer, system=system), "".join(rest)
         exchanges, question = ([(asked, exchanges[0][1]), *exchanges[1:]], question) if exchanges else ([], asked)
-    return QuestionForm.of(tokenizer, context).prompt(exchanges, question, context, tokenizer)
+    form = QuestionForm.of(tokenizer, context)
+    if arguments and form.template is None:
+        raise BodyError(f"{name} is given, but the context stands outside the chat template; leave it out", name)
+    return form.prompt(exchanges, question, context, tokenizer)
 
 
 def _has_text(messages: Sequence[Message]) -> bool:
     """Whether messages are in the order of questions and answers, the first of which has a text before it."""
     users = [one for one in messages if one.role == "user"]
-    return bool(users) and len(users[0].parts) > 1 and _is_in_turns(messages)
+    return bool(users) and len(users[0].content) > 1 and _is_in_turns(messages)
 
 
 def _is_in_turns(messages: Sequence[Message]) -> bool:

@@ -12,7 +12,7 @@ from ...offload.contexts.model import ContextRequest
 from ...offload.settings import MOST_SEQUENCES
 from ...tp.errors import TriforceError
 from ...tp.weights.tokenizer import Tokenizer
-from ..requests.logprobs import Entry
+from .logprobs import Entry
 from .prompt import Prompt
 from .text import AnswerText
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from ...offload.speculation.sampling import TokenLogprobs
 from ...tp.weights.tokenizer import TextStream, Tokenizer
-from ..requests.logprobs import Entry, entries
+from .logprobs import Entry, entries
 from .prompt import Prompt
 
 _TAIL = 8

@@ -3,19 +3,20 @@
 import random
 
 import pytest
-from triforce.cli.requests.body import CHAT, COMPLETION, BodyError, Defaults, check_body
+from triforce.cli.options import AnsweringRequest
 from triforce.cli.session.prompt import Prompt
 from triforce.cli.session.text import AnswerText, StopTexts
+from triforce.cli.session.wire import CHAT, COMPLETION, BodyError, answer_request
 from triforce.offload import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
-DEFAULTS = Defaults(frozenset(("tiny", "/models/tiny")), 256, Sampling())
+OPTIONS = AnsweringRequest()
 ASKED = {"messages": [{"role": "user", "content": "Why?"}]}
 
 
-def check(endpoint=CHAT, defaults=DEFAULTS, **fields):
+def check(endpoint=CHAT, options=OPTIONS, **fields):
     body = (ASKED if endpoint == CHAT else {"prompt": "It was"}) | fields
-    return check_body(body, endpoint, defaults)
+    return answer_request(body, endpoint, options, {"tiny", "/models/tiny"})
 
 
 def refusal(endpoint=CHAT, **fields):
@@ -28,7 +29,7 @@ def test_absent_fields_are_the_defaults_of_the_command():
     found = check()
     assert (found.max_new_tokens, found.sampling) == (256, Sampling(temperature=0.6, top_p=0.9, top_k=0))
     assert (found.stops, found.answers, found.context) == ((), 1, None)
-    other = check(defaults=Defaults(frozenset(), 9, Sampling(0.0, 1.0, 5, 7), "book"))
+    other = check(options=AnsweringRequest(max_new_tokens=9, sampling=Sampling(0.0, 1.0, 5, 7), context="book"))
     assert (other.max_new_tokens, other.sampling, other.context) == (9, Sampling(0.0, 1.0, 5, 7), "book")
 
 
@@ -54,7 +55,7 @@ def test_messages_are_roles_and_texts():
     found = check(messages=said).messages
     roles_and_texts = [(message.role, message.text) for message in found]
     assert roles_and_texts == [("system", "Be brief."), ("user", "Why?"), ("assistant", "So."), ("user", "")]
-    assert found[1].parts == ("Wh", "y?")
+    assert found[1].content == ("Wh", "y?")
 
 
 @pytest.mark.parametrize(

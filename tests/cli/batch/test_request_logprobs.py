@@ -1,7 +1,7 @@
 """How `logprobs` describes tokens."""
 
 from tokenizers import Tokenizer, decoders, models
-from triforce.cli.requests.logprobs import entries, logprobs_field
+from triforce.cli.session.logprobs import entries, logprobs_field
 from triforce.offload.speculation.sampling import TokenLogprobs
 
 

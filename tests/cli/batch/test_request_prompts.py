@@ -6,8 +6,8 @@ import pytest
 from command import TEXT, run_here
 from templates import with_template
 from transformers import AutoTokenizer
-from triforce.cli.requests.body import CHAT, COMPLETION, AnswerRequest, BodyError, Message
 from triforce.cli.session.prompt import request_prompt
+from triforce.cli.session.wire import CHAT, COMPLETION, AnswerRequest, BodyError, Message
 from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError
 from triforce.tp.model.config import ModelConfig
@@ -15,7 +15,7 @@ from triforce.tp.weights.tokenizer import Tokenizer
 
 
 def said(*messages):
-    return tuple(Message(role, (text,)) for role, text in messages)
+    return tuple(Message.model_construct(role=role, content=(text,)) for role, text in messages)
 
 
 REQUEST = AnswerRequest(CHAT, said(("user", "Why?")), "", None, 16, Sampling(), ("END",), 1)
@@ -46,7 +46,7 @@ def test_messages_go_through_the_chat_template(chatty):
     oracle = AutoTokenizer.from_pretrained(chatty)
     for messages in (TURNS, said(("system", "Be brief."), ("user", "Why?")), said(("user", "a"), ("user", "b"))):
         found = prompt_of(chatty, replace(REQUEST, messages=messages))
-        given = [{"role": role, "content": content} for role, (content,) in messages]
+        given = [{"role": role, "content": content} for role, content in ((one.role, one.text) for one in messages)]
         assert found.token_ids == oracle.apply_chat_template(given, add_generation_prompt=True)["input_ids"]
         assert (found.stops, found.answers) == (("END",), True)
 
@@ -96,7 +96,7 @@ def test_a_completion_is_its_text_or_its_tokens(pair):
 def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
     tokenizer = Tokenizer.load(chatty)
     found = prompt_of(chatty, replace(REQUEST, messages=TURNS, context="book"))
-    asked = "".join(f"<{role}>{text}" + ("</s>" if role == "assistant" else "") for role, (text,) in TURNS[1:])
+    asked = "".join(f"<{one.role}>{one.text}" + ("</s>" if one.role == "assistant" else "") for one in TURNS[1:])
     whole = tokenizer.decode(found.token_ids)
     assert whole == tokenizer.decode(tokenizer.encode(f"<user>{book}Why?{asked}<assistant>", False))
     fresh = tokenizer.encode(f"<user>{book}", False)

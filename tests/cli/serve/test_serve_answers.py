@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from command import TEXT, run_here, undocumented
+from templates import TEMPLATE, with_template
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -129,6 +130,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, fields, status, para
     error = reply.json["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param and param.partition(".")[0] in error["message"]
+
+
+def test_the_chat_template_is_given_the_variables_of_the_option_and_the_body(serving, pair, tmp_path):
+    template = TEMPLATE.replace("<assistant>{%", "<assistant>{% if think is false %}(no thought){% endif %}{%")
+    model = with_template(pair[0], tmp_path, template)
+    with serving((model, model), template_arg="think=false") as server:
+        asked = {given: server.chat(max_tokens=1, chat_template_kwargs=given and {"think": given == "yes"})
+                 for given in (None, "yes", "no")}  # fmt: skip
+        counts = {given: reply.json["usage"]["prompt_tokens"] for given, reply in asked.items()}
+        assert counts[None] == counts["no"] > counts["yes"]
+        refused = server.chat(chat_template_kwargs={"chat_template": "{{ 7 * 7 }}"})
+        assert refused.status == 400 and refused.json["error"]["param"] == "chat_template_kwargs"
 
 
 def test_logprobs_of_a_chat_are_one_entry_a_token(server):

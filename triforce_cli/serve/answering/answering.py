@@ -11,10 +11,10 @@ from hashlib import blake2b
 from ....offload import Engine
 from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
-from ...requests.body import BodyError
-from ...requests.response import AnswerEnd, Timings
 from ...session.prompt import Prompt
+from ...session.response import AnswerEnd, Timings
 from ...session.session import Failed, Finished, Session, Task, Written
+from ...session.wire import BodyError
 from .fair_queue import FairQueue
 from .jobs import Complete, Job, Piece, Progress, Saved, Upload
 from .metrics import Metrics

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from ....offload.contexts.manifest import ContextError, Frame
 from ....offload.contexts.model import ModelContexts
 from ....tp.errors import CapacityError, PeerError, TriforceError
-from ...requests.body import AnswerRequest, BodyError
-from ...requests.logprobs import Entry
-from ...requests.response import AnswerEnd, Timings
+from ...session.logprobs import Entry
 from ...session.prompt import Prompt
+from ...session.response import AnswerEnd, Timings
+from ...session.wire import AnswerRequest, BodyError
 
 
 @dataclass(frozen=True)

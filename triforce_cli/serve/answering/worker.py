@@ -11,8 +11,8 @@ from typing import Literal
 from ....offload import Engine
 from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
-from ...requests.body import BodyError
 from ...session.open import ROOM, load_engine
+from ...session.wire import BodyError
 from ..request import ServeRequest
 from .answering import Answering
 from .fair_queue import FairQueue

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ....offload.contexts.manifest import ContextError
 from ....tp.errors import UsageError
 from ...contexts.report import describe, describe_all
-from ...requests.body import CHAT, COMPLETION, BodyError
-from ...requests.response import AnswerEnd, FinishedAnswer, response_body
+from ...session.response import AnswerEnd, FinishedAnswer, response_body
+from ...session.wire import CHAT, COMPLETION, BodyError
 from ..access import Access
 from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...requests.body import BodyError
+from ...session.wire import BodyError
 from ..answering.jobs import Complete, Event, Failed, Piece
 
 

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...requests.body import BodyError
-from ...requests.response import error_body
+from ...session.response import error_body
+from ...session.wire import BodyError
 from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics

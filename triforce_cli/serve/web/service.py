@@ -14,16 +14,15 @@ from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
-from ...requests.body import AnswerRequest, BodyError, Defaults, check_body
 from ...session.prompt import Context, request_prompt
 from ...session.source import checked, decoded
+from ...session.wire import AnswerRequest, BodyError, Delivery, answer_request, read
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
 from ..limits import ServerLimits
 from ..request import ServeRequest
 from .events import Events
-from .streams import DELIVERY, Delivery
 
 T = TypeVar("T")
 
@@ -37,13 +36,8 @@ class Service:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits
         self.name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
-        self._tokenizer = Tokenizer.load(directory)
-        self._defaults = Defaults(
-            models=frozenset((self.name, self.name.rpartition("/")[2])),
-            max_new_tokens=request.max_new_tokens,
-            context=request.context,
-            sampling=request.sampling,
-        )
+        self._tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
+        self._options, self._models = request, {self.name, self.name.rpartition("/")[2]}
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
         self._preparing = ThreadPoolExecutor(1, "prompts")
@@ -104,8 +98,8 @@ class Service:
 
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
         body = parsed(raw)
-        rest = {name: value for name, value in body.items() if name not in DELIVERY}
-        return check_body(rest, endpoint, self._defaults), Delivery.of(body)
+        delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
+        return answer_request(body, endpoint, self._options, self._models), read(Delivery, delivery)
 
     async def _prepare(self, work: Callable[[], T]) -> T:
         """Runs what takes time beside the loop."""

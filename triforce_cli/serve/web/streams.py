@@ -4,61 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ...requests.body import CHAT, AnswerRequest, BodyError
-from ...requests.logprobs import logprobs_field
-from ...requests.response import AnswerEnd, finish_reason_of, new_id, timings, usage
+from ...session.logprobs import logprobs_field
+from ...session.response import AnswerEnd, finish_reason_of, new_id, timings, usage
+from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved
 from .events import Events
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
-
-
-DELIVERY = ("stream", "stream_options", "return_progress", "timings_per_token")
-"""Fields that say how an answer is delivered, and change nothing of it."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """How a client wants its answer."""
-
-    stream: bool = False
-    include_usage: bool = False
-    return_progress: bool = False
-    timings_per_token: bool = False
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Delivery:
-        """Raises:
-        BodyError: a field that is not what it must be.
-        """
-        options = body.get("stream_options")
-        if options is not None and not isinstance(options, dict):
-            raise BodyError("stream_options must be an object", "stream_options")
-        others = [name for name in options or {} if name not in ("include_usage", "include_obfuscation")]
-        if others:
-            name = f"stream_options.{others[0]}"
-            raise BodyError(f"{name} is not supported here; leave it out", name, code="unsupported_field")
-        stream = _flag(body, "stream")
-        if options and not stream:
-            raise BodyError("stream_options is for answers with stream: true", "stream_options")
-        return cls(
-            stream=stream,
-            include_usage=_flag(options or {}, "include_usage", "stream_options."),
-            return_progress=_flag(body, "return_progress"),
-            timings_per_token=_flag(body, "timings_per_token"),
-        )
-
-
-def _flag(body: Mapping[str, Any], name: str, before: str = "") -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BodyError(f"{before}{name} must be true or false", f"{before}{name}")
-    return bool(value)
 
 
 def sse(data: Any) -> bytes:
@@ -124,7 +80,7 @@ class AnswerStream:
                 if len(self._answers) == self._request.answers:
                     break
             event = await events.next(self._keep_alive_s)
-        if self._delivery.include_usage:
+        if self._delivery.stream_options.include_usage:
             cost = {"usage": usage(self._ordered), "timings": self._timings}
             yield sse({**self._same, "choices": [], **cost})
         yield DONE
@@ -162,7 +118,7 @@ class AnswerStream:
     ) -> bytes:
         choice = {"index": number, ("delta" if self._chat else "text"): said}
         choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-        usage_of_none = {"usage": None} if self._delivery.include_usage else {}
+        usage_of_none = {"usage": None} if self._delivery.stream_options.include_usage else {}
         return sse({**self._same, "choices": [choice], **usage_of_none, **more})
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...offload.statistics import Statistics
-from .body import CHAT, AnswerRequest, BodyError
 from .logprobs import Entry, logprobs_field
+from .wire import CHAT, AnswerRequest, BodyError
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 

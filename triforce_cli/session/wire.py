@@ -1,0 +1,464 @@
+"""What clients send, in OpenAI's form: bodies of requests and lines of batch files, a class for each object.
+
+A field that would change the answer and is not honoured is refused by name, so that no answer is silently another one
+than was asked for. Null is as if left out. What is sent back is made in response.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ...offload import Sampling
+from ...tp.errors import TriforceError
+from ..options import AnsweringRequest
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+MAX_ANSWERS = 128
+"""Of one request (`n`), as in OpenAI's form."""
+
+MAX_STOPS = 16
+"""Stop texts of one request."""
+
+MAX_STOP_BYTES = 1024
+"""Of one stop text, in UTF-8. After each token every one is searched for, and as much text is held back at most."""
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
+
+_NO_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "parallel_tool_calls",
+)
+"""Fields that change no answer, whatever they hold."""
+
+_NEUTRAL: dict[str, Sequence[Any]] = {
+    "stream": (False,),
+    "return_progress": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "ignore_eos": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Values with which a field changes no answer, whether it is honoured or not."""
+
+
+class BodyError(TriforceError):
+    """A request that cannot be answered as it was asked."""
+
+    def __init__(self, message: str, param: str | None = None, *, code: str | None = None, status: int = 400) -> None:
+        """Args:
+        param: the field that is at fault.
+        code: in a word, for programs.
+        status: as of HTTP.
+        """
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+# Kinds of values. What their checks raise is the rest of a sentence that begins with the field's name.
+
+
+def _of_whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half a character (a lone surrogate) at letter {error.start:,}") from error
+    return text
+
+
+def _encodable(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        _of_whole_characters(json.dumps(given, ensure_ascii=False))
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    return given
+
+
+def _without_point(given: Any) -> Any:
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+def _between(least: int, most: int) -> AfterValidator:
+    def check(number: int) -> int:
+        if not least <= number <= most:
+            raise ValueError(f"is {number:,}; it must be from {least:,} to {most:,}")
+        return number
+
+    return AfterValidator(check)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"is {_shown(given)}; it must be a text or a list of texts")
+    if "" in texts:
+        raise ValueError("has an empty text, which every answer would end before")
+    if len(texts) > MAX_STOPS:
+        raise ValueError(f"has {len(texts):,} texts; it can have {MAX_STOPS}")
+    longest = max((len(_of_whole_characters(text).encode()) for text in texts), default=0)
+    if longest > MAX_STOP_BYTES:
+        raise ValueError(f"has a text of {longest:,} bytes; it can have {MAX_STOP_BYTES:,}")
+    return tuple(texts)
+
+
+def _prompt(given: Any) -> str | list[int]:
+    if isinstance(given, str):
+        return _of_whole_characters(given)
+    if isinstance(given, list) and given and all(type(token) is int for token in given):
+        return given
+    if isinstance(given, list):
+        raise ValueError("is a list; give one text, or one list of token ids, a request")
+    found = "missing" if given is None else _shown(given)
+    raise ValueError(f"is {found}; give a text, or a list of token ids")
+
+
+def _messages(given: Any) -> list[Any]:
+    if isinstance(given, list) and given:
+        return given
+    raise ValueError("is missing or empty; give a list of {role, content}")
+
+
+def _role(given: Any) -> str:
+    roles = ("system", "developer", "user", "assistant")
+    if given not in roles:
+        raise ValueError(f"is {_shown(given)}; it is one of {', '.join(roles)}")
+    return "system" if given == "developer" else given
+
+
+def _texts(given: Any) -> tuple[str, ...]:
+    if isinstance(given, list):
+        return tuple(part.text for part in _PARTS.validate_python(given))
+    if not isinstance(given, str):
+        raise ValueError(f"is {_shown(given)}; it must be a text")
+    return (_of_whole_characters(given),)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: as it is where it is short."""
+    with suppress(RecursionError):  # of what is nested too deeply
+        if len(shown := repr(value)) <= 60:
+            return shown
+    return f"a {type(value).__name__}"
+
+
+Text = Annotated[str, AfterValidator(_of_whole_characters)]
+Number = float | int
+"""As it is written: of -1 is not told as of -1.0."""
+Whole = Annotated[int, BeforeValidator(_without_point)]
+NotNegative = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[Whole, Field(ge=1)]
+
+NEEDED: Any = Field(None, validate_default=True)
+"""The default of a field that must be given: `None` is refused in the words of its kind."""
+
+
+class Given(BaseModel, strict=True):
+    """An object that a client sends."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _honoured(cls, given: Any) -> dict[str, Any]:
+        """Its fields without those that change nothing. One that is left and has no place here is refused."""
+        if not isinstance(given, dict):
+            raise ValueError(f"is {_shown(given)}; it must be an object with {' and '.join(cls.model_fields)}")
+        honoured = {name: one for name, one in given.items() if one is not None and not cls._is_neutral(name, one)}
+        for name, value in honoured.items():
+            if name not in cls.model_fields:
+                error = PydanticCustomError("unsupported_field", "{refusal}", {"refusal": cls._refusal(name)})
+                raise ValidationError.from_exception_data(name, [{"type": error, "loc": (name,), "input": value}])
+        return honoured
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        """Whether a field changes nothing with this value."""
+        return False
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        """What is said of a field that is not honoured."""
+        return "is not supported here; leave it out"
+
+
+class TextPart(BaseModel, strict=True):
+    """A part of a message's content. Its other fields change nothing."""
+
+    type: Literal["text"]
+    text: Text = NEEDED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else given
+        if kind != "text":
+            raise ValueError(f"is of type {_shown(kind)}; only text is supported")
+        return given
+
+
+_PARTS = TypeAdapter(Annotated[list[TextPart], FailFast()])
+
+
+class Message(Given):
+    """One of a chat's messages."""
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)] = NEEDED
+    """`developer` is another word for `system`."""
+    content: Annotated[tuple[str, ...], PlainValidator(_texts)] = NEEDED
+    """A text, or a list of its parts."""
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return "".join(self.content)
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        return value == [] and name not in cls.model_fields
+
+
+_SAMPLING = get_type_hints(Sampling)
+_KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: NotNegative}
+_FIELDS: dict[str, Any] = {name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()}
+
+SamplingFields = create_model(
+    "SamplingFields", __base__=Given, __doc__="How tokens are drawn: the fields of `Sampling`.", **_FIELDS
+)
+
+
+class AnswerBody(SamplingFields):
+    """What bodies for both endpoints have. What is absent is as the command's options say."""
+
+    model: Text | None = None
+    """If given, the model that is loaded."""
+    context: Text | None = None
+    """The saved context that stands before it."""
+    max_tokens: Positive | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    """A text, or several, that the answer ends before."""
+    n: Annotated[Whole, _between(1, MAX_ANSWERS)] = 1
+    """Answers."""
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        neutral = (one for one in _NEUTRAL.get(name, ()) if isinstance(one, bool) == isinstance(value, bool))
+        return name in _NO_EFFECT or any(one == value for one in neutral)
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        others = [endpoint for endpoint, body in _BODIES.items() if name in body.model_fields]
+        if others:
+            return f"is a field of {others[0]}, not of {COMPLETION if others[0] == CHAT else CHAT}"
+        without = f" or give {_NEUTRAL[name][0]!r}" if name in _NEUTRAL else ""
+        return f"would change the answer and is not supported here; leave it out{without}"
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """How tokens are drawn; what is absent is as in `defaults`."""
+        try:
+            return replace(defaults, **{name: getattr(self, name) for name in self.model_fields_set & _SAMPLING.keys()})
+        except TriforceError as error:
+            name = str(error).partition(" is ")[0].replace("-", "_")
+            raise BodyError(str(error), name) from error
+
+
+class ChatBody(AnswerBody):
+    """A question, and what was said before it."""
+
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_messages)] = NEEDED
+    max_completion_tokens: Positive | None = None
+    """Another name for `max_tokens`."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_encodable)] = {}  # noqa: RUF012 - copied
+    """Variables for the model's chat template."""
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatBody:
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if older and newer and older != newer:
+            says = f"max_tokens is {older:,} and max_completion_tokens {newer:,}; give one of them"
+            raise BodyError(says, "max_completion_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise BodyError("top_logprobs is for answers with logprobs: true", "top_logprobs")
+        return self
+
+
+class CompletionBody(AnswerBody):
+    """A text to go on from."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)] = NEEDED
+    """A text, or token ids."""
+    logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
+
+
+_BODIES: dict[str, type[ChatBody | CompletionBody]] = {CHAT: ChatBody, COMPLETION: CompletionBody}
+
+
+class StreamOptions(Given):
+    """Of a body's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: Any = None
+    """Changes nothing here."""
+
+
+class Delivery(Given):
+    """Fields that `serve` takes beside those of a body: how the answer is delivered."""
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
+    timings_per_token: bool = False
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Delivery:
+        if self.stream_options.model_fields_set and not self.stream:
+            raise BodyError("stream_options is for answers with stream: true", "stream_options")
+        return self
+
+
+class BatchLine(Given):
+    """A line of a batch file."""
+
+    custom_id: Text
+    method: Literal["POST"] = "POST"
+    url: Literal["/v1/chat/completions", "/v1/completions"] | None = None
+    """Absent: what the body has tells."""
+    body: dict[str, Any]
+
+    @property
+    def endpoint(self) -> str:
+        return self.url or (CHAT if "messages" in self.body else COMPLETION)
+
+    @classmethod
+    def _refusal(cls, name: str) -> str:
+        return f"is not a field of a line; there are {', '.join(cls.model_fields)}"
+
+
+Model = TypeVar("Model", bound=Given)
+
+
+def read(kind: type[Model], given: Any) -> Model:
+    """What was sent, checked.
+
+    Raises:
+        BodyError: something is wrong with it: the first thing that is.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _in_our_words(error.errors(include_url=False)[0]) from error
+
+
+_WORDS = {
+    "value_error": "{error}",
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "string_type": "is {given}; it must be a text",
+    "float_type": "is {given}; it must be a number",
+    "int_type": "is {given}; it must be a whole number",
+    "dict_type": "is {given}; it must be an object",
+    "greater_than_equal": "is {given}; it must be {ge} or more",
+    "literal_error": "is {given}; it must be {expected}",
+}
+"""What is said of a field, by what pydantic has found."""
+
+
+def _in_our_words(fault: ErrorDetails) -> BodyError:
+    places = [place for place in fault["loc"] if place not in ("float", "int")]  # without the types of a number
+    path = (f"[{place}]" if isinstance(place, int) else f".{place}" for place in places)
+    name, kind = "".join(path).removeprefix("."), fault["type"]
+    about = {"given": _shown(fault["input"]), "other": fault["msg"], **fault.get("ctx", {})}
+    says = _WORDS.get(kind, "{other}").format(**about)
+    return BodyError(f"{name} {says}", name, code=kind if kind == "unsupported_field" else None)
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """What a body asks for, checked but for the length of its prompt."""
+
+    endpoint: str
+    """`CHAT` or `COMPLETION`."""
+    messages: tuple[Message, ...]
+    """Of `CHAT`; at least one."""
+    prompt: str | list[int]
+    """Of `COMPLETION`: a text, or token ids."""
+    context: str | None
+    """The saved context that stands before it."""
+    max_new_tokens: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    answers: int
+    top_logprobs: int | None = None
+    """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
+    none at all."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, besides those of the command's options."""
+
+
+def answer_request(
+    body: dict[str, Any], endpoint: str, options: AnsweringRequest, models: Collection[str]
+) -> AnswerRequest:
+    """What a body asks for.
+
+    Args:
+        options: of the command, for what the body does not say.
+        models: names of the model that is loaded.
+
+    Raises:
+        BodyError: a field is missing, impossible, or would change the answer and is not honoured.
+    """
+    asked = read(_BODIES[endpoint], body)
+    if asked.model is not None and asked.model not in models:
+        names = " or ".join(map(repr, sorted(models)))
+        raise BodyError(
+            f"model is {asked.model!r}, but {names} answers here; leave the field out, or load that model",
+            "model", code="model_not_found", status=404,
+        )  # fmt: skip
+    if isinstance(asked, ChatBody):
+        messages, prompt = tuple(asked.messages), ""
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    else:
+        messages, prompt, max_tokens, top_logprobs = (), asked.prompt, asked.max_tokens, asked.logprobs
+    return AnswerRequest(
+        endpoint=endpoint,
+        messages=messages,
+        prompt=prompt,
+        context=asked.context or options.context,
+        max_new_tokens=max_tokens or options.max_new_tokens,
+        sampling=asked.sampling(options.sampling),
+        stops=asked.stop,
+        answers=asked.n,
+        top_logprobs=top_logprobs,
+        template_arguments=asked.chat_template_kwargs if isinstance(asked, ChatBody) else {},
+    )
