@@ -20,9 +20,7 @@ from .chat.request import ChatRequest
 from .compare.command import EPILOG as COMPARE_EPILOG
 from .compare.command import compare
 from .compare.request import Asked as CompareRequest
-from .contexts.command import READ_EPILOG, read
-from .contexts.command import app as contexts
-from .contexts.request import ReadRequest
+from .contexts import app as contexts
 from .doctor import doctor
 from .generate.command import EPILOG, generate
 from .generate.request import GenerateRequest
@@ -31,6 +29,8 @@ from .options import ReportRequest, command
 from .plan.command import EPILOG as PLAN_EPILOG
 from .plan.command import plan
 from .plan.request import PlanRequest
+from .read import EPILOG as READ_EPILOG
+from .read import ReadRequest, read
 from .serve.command import EPILOG as SERVE_EPILOG
 from .serve.command import serve
 from .serve.request import ServeRequest

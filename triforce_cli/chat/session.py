@@ -12,7 +12,7 @@ from ...offload import Engine, Generation, Sampling
 from ...offload.contexts.home import user_store
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import CapacityError, PeerError, TriforceError, UsageError
-from ..contexts.report import describe_all, show_list
+from ..contexts import describe_all, show_list
 from ..generate.report import NO_PROGRESS, StartProgress, report_context, report_statistics, start_progress
 from ..generate.run import step, with_text
 from ..terminal.output import TextOutput, in_one_line
