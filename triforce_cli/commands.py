@@ -27,8 +27,7 @@ from .generate.request import GenerateRequest
 from .models import models
 from .options import ReportRequest, command
 from .plan.command import EPILOG as PLAN_EPILOG
-from .plan.command import plan
-from .plan.request import PlanRequest
+from .plan.command import PlanRequest, plan
 from .read import EPILOG as READ_EPILOG
 from .read import ReadRequest, read
 from .serve.command import EPILOG as SERVE_EPILOG
