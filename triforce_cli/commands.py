@@ -12,14 +12,12 @@ from .batch.command import EPILOG as BATCH_EPILOG
 from .batch.command import batch
 from .batch.request import BatchRequest
 from .bench.command import EPILOG as BENCH_EPILOG
-from .bench.command import bench
-from .bench.request import Asked as BenchRequest
+from .bench.command import BenchRequest, bench
 from .chat.command import EPILOG as CHAT_EPILOG
 from .chat.command import chat
 from .chat.request import ChatRequest
 from .compare.command import EPILOG as COMPARE_EPILOG
-from .compare.command import compare
-from .compare.request import Asked as CompareRequest
+from .compare.command import CompareRequest, compare
 from .contexts import app as contexts
 from .doctor import doctor
 from .generate.command import EPILOG, generate

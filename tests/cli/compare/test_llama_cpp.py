@@ -21,7 +21,7 @@ PROMPT = random_tokens(150, seed=4)
 def job_for(directory, **changes):
     """Greedy, in float32; the file is in `directory` when this returns."""
     job = Job(
-        system="llama.cpp", model=str(directory), draft=None, asked_model="", asked_draft=None, device="cpu",
+        system="llama.cpp", model=str(directory), draft=None, given_model="", given_draft=None, device="cpu",
         dtype="float32", prompt_ids=PROMPT, max_new_tokens=32, sampling=Sampling(temperature=0.0), threads=1,
         folder=str(directory),
     )  # fmt: skip

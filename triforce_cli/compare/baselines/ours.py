@@ -19,7 +19,7 @@ def load(job: Job) -> Ours:
 
 
 class Ours:
-    """An engine and the sampling it is asked for."""
+    """An engine, and the sampling of its job."""
 
     def __init__(self, job: Job) -> None:
         self._engine = engine = _engine(job)
@@ -27,7 +27,7 @@ class Ours:
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft or engine.settings.lookup else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
         together = "" if job.questions is None else "all sequences together, "
-        self.ran = f"this engine, {names[tiers]}, {together}{job.place}"
+        self.ran = f"this engine, {names[tiers]}, {together}{job.conditions}"
 
     def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
         """Raises:
@@ -45,7 +45,7 @@ class Ours:
     def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         """Raises:
         TriforceError: a sequence cannot be answered, or not together with others.
-        RuntimeError: see `generate`; of the first sequence, as the others share what it has read.
+        RuntimeError: see `generate`. Only the first sequence is checked, as the others share what it has read.
         """
         requests = [
             Request([*text, *question], self._sampling, max_new_tokens, ignore_eos=True, number=number)
@@ -78,7 +78,7 @@ class Ours:
 
 def _check_read(stats: dict[str, Any]) -> None:
     """Raises:
-    RuntimeError: a part of the prompt was in the cache already, so that its prefill was not measured.
+    RuntimeError: a part of the prompt was already in the cache, so that its prefill was not measured.
     """
     if stats["reused_tokens"] and not stats["context"]:
         raise RuntimeError(f"{stats['reused_tokens']} tokens of the prompt were in the cache already")
@@ -108,7 +108,7 @@ def logits(job: Job) -> list[list[float]]:
 
 
 def audit(job: Job) -> list[int]:
-    """What decoding token by token draws at each position of an answer, `job.options["answer"]`."""
+    """The tokens that decoding token by token draws at each position of an answer, `job.options["answer"]`."""
     engine = _engine(replace(job, system="autoregressive", options=job.options["settings"]))
     return engine.drawn_alone(job.prompt_ids, job.options["answer"], job.sampling)
 
@@ -121,8 +121,8 @@ def _engine(job: Job) -> Engine:
             name: value for name, value in settings.items() if name in ("resident", "exact", "pack", "host_memory")
         }
     return Engine.load(
-        job.asked_model,
-        draft="none" if alone else job.asked_draft,
+        job.given_model,
+        draft="none" if alone else job.given_draft,
         device=job.device,
         dtype=job.dtype,
         capacity=job.prompt_tokens + job.max_new_tokens,

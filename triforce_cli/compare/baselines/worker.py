@@ -53,7 +53,7 @@ def measure(module: ModuleType, job: Job) -> Measurement:
     """Loads, warms up with a run over as many tokens, and times one run.
 
     Raises:
-        RuntimeError: the system wrote another number of tokens than it was asked for.
+        RuntimeError: the system wrote another number of tokens than requested.
     """
     began = time.perf_counter()
     system: System = module.load(job)
@@ -62,7 +62,7 @@ def measure(module: ModuleType, job: Job) -> Measurement:
     timed = _generate(system, job, job.prompt_ids, job.max_new_tokens)
     wanted = job.sequences * job.max_new_tokens
     if len(timed.token_ids) != wanted:
-        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens where {wanted} were asked for")
+        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens instead of {wanted}")
     host, device = peak_bytes(job.device)
     return Measurement(
         ran=system.ran,
@@ -85,20 +85,20 @@ def _generate(system: System, job: Job, prompt_ids: list[int], max_new_tokens: i
 
 
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
-    """As many tokens, but another first one, so that no cache of prefixes saves the measured run its prefill."""
+    """A prompt of as many tokens with another first one: no cache of prefixes then shortens the measured prefill."""
     other = next((token for token in prompt_ids if token != prompt_ids[0]), abs(prompt_ids[0] - 1))
     return [other, *prompt_ids[1:]]
 
 
 def peak_bytes(device: str) -> tuple[int, int]:
-    """The most host memory that this process held, and the most GPU memory of PyTorch's tensors, 0 without a GPU."""
+    """Maximum bytes of host memory that this process held, and of PyTorch's tensors on the GPU, 0 without one."""
     host = _peak_resident()
     torch = sys.modules.get("torch")
     return host, torch.cuda.max_memory_allocated() if torch and device == "cuda" else 0
 
 
 def _peak_resident() -> int:
-    """As `offload.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
+    """Bytes, as `offload.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
@@ -108,7 +108,7 @@ def _peak_resident() -> int:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """The error in one line."""
     message = next(iter(str(error).strip().splitlines()), "")
     kind = type(error).__name__
     if isinstance(error, MemoryError) or any(words in message.lower() for words in _OUT_OF_MEMORY):
