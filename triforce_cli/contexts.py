@@ -36,7 +36,7 @@ class NameRequest(ReportRequest):
 class PruneRequest(ReportRequest):
     """The options of `triforce contexts prune`."""
 
-    keep: Annotated[int, option(OUTPUT, SIZE, "What the contexts may take on the disk together.")]
+    keep: Annotated[int, option(OUTPUT, SIZE, "Maximum disk space of all contexts together.")]
     """Bytes."""
 
 
