@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -156,87 +157,58 @@ def report(console: Console, document: dict[str, Any]) -> None:
     where = machine_in_words(document["machine"])
     print_lines(console, [f"{document['model']}, {document['dtype']} on {where}; {conditions(document)}"])
     columns = (*_CONTEXT, *(_BATCH if document.get("batches") else ()), *_TIERS)
-    rows = [TableRow(at, row) for at in document["contexts"] for row in at["tiers"]]
-    print_table(console, columns, rows)
+    print_table(console, columns, _rows(document))
     print_lines(console, ["", *notes(document)])
 
 
-class TableRow(NamedTuple):
-    """A number of tiers at one context, and the texts of its cells."""
-
-    at: dict[str, Any]
-    """One of the `contexts` of a document."""
-    row: dict[str, Any]
-    """One of its `tiers`."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first of its context: it then shows what all of them share."""
-        return self.row is self.at["tiers"][0]
-
-    def context(self) -> str:
-        return f"{self.at['context']:,}" if self.is_first else ""
-
-    def sequences(self) -> str:
-        return str(self.row["sequences"])
-
-    def tokens_per_s(self) -> str:
-        return f"{self.row['tokens_per_s']['median']:.1f}"
-
-    def gain(self) -> str:
-        """Tokens per second ÷ those of one sequence with as many tiers."""
-        kind = 1, self.row["tiers"]
-        one = next((other for other in self.at["tiers"] if (other["sequences"], other["tiers"]) == kind), None)
-        if one is None or one is self.row:
-            return "-"
-        return f"{self.row['tokens_per_s']['median'] / one['tokens_per_s']['median']:.2f}"
-
-    def tiers(self) -> str:
-        return str(self.row["tiers"])
-
-    def tbt(self) -> str:
-        return f"{self.row['tbt_ms']['median']:.1f}"
-
-    def tbt_range(self) -> str:
-        tbt = self.row["tbt_ms"]
-        return "modelled" if self.row["modelled"] else f"({tbt['min']:.1f} to {tbt['max']:.1f})"
-
-    def speedup(self) -> str:
-        return f"{self.row['speedup']:.2f}" if self.row["speedup"] and self.row["tiers"] > 1 else "-"
-
-    def accepted(self) -> str:
-        """Of the small model's tokens, and of the retrieval cache's."""
-        shares = (self.row["acceptance"][name] for name in ("draft_per_token", "retrieval_per_token"))
-        return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
-
-    def tokens_per_round(self) -> str:
-        return f"{self.row['acceptance']['tokens_per_round']:.1f}" if self.row["tiers"] > 1 else "-"
-
-    def floor(self) -> str:
-        return f"{self.at['floor']['ms']:.1f}" if self.is_first and self.at["floor"] else ""
-
-    def prefill(self) -> str:
-        if not (self.is_first and self.at["prefill_s"]):
-            return ""
-        return f"{self.at['prefill_s']:.1f} s{' restored' if self.at['restored_tokens'] else ''}"
+def _rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The `tiers` of a document, each with its context (`at`), and whether it is the first one there (`first`), which
+    shows what all of them share."""
+    for at in document["contexts"]:
+        for row in at["tiers"]:
+            yield {**row, "at": at, "first": row is at["tiers"][0]}
 
 
-_CONTEXT = (Column("context", TableRow.context, left=True),)
+def _gain(row: dict[str, Any]) -> str:
+    """Tokens per second ÷ those of one sequence with as many tiers."""
+    kind = 1, row["tiers"]
+    one = next((other for other in row["at"]["tiers"] if (other["sequences"], other["tiers"]) == kind), None)
+    if one is None or row["sequences"] == 1:
+        return "-"
+    return f"{row['tokens_per_s']['median'] / one['tokens_per_s']['median']:.2f}"
+
+
+def _range(row: dict[str, Any]) -> str:
+    return "modelled" if row["modelled"] else f"({row['tbt_ms']['min']:.1f} to {row['tbt_ms']['max']:.1f})"
+
+
+def _accepted(row: dict[str, Any]) -> str:
+    """Of the small model's tokens, and of the retrieval cache's."""
+    shares = (row["acceptance"][name] for name in ("draft_per_token", "retrieval_per_token"))
+    return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
+
+
+def _prefill(row: dict[str, Any]) -> str:
+    seconds, restored = row["at"]["prefill_s"], row["at"]["restored_tokens"]
+    return f"{seconds:.1f} s{' restored' if restored else ''}" if row["first"] and seconds else ""
+
+
+_CONTEXT = (Column("context", lambda row: f"{row['at']['context']:,}" if row["first"] else "", left=True),)
 _BATCH = (
-    Column("sequences", TableRow.sequences),
-    Column("tokens/s", TableRow.tokens_per_s),
-    Column("gain", TableRow.gain),
+    Column("sequences", lambda row: str(row["sequences"])),
+    Column("tokens/s", lambda row: f"{row['tokens_per_s']['median']:.1f}"),
+    Column("gain", _gain),
 )
 """Where several sequences are decoded together."""
 _TIERS = (
-    Column("tiers", TableRow.tiers),
-    Column("TBT, ms", TableRow.tbt),
-    Column("", TableRow.tbt_range, left=True),
-    Column("speed-up", TableRow.speedup),
-    Column("accepted", TableRow.accepted),
-    Column("a round", TableRow.tokens_per_round),
-    Column("floor", TableRow.floor),
-    Column("prefill", TableRow.prefill),
+    Column("tiers", lambda row: str(row["tiers"])),
+    Column("TBT, ms", lambda row: f"{row['tbt_ms']['median']:.1f}"),
+    Column("", _range, left=True),
+    Column("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-"),
+    Column("accepted", _accepted),
+    Column("a round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
+    Column("floor", lambda row: f"{row['at']['floor']['ms']:.1f}" if row["first"] and row["at"]["floor"] else ""),
+    Column("prefill", _prefill),
 )
 
 
@@ -276,21 +248,14 @@ def notes(document: dict[str, Any]) -> list[str]:
     else:
         lines += _prompt_notes(document["prompt"])
     differing = [
-        f"{at['context']:,} (from token {row['first_difference']} on, {row['tiers']} tiers)"
-        for at in document["contexts"]
-        for row in at["tiers"]
+        f"{row['at']['context']:,} (from token {row['first_difference']} on, {row['tiers']} tiers)"
+        for row in _rows(document)
         if row["first_difference"] is not None
     ]
     if differing:
         why = "which is an error" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
         lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(differing)}.")
-    warnings = {
-        warning
-        for at in document["contexts"]
-        for row in at["tiers"]
-        for run in row["runs"]
-        for warning in run.get("warnings", ())
-    }
+    warnings = {warning for row in _rows(document) for run in row["runs"] for warning in run.get("warnings", ())}
     lines += [f"warning: {warning}" for warning in sorted(warnings)]
     if document["interrupted"]:
         lines.append("Interrupted: these are the measurements that were finished.")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
 from ..measurement import first_difference, in_turns
@@ -58,33 +57,6 @@ class Row:
     """The end of what the failed worker printed."""
     differences: list[Difference] = field(default_factory=list)
     """One of each sequence that differs from triforce's, in the order of sequences."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Median over the runs, as are the other times."""
-        return median(run.ttft_s for run in self.runs)
-
-    @property
-    def tbt_s(self) -> float:
-        return median(run.tbt_s for run in self.runs)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all sequences together."""
-        return self.runs[0].sequences / self.tbt_s
-
-    @property
-    def total_s(self) -> float:
-        return median(run.ttft_s + run.decode_s for run in self.runs)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The largest of the runs, as on the device."""
-        return max(run.host_peak_bytes for run in self.runs)
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return max(run.device_peak_bytes for run in self.runs)
 
     @property
     def answers_agree(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from ...tp.devices import device_name
 from ...tp.units import gib
 from ..measurement import Column, machine, print_table, provenance, sampling_in_words
 from ..terminal.tables import print_lines
+from .baselines.protocol import Measurement
 from .comparison import Comparison, Row
 
 if TYPE_CHECKING:
@@ -55,24 +57,31 @@ def _system(row: Row, triforce: Row) -> dict[str, Any]:
     document: dict[str, Any] = {"name": row.entry.name, "failure": row.failure}
     if not row.runs:
         return document
-
-    def speedup(of: str) -> float | None:
-        ours = getattr(triforce, of) if triforce.runs else 0.0
-        return getattr(row, of) / ours if ours else None
-
+    times, ours = _medians(row.runs), _medians(triforce.runs)
     return document | {
         "ran": row.runs[0].ran,
-        "ttft_s": row.ttft_s,
-        "tbt_ms": row.tbt_s * 1e3,
-        "tokens_per_s": row.tokens_per_s if row.tbt_s else None,
-        "total_s": row.total_s,
-        "memory": {"host_peak_bytes": row.host_peak_bytes, "device_peak_bytes": row.device_peak_bytes},
-        "speedup_of_triforce": {"tbt": speedup("tbt_s"), "total": speedup("total_s")},
+        "ttft_s": times["ttft"],
+        "tbt_ms": times["tbt"] * 1e3,
+        "tokens_per_s": row.runs[0].sequences / times["tbt"] if times["tbt"] else None,
+        "total_s": times["total"],
+        "memory": {
+            "host_peak_bytes": max(run.host_peak_bytes for run in row.runs),
+            "device_peak_bytes": max(run.device_peak_bytes for run in row.runs),
+        },
+        "speedup_of_triforce": {
+            name: times[name] / ours[name] if ours.get(name) else None for name in ("tbt", "total")
+        },
         "answers_agree": row.answers_agree,
         "first_difference": asdict(row.differences[0]) if row.differences else None,
         "differences": [asdict(found) for found in row.differences],
         "runs": [asdict(run) | {"tbt_ms": run.tbt_s * 1e3} for run in row.runs],
     }
+
+
+def _medians(runs: list[Measurement]) -> dict[str, float]:
+    """Medians of runs, in seconds; nothing without a run."""
+    times = [{"ttft": run.ttft_s, "tbt": run.tbt_s, "total": run.ttft_s + run.decode_s} for run in runs]
+    return {name: median(one[name] for one in times) for name in times[0]} if times else {}
 
 
 def report(console: Console, document: dict[str, Any]) -> None:

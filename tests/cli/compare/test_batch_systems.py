@@ -85,7 +85,7 @@ def test_questions_of_any_lengths_are_padded_on_the_left(tmp_path, system):
     name = "transformers" if system is Transformers else "transformers-prefix"
     text, questions = random_tokens(40, seed=1), [random_tokens(n, seed=n) for n in (3, 9, 1)]
     job = Job(**{**PLAIN, "system": name, "model": str(tmp_path), "prompt_ids": text, "questions": questions})
-    timed = system(job).generate_batch(text, questions, 6)
+    timed = system(job).generate(text, questions, 6)
     want = [greedy_oracle(model, text + question, 6) for question in questions]
     assert timed.token_ids == [*chain(*want)]
     assert timed.first_tokens == 3

@@ -12,6 +12,7 @@ from triforce.cli.compare import comparison
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.protocol import Job, Measurement
+from triforce.cli.compare.report import as_document
 from triforce.offload.speculation.sampling import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -102,10 +103,16 @@ def test_the_order_rotates_and_a_system_that_failed_is_not_run_again(job, pair):
     assert found.rows[2].failure == "RuntimeError: it broke"
 
 
-def test_times_of_a_system_are_medians():
-    runs = [Measurement("", [7, 8, 9], seconds, 2 * seconds, 1, 0.0, 1, 0) for seconds in (5.0, 1.0, 2.0)]
+def test_times_of_a_system_are_medians(job):
+    runs = [
+        Measurement("", [7, 8, 9], seconds, 2 * seconds, 1, 0.0, size, 0)
+        for seconds, size in ((5.0, 7), (1.0, 9), (2.0, 8))
+    ]
     row = comparison.Row(Entry("a", "", ""), runs)
-    assert (row.ttft_s, row.tbt_s) == (2.0, 2.0)
+    (system,) = as_document(comparison.Comparison(job, 3, [row]), "", False)["systems"]
+    assert (system["ttft_s"], system["tbt_ms"], system["tokens_per_s"], system["total_s"]) == (2.0, 2000.0, 0.5, 6.0)
+    assert system["memory"]["host_peak_bytes"] == 9
+    assert system["speedup_of_triforce"] == {"tbt": 1.0, "total": 1.0}
 
 
 def test_tokens_that_come_with_the_first_one_do_not_count_as_decoded():

@@ -58,13 +58,7 @@ class DeepSpeed:
             f"{job.conditions}"
         )
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return self._generate([prompt_ids], max_new_tokens)
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        return self._generate([[*text, *question] for question in questions], max_new_tokens)
-
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         from .transformers_baseline import generation_config, left_padded, seed, timed_generate
 
         job = self._job
@@ -72,6 +66,7 @@ class DeepSpeed:
         config = generation_config(job, max_new_tokens)
         if job.device == "cuda":
             config.cache_implementation = "offloaded"
+        prompts = [[*text, *question] for question in questions]
         return timed_generate(self._model, *left_padded(prompts, job.device), config, {})
 
 

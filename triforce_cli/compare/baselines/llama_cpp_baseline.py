@@ -62,27 +62,28 @@ class LlamaCpp:
         self._model: Any = None
         self.ran = "not tried yet"
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         if self._model is None:
-            self._choose(prompt_ids[:TRIAL_TOKENS], max_new_tokens)
-        return self._run(prompt_ids, max_new_tokens)
+            self._choose(text[:TRIAL_TOKENS], questions, max_new_tokens)
+        return self._run(text, questions, max_new_tokens)
 
-    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return _generate(self._model, self._job, prompt_ids, max_new_tokens)
+    def _run(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        return _generate(self._model, self._job, [*text, *questions[0]], max_new_tokens)
 
-    def _choose(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+    def _choose(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> None:
+        """Loads the model with flash attention on or off, whichever is faster."""
         job, seconds = self._job, dict[bool, float]()
         for flash in (False, True):
             self._model = self._opened(flash)
-            run = self._run(prompt_ids, max_new_tokens)
-            seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(prompt_ids)
+            run = self._run(text, questions, max_new_tokens)
+            seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(text)
             seconds[flash] += run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
             self._model = self._opened(flash)
         self.ran = (
             f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and {self.kv_cache} in one "
-            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, "
+            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(text):,} tokens, "
             f"{job.conditions}"
         )
 
@@ -108,14 +109,10 @@ class LlamaCppSequences(LlamaCpp):
 
     kv_cache = "one KV cache of all sequences, the common text in it once,"
 
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        self._questions = questions
-        return self.generate(text, max_new_tokens)
-
-    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        samplers = [_sampler(self._job, sequence) for sequence in range(len(self._questions))]
+    def _run(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        samplers = [_sampler(self._job, sequence) for sequence in range(len(questions))]
         try:
-            return self._model.generate(samplers, prompt_ids, self._questions, max_new_tokens)
+            return self._model.generate(samplers, text, questions, max_new_tokens)
         finally:
             for sampler in samplers:
                 llama_cpp.llama_sampler_free(sampler)

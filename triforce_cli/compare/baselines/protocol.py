@@ -101,17 +101,12 @@ class System(Protocol):
     ran: str
     """What exactly runs, in words: the library with its version, the calls, and the settings that have an effect."""
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        """Exactly `max_new_tokens` tokens after `prompt_ids`; no cache of earlier runs is used."""
-        ...
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        """Exactly `max_new_tokens` tokens after each prompt, which is `text` and one of `questions`. All are decoded
+        together, and no cache of earlier runs is used.
 
-
-class BatchSystem(System, Protocol):
-    """A system that decodes several sequences together, too."""
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        """Exactly `max_new_tokens` tokens after each prompt, which is `text` and one of `questions`; no cache of
-        earlier runs is used."""
+        Args: `questions` has one empty question where a single answer is requested.
+        """
         ...
 
 

@@ -33,15 +33,9 @@ class Transformers:
             what = "generate() assisted by the draft, with the library's own lengths"
         self.ran = f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, {job.conditions}"
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return self._generate([prompt_ids], max_new_tokens)
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        return self._generate([[*text, *question] for question in questions], max_new_tokens)
-
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         seed(self._job)
-        ids, mask = left_padded(prompts, self._job.device)
+        ids, mask = left_padded([[*text, *question] for question in questions], self._job.device)
         options = {"assistant_model": self._assistant} if self._assistant is not None else {}
         return timed_generate(self._model, ids, mask, generation_config(self._job, max_new_tokens), options)
 
@@ -56,7 +50,7 @@ class CopiedPrefix(Transformers):
             f"sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.conditions}"
         )
 
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         seed(self._job)
         began = time.perf_counter()
         prefix = torch.tensor([text], device=self._job.device)

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from ....tp.parallel.launch import Guard
-from .protocol import BatchSystem, Job, Measurement, System, Timed
+from .protocol import Job, Measurement, System
 
 _WARM_UP_TOKENS = 16
 
@@ -58,30 +58,21 @@ def measure(module: ModuleType, job: Job) -> Measurement:
     began = time.perf_counter()
     system: System = module.load(job)
     load_s = time.perf_counter() - began
-    _generate(system, job, warm_up_prompt(job.prompt_ids), min(job.max_new_tokens, _WARM_UP_TOKENS))
-    timed = _generate(system, job, job.prompt_ids, job.max_new_tokens)
+    questions = job.questions or [[]]
+    system.generate(warm_up_prompt(job.prompt_ids), questions, min(job.max_new_tokens, _WARM_UP_TOKENS))
+    timed = system.generate(job.prompt_ids, questions, job.max_new_tokens)
     wanted = job.sequences * job.max_new_tokens
     if len(timed.token_ids) != wanted:
         raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens instead of {wanted}")
     host, device = peak_bytes(job.device)
     return Measurement(
+        **vars(timed),
         ran=system.ran,
-        token_ids=timed.token_ids,
-        ttft_s=timed.ttft_s,
-        decode_s=timed.decode_s,
-        first_tokens=timed.first_tokens,
         load_s=load_s,
         host_peak_bytes=host,
         device_peak_bytes=device,
-        details=timed.details,
         sequences=job.sequences,
     )
-
-
-def _generate(system: System, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-    if job.questions is None:
-        return system.generate(prompt_ids, max_new_tokens)
-    return cast(BatchSystem, system).generate_batch(prompt_ids, job.questions, max_new_tokens)
 
 
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
