@@ -14,10 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
-
-import psutil
 
 from ..offload.settings import MOST_SEQUENCES, Settings
 from ..offload.speculation.sampling import OFF
@@ -25,7 +22,6 @@ from ..tp.errors import UsageError
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
 from .call import Call
-from .generate.prompt import Source, read_source
 from .options import CONTEXT, MEASURING, WITHOUT_TIERS, TextRequest, option
 from .parameters import whole
 from .terminal.output import JsonFile, result_console
@@ -38,6 +34,7 @@ if TYPE_CHECKING:
 
     from ..tp.model.config import ModelConfig
     from ..tp.weights.tokenizer import Tokenizer
+    from .generate.prompt import Source
 
 T = TypeVar("T")
 
@@ -96,6 +93,8 @@ def subject_of(request: MeasuringRequest, call: Call) -> Iterator[Subject]:
     Raises:
         TriforceError: there is no such model or text, or target and draft do not fit each other.
     """
+    from .generate.prompt import read_source
+
     source = read_source(request.prompt_file, request.prompt, tell, request.context)
     target, draft = find_pair(request.model, request.wanted_draft, tell)
     with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
@@ -124,6 +123,8 @@ def in_turns(kinds: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    from statistics import median
+
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
@@ -140,6 +141,7 @@ def provenance(kind: str, command: str) -> dict[str, Any]:
 
 def machine(device: str, device_name: str, world_size: int, threads: int) -> dict[str, Any]:
     """The machine of a measurement's JSON; each rank computes with `threads` threads."""
+    import psutil
     import torch
 
     return {

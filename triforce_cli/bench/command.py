@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 from ...tp.errors import CapacityError, TriforceError, UsageError
@@ -279,6 +278,8 @@ def _measure_shape(request: BenchRequest, shape: str, json_file: JsonFile, plot_
         TriforceError: the request cannot be met.
         Stop: it was interrupted; what was measured by then is out.
     """
+    from statistics import median
+
     from ...offload.planning.cost_model import Assumptions
     from ...offload.planning.shape_steps import ShapeSteps
     from ...tp.devices import resolve_device, resolve_dtype, set_threads
