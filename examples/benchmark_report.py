@@ -14,7 +14,7 @@ from typing import Any
 
 from triforce.cli.bench import report as bench_report
 from triforce.cli.compare import report as comparison_report
-from triforce.cli.measurement import on, sampling_words
+from triforce.cli.measurement import machine_in_words, sampling_in_words
 from triforce.offload.planning.measured import BENCH
 from triforce.tp.units import gib
 
@@ -65,7 +65,7 @@ def heading(document: dict[str, Any], path: Path) -> list[str]:
     return [
         f"## {path.stem}",
         "",
-        f"{document['model']} in {document['dtype']} on {on(where)} ({where['cores']} cores, "
+        f"{document['model']} in {document['dtype']} on {machine_in_words(where)} ({where['cores']} cores, "
         f"{gib(where['memory_bytes'])} of memory), {document['date']}; triforce {document['version']}, "
         f"PyTorch {where['torch']}, Python {where['python']}; [every run]({path.parent.name}/{path.name}).",
         "",
@@ -91,7 +91,7 @@ def bench_section(document: dict[str, Any], path: Path) -> str:
         for row in at["tiers"]:
             tbt, accepted = row["tbt_ms"], row["acceptance"]
             spread = f" ({tbt['min']:.1f} to {tbt['max']:.1f})" if tbt["min"] < tbt["max"] else ""
-            times = f"{tbt['median']:.1f}{spread}{', modelled' if bench_report.modelled(row) else ''}"
+            times = f"{tbt['median']:.1f}{spread}{', modelled' if row['modelled'] else ''}"
             cells = [
                 f"{at['context']:,}",
                 str(row["tiers"]),
@@ -120,7 +120,7 @@ def comparison_section(document: dict[str, Any], path: Path) -> str:
     sequences = f"{batch} sequences together over one text, a question of its own for each, " if batch else ""
     lines += [
         f"{sequences}{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
-        f"{sampling_words(document['sampling'])}; {_repeats(document['repeats'])} in a process of its own"
+        f"{sampling_in_words(document['sampling'])}; {_repeats(document['repeats'])} in a process of its own"
         f"{interrupted}. Speed-up of triforce: TBT ÷ its own."
         f"{' Tokens/s of all sequences; TTFT until each has its first token.' if batch else ''}",
         "",

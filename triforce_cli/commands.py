@@ -12,25 +12,22 @@ from .batch.command import EPILOG as BATCH_EPILOG
 from .batch.command import batch
 from .batch.request import BatchRequest
 from .bench.command import EPILOG as BENCH_EPILOG
-from .bench.command import bench
-from .bench.request import Asked as BenchRequest
+from .bench.command import BenchRequest, bench
 from .chat.command import EPILOG as CHAT_EPILOG
 from .chat.command import chat
 from .chat.request import ChatRequest
 from .compare.command import EPILOG as COMPARE_EPILOG
-from .compare.command import compare
-from .compare.request import Asked as CompareRequest
-from .contexts.command import READ_EPILOG, read
-from .contexts.command import app as contexts
-from .contexts.request import ReadRequest
+from .compare.command import CompareRequest, compare
+from .contexts import app as contexts
 from .doctor import doctor
 from .generate.command import EPILOG, generate
 from .generate.request import GenerateRequest
 from .models import models
 from .options import ReportRequest, command
 from .plan.command import EPILOG as PLAN_EPILOG
-from .plan.command import plan
-from .plan.request import PlanRequest
+from .plan.command import PlanRequest, plan
+from .read import EPILOG as READ_EPILOG
+from .read import ReadRequest, read
 from .serve.command import EPILOG as SERVE_EPILOG
 from .serve.command import serve
 from .serve.request import ServeRequest

@@ -29,10 +29,10 @@ _OPTIONAL = {
     "deepspeed": ("the DeepSpeed baseline", "deepspeed accelerate"),
     "llama-cpp-python": ("the llama.cpp baseline", "llama-cpp-python gguf"),
 }
-"""Purpose, and the packages to install."""
+"""Optional packages: what each is for, and what to install for it."""
 
 _LOCKED_BYTES = 2**31
-"""Host memory that is locked to see whether and how fast that goes."""
+"""Maximum number of bytes of host memory that are locked to test whether the system allows it, and how fast."""
 
 _NOT_PLANNED = {
     "cuda_context": "CUDA's context",
@@ -40,7 +40,8 @@ _NOT_PLANNED = {
     "nccl": "NCCL",
     "fragmentation": "fragmentation",
 }
-"""What a run leaves free on a GPU; what it leaves for captured passes depends on the model."""
+"""Parts of a GPU's memory that a run leaves free, in words. A further part, for captured passes, depends on the
+model."""
 
 _FOR_GPUS = ("flash-attn", "triton")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
@@ -51,21 +52,22 @@ _REINSTALL = "in the source folder: pip install --force-reinstall --no-deps ."
 
 @dataclass
 class Findings:
-    """What was found. `broken` holds what keeps `triforce generate` from running, `missing` what could be added; each
-    with the command that helps."""
+    """The results of all checks. `broken` has what prevents `triforce generate` from running, `missing` what could be
+    added; each with a command that helps."""
 
     versions: dict[str, str | None] = field(default_factory=dict)
     cpu: dict[str, Any] = field(default_factory=dict)
     cuda: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     page_locking: dict[str, float] | None = None
-    """What of the host memory that was tried the system locks, and the seconds that it took; `None` without a GPU."""
+    """How many bytes of host memory were tested (`tried_bytes`), how many of them the system locked (`locked_bytes`),
+    and the `seconds` that took; `None` without a GPU."""
     compiled_kernels: str | None = None
     """The instruction set that they use; `None` without them."""
     arithmetic: int | None = None
-    """The number of what they compute."""
+    """The number that stands for their order of arithmetic; `None` without them."""
     embedded_pair: bool = False
-    """Whether the model of a default run loads."""
+    """Whether the embedded pair of models loads."""
     broken: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
@@ -85,7 +87,7 @@ def doctor(request: ReportRequest, call: Call) -> None:
 
 
 def examine() -> Findings:
-    """Looks at everything; a part that fails becomes a finding."""
+    """Runs all checks. One that fails becomes a finding and does not stop the others."""
     found = Findings()
     found.versions = {"triforce-cli": version("triforce-cli"), "python": platform.python_version()}
     found.versions |= {name: _version(name) for name in _NEEDED}
@@ -96,13 +98,13 @@ def examine() -> Findings:
     except Exception as error:  # a broken installation fails in many ways
         found.broken.append(f"torch does not import ({error}): pip install --force-reinstall torch")
     else:
-        _look_at_gpus(found, torch)
+        _check_gpus(found, torch)
         if found.cuda:
             found.versions["nccl"] = gpu_links.nccl_version()
-            _look_at_page_locking(found, torch)
-            look_at_links(found, torch)
-        _look_at_kernels(found)
-        _look_at_embedded(found, torch)
+            _check_page_locking(found, torch)
+            check_links(found, torch)
+        _check_kernels(found)
+        _check_embedded(found, torch)
     if found.versions["psutil"]:
         import psutil
 
@@ -117,6 +119,7 @@ def examine() -> Findings:
 
 
 def _version(name: str) -> str | None:
+    """The version of a package; `None` where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -124,6 +127,7 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
+    """The processor's name, the number of cores that this process may use, and those of `_CPU_FLAGS` that it has."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -139,13 +143,13 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _look_at_gpus(found: Findings, torch: Any) -> None:
-    """CUDA devices as PyTorch sees them; a GPU that it cannot use is something missing."""
+def _check_gpus(found: Findings, torch: Any) -> None:
+    """Adds the CUDA devices that PyTorch finds; a GPU that it cannot use is reported as missing."""
     if not torch.cuda.is_available():
         if Path("/proc/driver/nvidia/version").exists():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
             found.missing.append(
-                f"an NVIDIA driver is here, but PyTorch {torch.__version__} ({built}) sees no device: "
+                f"an NVIDIA driver is installed, but PyTorch {torch.__version__} ({built}) sees no device: "
                 "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
             )
         return
@@ -159,9 +163,9 @@ def _look_at_gpus(found: Findings, torch: Any) -> None:
         found.cuda.append({"index": index, "name": name, "total_bytes": total, "free_bytes": free})
 
 
-def _look_at_page_locking(found: Findings, torch: Any) -> None:
-    """How much host memory the system locks for copies to a GPU, and how long that takes; up to `_LOCKED_BYTES`, and to
-    half of what is free."""
+def _check_page_locking(found: Findings, torch: Any) -> None:
+    """Tests how much host memory the system locks for copies to a GPU, and how long that takes: up to `_LOCKED_BYTES`,
+    and up to half of what is free."""
     try:
         import psutil
 
@@ -170,8 +174,8 @@ def _look_at_page_locking(found: Findings, torch: Any) -> None:
 
         tried = min(_LOCKED_BYTES, psutil.virtual_memory().available // 2)
         size, seconds = lockable(CudaRuntime(torch.device("cuda", found.cuda[0]["index"])), tried)
-    except Exception as error:  # of a driver, in many ways
-        found.missing.append(f"page-locked host memory, for streaming to a GPU, could not be tried: {error}")
+    except Exception as error:  # drivers fail in many ways
+        found.missing.append(f"page-locked host memory, for streaming to a GPU, could not be tested: {error}")
         return
     found.page_locking = {"tried_bytes": tried, "locked_bytes": size, "seconds": seconds}
     if not size:
@@ -188,7 +192,7 @@ def _look_at_page_locking(found: Findings, torch: Any) -> None:
 
 
 def _measured_link(index: int) -> dict[str, float]:
-    """Bytes a second of copies from and to page-locked memory."""
+    """Bytes per second of copies from page-locked memory to the GPU (`in`), and back (`out`)."""
     import torch
 
     from ..offload.transfer.bandwidth import link_bandwidth
@@ -202,16 +206,16 @@ def _measured_link(index: int) -> dict[str, float]:
         link.close()
 
 
-def look_at_links(
+def check_links(
     found: Findings,
     torch: Any,
     measure: Callable[[int], dict[str, float]] = _measured_link,
     pci_devices: Path = gpu_links.PCI_DEVICES,
 ) -> None:
-    """How each GPU is connected to the host and to the others, and what of its memory runs leave free.
+    """Adds how each GPU is connected to the host and to the others, and how much of its memory runs leave free.
 
     Args:
-        measure: gives the bytes a second of copies `in` to the GPU of this number and `out` of it.
+        measure: returns the bytes per second of copies `in` to the GPU of this number and `out` of it.
         pci_devices: see `pcie_link`.
     """
     from ..offload.planning.run_plan import CUDA_CONTEXT, left_free
@@ -221,15 +225,15 @@ def look_at_links(
         parts = {"cuda_context": CUDA_CONTEXT} | left_free(device["total_bytes"], len(found.cuda))
         device["not_planned_bytes"] = parts
         try:
-            carried = {f"{way}_gb_per_s": speed / 1e9 for way, speed in measure(index).items()}
-        except Exception as error:  # of a driver, in many ways
-            carried = None
+            bandwidth = {f"{way}_gb_per_s": speed / 1e9 for way, speed in measure(index).items()}
+        except Exception as error:  # drivers fail in many ways
+            bandwidth = None
             found.missing.append(f"the link to CUDA device {index} could not be measured: {error}")
-        # Behind the copies: a card that has had nothing to do may have lowered its generation.
+        # After the copies: an idle card may have lowered its generation.
         address = gpu_links.pci_address(torch.cuda.get_device_properties(index))
         pcie = gpu_links.pcie_link(address, pci_devices) if address else None
-        device |= {"pcie": asdict(pcie) if pcie else None, "link": carried, "peers": []}
-        if pcie and (pcie.width < pcie.max_width or (carried and pcie.generation < pcie.max_generation)):
+        device |= {"pcie": asdict(pcie) if pcie else None, "link": bandwidth, "peers": []}
+        if pcie and (pcie.width < pcie.max_width or (bandwidth and pcie.generation < pcie.max_generation)):
             found.missing.append(
                 f"CUDA device {index} runs at {pcie}: what streams to it takes longer by as much; another slot may "
                 "give it all lanes, or firmware settings the generation (a second slot often has fewer lanes, or "
@@ -241,27 +245,27 @@ def look_at_links(
             devices[index]["peers"].append({"index": other, "access": pair.access, "transport": pair.transport})
 
 
-def _look_at_kernels(found: Findings) -> None:
-    """The compiled kernels for this processor, which are optional."""
+def _check_kernels(found: Findings) -> None:
+    """Checks the compiled kernels for this processor, which are optional."""
     try:
         from ..kernels.cpu.library import arithmetic, instructions, loaded
 
-        there = loaded() is not None
+        kernels_loaded = loaded() is not None
         found.compiled_kernels, found.arithmetic = instructions(), arithmetic()
-    except ValueError as error:  # of TRIFORCE_CPU_LEVEL
+    except ValueError as error:  # TRIFORCE_CPU_LEVEL has no such level
         found.missing.append(f"compiled CPU kernels: {error}")
         return
     except Exception:
-        there = False
-    if not there:
+        kernels_loaded = False
+    if not kernels_loaded:
         found.missing.append(
             "compiled CPU kernels (several times faster where models run on an x86-64 processor): they were not built, "
             f"or from other sources than these; with GCC 10 or newer installed, {_REINSTALL}"
         )
 
 
-def _look_at_embedded(found: Findings, torch: Any) -> None:
-    """The model of a default run: its files are there and their tensors are as its configuration says."""
+def _check_embedded(found: Findings, torch: Any) -> None:
+    """Checks the model of a default run: its files exist, and their tensors are as its configuration says."""
     try:
         from ..tp.model.decoder import Decoder
         from ..tp.weights.tokenizer import Tokenizer
@@ -272,12 +276,12 @@ def _look_at_embedded(found: Findings, torch: Any) -> None:
                 Decoder.load(directory, dtype=torch.bfloat16, device=torch.device("cpu"))
         Tokenizer.load(target)
         found.embedded_pair = True
-    except Exception as error:  # whatever is wrong with it, the rest of the report is wanted
+    except Exception as error:  # whatever is wrong with it, the rest of the report is still useful
         found.broken.append(f"the embedded model pair: {error}; {_REINSTALL}")
 
 
 def describe(found: Findings) -> str:
-    """The findings for people."""
+    """The findings as text."""
     rows = {name: number or "not installed" for name, number in found.versions.items()}
     features = f" ({', '.join(found.cpu['features'])})" if found.cpu["features"] else ""
     rows |= {"": "", "processor": f"{found.cpu['name']}, {found.cpu['cores']} cores{features}"}
@@ -306,7 +310,7 @@ def describe(found: Findings) -> str:
     if not found.cuda:
         rows["CUDA devices"] = "none; models run on the processor"
     rows["compiled kernels"] = found.compiled_kernels or "none; plain PyTorch instead"
-    rows["embedded model"] = "there, and it loads" if found.embedded_pair else "does not load"
+    rows["embedded model"] = "installed, and it loads" if found.embedded_pair else "does not load"
     lines = [f"{label:<18}{value}".rstrip() for label, value in rows.items()]
     for title, entries in (("broken", found.broken), ("missing, optional", found.missing)):
         if entries:
@@ -314,15 +318,17 @@ def describe(found: Findings) -> str:
     return "\n".join([*lines, "", "something needed is broken" if found.broken else "triforce generate can run here"])
 
 
-def _link_in_words(pcie: dict[str, int] | None, carried: dict[str, float] | None) -> str:
-    """What connects a GPU with the host."""
+def _link_in_words(pcie: dict[str, int] | None, bandwidth: dict[str, float] | None) -> str:
+    """The link between a GPU and the host: its PCIe generation and width, and the measured bandwidth."""
     words = []
     if pcie:
         words.append(str(PcieLink(**pcie)))
         if pcie["width"] < 16:
             words[0] += f", below x16{', all that this card has' if pcie['width'] == pcie['max_width'] else ''}"
-        if not carried and pcie["generation"] < pcie["max_generation"]:
+        if not bandwidth and pcie["generation"] < pcie["max_generation"]:
             words[0] += " now (a card that has nothing to do lowers the generation)"
-    if carried:
-        words.append(f"measured {carried['in_gb_per_s']:.1f} GB/s to the GPU, {carried['out_gb_per_s']:.1f} GB/s back")
-    return "; ".join(words) or "the system does not tell"
+    if bandwidth:
+        words.append(
+            f"measured {bandwidth['in_gb_per_s']:.1f} GB/s to the GPU, {bandwidth['out_gb_per_s']:.1f} GB/s back"
+        )
+    return "; ".join(words) or "unknown"

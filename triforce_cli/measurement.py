@@ -1,34 +1,149 @@
-"""What `bench` and `compare` share: a measurement is one JSON document, from which the table for people is made."""
+"""What `bench` and `compare` share: options, the model and text to measure, the order of runs, words, tables, and how
+results are written. A measurement is one JSON document, from which its table is made.
+
+Nothing heavy is imported at the top: commands check their options first.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-import psutil
-import torch
-
+from ..offload.settings import MOST_SEQUENCES, Settings
 from ..offload.speculation.sampling import OFF
+from ..tp.errors import UsageError
+from ..tp.parallel.place import Place
+from ..tp.weights.registry import find_pair
+from .call import Call
+from .options import CONTEXT, MEASURING, WITHOUT_TIERS, TextRequest, option
+from .parameters import whole
 from .terminal.output import JsonFile, result_console
+from .terminal.stopping import Stop
+from .terminal.streams import tell
+from .terminal.tables import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..tp.model.config import ModelConfig
+    from ..tp.weights.tokenizer import Tokenizer
+    from .session.source import Source
+
+T = TypeVar("T")
+
+QUESTION_TOKENS = 32
+"""Tokens at the end of the prompt of each sequence of a batch that differ from those of the others."""
+
+REPEAT = option(MEASURING, whole(1, "R"), "Runs of each kind; medians are shown.")
+
+NEW_TOKENS = "Tokens of each answer, which is written to the full length."
+"""The help of `--max-new-tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringRequest(TextRequest):
+    """The options that `bench` and `compare` share."""
+
+    settings: Annotated[Settings, WITHOUT_TIERS] = Settings()  # noqa: RUF009 - frozen
+    context: Annotated[str | None, CONTEXT] = None
+
+
+def check_sequences(number: int) -> None:
+    """Raises:
+    UsageError: more sequences than are decoded together.
+    """
+    if number > MOST_SEQUENCES:
+        raise UsageError(f"--batch is {number}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it")
+
+
+def check_single_process(reason: str) -> None:
+    """Args: `reason` is why there must be one process only, as the beginning of a message.
+
+    Raises:
+        UsageError: this process is one of several ranks.
+    """
+    place = Place.from_environment()
+    if place and place.size > 1:
+        raise UsageError(f"{reason}; start it without torchrun")
+
+
+class Subject(NamedTuple):
+    """The pair of models to measure, whose weights are not loaded yet, and the text to measure it with."""
+
+    source: Source
+    target: Path
+    draft: Path | None
+    """Directories."""
+    config: ModelConfig
+    """Of the target, as is the tokenizer."""
+    tokenizer: Tokenizer
+
+
+@contextmanager
+def subject_of(request: MeasuringRequest, call: Call) -> Iterator[Subject]:
+    """Finds what is to be measured, downloading it if need be. Within the block signals are held.
+
+    Raises:
+        TriforceError: there is no such model or text, or target and draft do not fit each other.
+    """
+    from .session.source import read_source
+
+    source = read_source(request.prompt_file, request.prompt, tell, request.context)
+    target, draft = find_pair(request.model, request.wanted_draft, tell)
+    with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+        from ..offload.speculation.vocabulary import check_pair
+        from ..tp.weights.tokenizer import Tokenizer
+
+        yield Subject(source, target, draft, check_pair(target, draft), Tokenizer.load(target))
+
+
+def questions_about(text: Sequence[int], count: int) -> list[list[int]]:
+    """A question for each of `count` sequences about one text: `QUESTION_TOKENS` tokens from another place of it.
+
+    Args: `text` has more tokens than a question.
+    """
+    places = [i * (len(text) - QUESTION_TOKENS) // count for i in range(count)]
+    return [list(text[place : place + QUESTION_TOKENS]) for place in places]
+
+
+def in_turns(kinds: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Each kind of run once a repeat, with the number of the repeat, from 0. The order rotates from one repeat to the
+    next, so that no kind is always the first."""
+    for repeat in range(repeats):
+        first = repeat % len(kinds)
+        for kind in (*kinds[first:], *kinds[:first]):
+            yield repeat, kind
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    from statistics import median
+
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two answers of one length differ; `None` if they are the same."""
+    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+
 
 def provenance(kind: str, command: str) -> dict[str, Any]:
-    """The head of a measurement's JSON: what sort of document, from which version, when, by which command."""
+    """The head of a measurement's JSON: the kind of document, the version, the date (UTC) and the command."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     return {"kind": kind, "version": version("triforce-cli"), "date": date, "command": command}
 
 
 def machine(device: str, device_name: str, world_size: int, threads: int) -> dict[str, Any]:
-    """Where it ran; each rank computes with `threads` threads."""
+    """The machine of a measurement's JSON; each rank computes with `threads` threads."""
+    import psutil
+    import torch
+
     return {
         "device": device,
         "device_name": device_name,
@@ -43,18 +158,20 @@ def machine(device: str, device_name: str, world_size: int, threads: int) -> dic
     }
 
 
-def on(where: dict[str, Any]) -> str:
-    """A `machine` in words."""
-    ranks = where["world_size"]
-    if where["device"] == "cpu":
-        threads = f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}"
-        return f"{where['device_name']}, " + (f"{ranks} ranks of {threads}" if ranks > 1 else threads)
-    return f"{ranks} × {where['device_name']}" if ranks > 1 else where["device_name"]
+def machine_in_words(machine: dict[str, Any]) -> str:
+    """Args: `machine` is the `machine` of a document."""
+    ranks = machine["world_size"]
+    if machine["device"] == "cpu":
+        threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+        return f"{machine['device_name']}, " + (f"{ranks} ranks of {threads}" if ranks > 1 else threads)
+    return f"{ranks} × {machine['device_name']}" if ranks > 1 else machine["device_name"]
 
 
-def sampling_words(sampling: dict[str, Any]) -> str:
-    """The temperature and the filters that are not off, in words. `sampling`: see `Sampling.filters`; documents of
-    older versions have fewer."""
+def sampling_in_words(sampling: dict[str, Any]) -> str:
+    """The temperature and the filters that are not off.
+
+    Args: `sampling` is that of a document, see `Sampling.filters`; documents of older versions have fewer filters.
+    """
     if sampling["temperature"] == 0:
         return "greedy"
     words = [f"temperature {sampling['temperature']:g}"]
@@ -63,41 +180,57 @@ def sampling_words(sampling: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    cell: Callable[[Any], str]
+    """The text for one row."""
+    left: bool = False
+    """Whether it is aligned left and may wrap."""
 
 
-class Answer(Protocol):
-    """A run's answer."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-
-def first_difference(answers: Iterable[Answer], reference: Answer) -> int | None:
-    """The first index at which one of `answers`, all of one length, differs from `reference`; `None` if none does."""
-    places = [differs_at(answer.token_ids, reference.token_ids) for answer in answers]
-    return min((place for place in places if place is not None), default=None)
+def print_table(console: Console, columns: Iterable[Column], rows: Iterable[Any]) -> None:
+    """Args: `rows` are whatever the columns' cells are made from."""
+    columns = list(columns)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    left = [column.title for column in columns if column.left]
+    console.print(make_table([column.title for column in columns], cells, left))
 
 
-def differs_at(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two answers of one length differ; `None` if they are the same."""
-    return next((index for index, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-
-
-def publish(
-    document: dict[str, Any],
+@contextmanager
+def published(
+    document: Callable[[bool], dict[str, Any] | None],
     json_file: JsonFile,
     report: Callable[[Console, dict[str, Any]], None],
-    *others: Callable[[], None],
-) -> None:
-    """Writes the JSON where it was asked for, what `others` write, and the table: to stdout, or to stderr where stdout
-    is the JSON's.
+    *others: Callable[[dict[str, Any]], None],
+) -> Iterator[None]:
+    """Writes a measurement after the block that measures; if it was interrupted or failed, what was measured before.
 
-    Each is written even if another cannot be, and the table last: a pipe that nobody reads further ends it.
+    Args:
+        document: the JSON, given whether the measurement was interrupted; `None` if nothing was measured.
+        report: prints the table: to stdout, or to stderr where stdout is the JSON's.
+        others: write it in further forms.
     """
+    try:
+        yield
+    except (Stop, Exception):
+        _publish(document(True), json_file, report, *others)
+        raise
+    _publish(document(False), json_file, report, *others)
+
+
+def _publish(
+    document: dict[str, Any] | None,
+    json_file: JsonFile,
+    report: Callable[[Console, dict[str, Any]], None],
+    *others: Callable[[dict[str, Any]], None],
+) -> None:
+    """Writes each form even if another cannot be written, and the table last: a reader that closes its pipe ends it."""
+    if document is None:
+        return
     with ExitStack() as last_first:
         last_first.callback(report, result_console(json_file), document)
         for other in others:
-            last_first.callback(other)
+            last_first.callback(other, document)
         last_first.callback(json_file.write, document)

@@ -1,4 +1,4 @@
-"""`triforce models`: the presets, what each needs, whether it runs here, and whether it is here."""
+"""`triforce models`: the presets, the memory that each needs, whether it fits this machine, and is downloaded."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .terminal.tables import make_table, print_lines
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A preset and what it takes. Bytes and tokens; `None` where that cannot be told."""
+    """A preset and the memory that it needs. Bytes and tokens; `None` if unknown."""
 
     name: str
     summary: str
     target: str
     draft: str
-    """Both are names on the hub, or directories."""
+    """Names of models on the hub, or directories, as is `target`."""
     downloaded: dict[str, bool]
-    """Whether target and draft are on this machine, with all their files."""
+    """By `target` and `draft`: whether all its files are on this machine."""
     context: int | None = None
     weight_bytes: int | None = None
     """Of target and draft, in the target's own number format."""
     kv_bytes: int | None = None
-    """Of the full cache, with the whole context in it."""
+    """Of a full cache that holds the whole context."""
     fits: bool | None = None
     """Whether a run over the whole context fits in the memory available now, on the device that it would use."""
     fitting_tokens: int | None = None
-    """About how many tokens of context would fit; 0 if not even the weights do."""
+    """About how many tokens of context would fit; 0 if the weights alone do not."""
     missing: str | None = None
-    """Why it cannot be used here, apart from a download that it needs."""
+    """Why it cannot be used on this machine, other than that it is not downloaded."""
 
 
 def models(request: ReportRequest, call: Call) -> None:
@@ -69,7 +69,7 @@ def _show(rows: list[ModelRow]) -> None:
 
 
 def _cells(row: ModelRow) -> list[str]:
-    """A line of the table."""
+    """The cells of a row of the table."""
     sizes = [gib(size) if size is not None else "-" for size in (row.weight_bytes, row.kv_bytes)]
     return [row.name, f"{row.context:,}" if row.context else "-", *sizes, _fits(row), _downloaded(row)]
 
@@ -81,12 +81,12 @@ def _fits(row: ModelRow) -> str:
 
 
 def _downloaded(row: ModelRow) -> str:
-    there = [part for part, is_there in row.downloaded.items() if is_there]
-    return "yes" if len(there) == len(row.downloaded) else f"{there[0]} only" if there else "no"
+    parts = [part for part, downloaded in row.downloaded.items() if downloaded]
+    return "yes" if len(parts) == len(row.downloaded) else f"{parts[0]} only" if parts else "no"
 
 
 def describe(preset: Preset) -> ModelRow:
-    """What `preset` needs, from what is known of its shape, and what of it is on this machine."""
+    """What `preset` needs, as planned from its shape, and which of its models are on this machine."""
     from ..offload.planning.memory import plan_here
     from ..offload.planning.request import RunRequest
     from ..offload.planning.run_plan import largest_context
@@ -95,8 +95,8 @@ def describe(preset: Preset) -> ModelRow:
     from ..tp.weights.weight_files import weight_files
 
     target_directory, draft_directory = preset.directories()
-    there = {"target": target_directory is not None, "draft": draft_directory is not None}
-    row = ModelRow(preset.name, preset.summary, preset.target, preset.draft, there)
+    downloaded = {"target": target_directory is not None, "draft": draft_directory is not None}
+    row = ModelRow(preset.name, preset.summary, preset.target, preset.draft, downloaded)
     try:
         for directory in (target_directory, draft_directory):
             if directory is not None:

@@ -23,12 +23,10 @@ class Flips:
         self.system = Transformers(job)
         self.ran = self.system.ran
 
-    def generate(self, prompt_ids, max_new_tokens):
-        return flipped(self.system.generate(prompt_ids, max_new_tokens), [FLIPPED_AT])
-
-    def generate_batch(self, text, questions, max_new_tokens):
-        timed = self.system.generate_batch(text, questions, max_new_tokens)
-        return flipped(timed, range(max_new_tokens + FLIPPED_AT, len(timed.token_ids), max_new_tokens))
+    def generate(self, text, questions, max_new_tokens):
+        timed, start = self.system.generate(text, questions, max_new_tokens), FLIPPED_AT
+        start += max_new_tokens if len(questions) > 1 else 0
+        return flipped(timed, range(start, len(timed.token_ids), max_new_tokens))
 
 
 def flipped(timed, places):
@@ -39,8 +37,8 @@ def flipped(timed, places):
 
 
 class StopsEarly(Flips):
-    def generate(self, prompt_ids, max_new_tokens):
-        return self.system.generate(prompt_ids, max_new_tokens - 1)
+    def generate(self, text, questions, max_new_tokens):
+        return self.system.generate(text, questions, max_new_tokens - 1)
 
 
 class Steady:
@@ -51,17 +49,17 @@ class Steady:
     def __init__(self, job):
         self.job = job
 
-    def generate(self, prompt_ids, max_new_tokens):
+    def generate(self, text, questions, max_new_tokens):
         return Timed([7] * max_new_tokens, 1.0, 2.0)
 
 
 class Breaks(Steady):
     """The same, once."""
 
-    def generate(self, prompt_ids, max_new_tokens):
+    def generate(self, text, questions, max_new_tokens):
         once = Path(self.job.folder, "once")
-        if max_new_tokens == self.job.max_new_tokens and len(prompt_ids) and prompt_ids == self.job.prompt_ids:
+        if max_new_tokens == self.job.max_new_tokens and len(text) and text == self.job.prompt_ids:
             if once.exists():
                 raise RuntimeError("it broke")
             once.touch()
-        return super().generate(prompt_ids, max_new_tokens)
+        return super().generate(text, questions, max_new_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from triforce.cli.doctor import Findings, describe, look_at_links
+from triforce.cli.doctor import Findings, check_links, describe
 from triforce.cli.session.open import report_ranks
 from triforce.tp.gpu_links import GpuPair, PcieLink, gpu_pairs, pairs_in_words, pci_address, pcie_link
 
@@ -98,7 +98,7 @@ def look(tmp_path, measure, *links):
     found = Findings(cpu={"name": "a processor", "cores": 2, "features": []})
     sizes = {"name": "NVIDIA GeForce RTX 4090", "total_bytes": 2**34, "free_bytes": 2**33}
     found.cuda = [{"index": index, **sizes} for index in range(len(cards))]
-    look_at_links(found, SimpleNamespace(cuda=cuda), measure, tmp_path)
+    check_links(found, SimpleNamespace(cuda=cuda), measure, tmp_path)
     return found
 
 

@@ -1,18 +1,39 @@
-"""`triforce bench`: everything that can be checked before PyTorch is imported."""
+"""`triforce bench`: its options, what is refused before PyTorch is imported, and the measurement to its results."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
-from ...offload.settings import MOST_SEQUENCES
-from ...tp.errors import TriforceError, UsageError
-from ...tp.parallel.place import Place
-from ...tp.weights.registry import find_pair
+from ...tp.errors import CapacityError, TriforceError, UsageError
 from ..call import Call
-from ..options import SAMPLING_OPTIONS, changed
-from .request import QUESTION_TOKENS, Asked
+from ..measurement import (
+    NEW_TOKENS,
+    QUESTION_TOKENS,
+    REPEAT,
+    MeasuringRequest,
+    Subject,
+    check_sequences,
+    check_single_process,
+    published,
+    subject_of,
+)
+from ..options import MEASURING, OUTPUT, SAMPLING_OPTIONS, changed, new_tokens, option
+from ..parameters import CHANCES, FILE, Kind, Numbers, whole_numbers
+from ..terminal.output import JsonFile, ResultFile
+from ..terminal.streams import BestEffortStream, tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...offload import Engine
+    from ...tp.model.config import ModelConfig
+    from .measure import ContextRuns
 
 EPILOG = """[bold]Examples[/]
 
@@ -32,25 +53,83 @@ EPILOG = """[bold]Examples[/]
   [cyan]triforce bench --shape yarn-llama-2-7b-128k --contexts 32768,131072 --assume-acceptance 0.95[/]
 """
 
+AUTO_CONTEXTS = (4096, 16384, 65536)
+
 PICTURES = (".png", ".svg", ".pdf")
 
-_OF_RUNS = (
+_OPTIONS_OF_RUNS = (
     *("prompt", "prompt_file", "model", "max_new_tokens", "repeat", "batch"),
     *("refresh", "exact", "early_end", *SAMPLING_OPTIONS),
 )
 """Options that have no meaning for a shape."""
 
 
-def bench(request: Asked, call: Call) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest(MeasuringRequest):
+    """The options of `triforce bench`."""
+
+    contexts: Annotated[
+        Numbers | None,
+        option(
+            MEASURING,
+            whole_numbers(2, auto=True),
+            "Context lengths to measure, in tokens of prompt and answer together. auto is "
+            f"{', '.join(f'{n:,}' for n in AUTO_CONTEXTS)}, as far as the model goes.",
+        ),
+    ] = None
+    """Ascending; `None` is `AUTO_CONTEXTS`, as far as the model goes."""
+    tiers: Annotated[
+        Numbers,
+        option(
+            MEASURING,
+            whole_numbers(1, 3),
+            "What to measure. 1: plain decoding; 2: speculation without the small model; 3: with it.",
+        ),
+    ] = Numbers((1, 3))  # noqa: RUF009 - a tuple
+    """Ascending."""
+    batch: Annotated[
+        Numbers | None,
+        option(
+            MEASURING,
+            whole_numbers(1),
+            "Numbers of sequences to decode together, each with a question of its own about the same text: measures "
+            "tokens per second, as in 1,2,4,8.",
+        ),
+    ] = None
+    """Ascending; `None` measures runs alone."""
+    repeat: Annotated[int, REPEAT] = 3
+    shape: Annotated[
+        str | None,
+        option(
+            MEASURING,
+            Kind("NAME"),
+            "Instead of a model: the shape of a preset, or of a directory with config.json. Its steps are measured "
+            "with random weights and synthetic keys and values; what depends on acceptance is modelled.",
+        ),
+    ] = None
+    assume_acceptance: Annotated[
+        Numbers | None,
+        option(
+            MEASURING,
+            CHANCES,
+            "With --shape: the assumed acceptance, accepted ÷ tested, of tokens drafted on the retrieval cache, and of "
+            "those drafted by the small model. Default: 0.9,0.67.",
+        ),
+    ] = None
+    max_new_tokens: Annotated[int, new_tokens(2, NEW_TOKENS)] = 128
+    plot: Annotated[
+        Path | None,
+        option(OUTPUT, FILE, "Draw a picture for a talk (.png, .svg, .pdf); needs the extra [bold]plot[/]."),
+    ] = None
+
+
+def bench(request: BenchRequest, call: Call) -> None:
     """Measures this machine: the time between tokens at several context lengths, with and without speculation.
 
     For each length the prompt is read once; then every number of tiers writes an answer, one after another, several
     times, on the same engine, weights and cache. [bold]Ctrl-C[/] stops; what was measured by then is shown and written.
     """
     from ..ranks import starts_or_follows
-    from ..session.source import read_source
-    from ..terminal.output import JsonFile, ResultFile
-    from ..terminal.streams import tell
 
     request = replace(request, settings=replace(request.settings, tiers=request.tiers[-1]))
     if request.shape is None:
@@ -62,33 +141,22 @@ def bench(request: Asked, call: Call) -> None:
     if request.shape is None and starts_or_follows(request, call):
         return
     with JsonFile.prepare(request.json) as json_file, ResultFile.prepare(request.plot, "--plot") as plot_file:
-        files = (json_file, plot_file)
-        if request.shape is not None:
-            with call.signals.held(release=False):
-                from ...tp.devices import set_threads
-                from .shape import run as run_shape
-
-                set_threads(request.settings.threads)
-                run_shape(replace(request, model=request.shape), files, call)
-            return
-        source = read_source(request.prompt_file, request.prompt, tell, request.context)
-        directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            from .run import run
-
-            run(request, source, directories, files, call)
+        if request.shape is None:
+            with subject_of(request, call) as subject:
+                _measure_runs(request, subject, json_file, plot_file, call)
+        else:
+            with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+                _measure_shape(request, request.shape, json_file, plot_file, call)
 
 
-def _check_runs(request: Asked) -> None:
+def _check_runs(request: BenchRequest) -> None:
     """Raises:
-    UsageError: options of a shape, or no room for a prompt.
+    UsageError: options of a shape, too many sequences, or no room for a prompt.
     """
     if request.assume_acceptance is not None:
         raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
-    if request.batch and request.batch[-1] > MOST_SEQUENCES:
-        raise UsageError(
-            f"--batch has {request.batch[-1]}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it"
-        )
+    if request.batch:
+        check_sequences(request.batch[-1])
     if request.batch and request.contexts and request.contexts[0] <= request.max_new_tokens + QUESTION_TOKENS:
         raise UsageError(
             f"--contexts has {request.contexts[0]:,}, prompt and answer together, which has no room for a question of "
@@ -101,31 +169,184 @@ def _check_runs(request: Asked) -> None:
         )
 
 
-def _check_shape(request: Asked) -> None:
+def _check_shape(request: BenchRequest) -> None:
     """Raises:
-    UsageError: options were given that a shape has no use for.
+    UsageError: options were given that mean nothing for a shape, or that a shape cannot be measured with.
     """
-    useless = next((name for name in changed(request) if name in _OF_RUNS), None)
-    if useless:
+    unused = next((name for name in changed(request) if name in _OPTIONS_OF_RUNS), None)
+    if unused:
         raise UsageError(
-            f"--{useless.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
+            f"--{unused.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
             "only its steps are timed: leave one out"
         )
     if {2, 3} <= set(request.tiers):
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
     if request.gpus > 1:
         raise UsageError(f"--gpus is {request.gpus}, but --shape measures one device; leave it out")
-    place = Place.from_environment()
-    if place and place.size > 1:
-        raise UsageError("--shape measures one device; start it without torchrun")
+    check_single_process("--shape measures one device")
 
 
 def _check_plot(path: Path) -> None:
     """Raises:
-    UsageError: a kind of picture that is not drawn.
+    UsageError: no picture of that kind is drawn.
     TriforceError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"--plot is {str(path)!r}; its name ends with {', '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
         raise TriforceError("--plot needs matplotlib, which is not installed: pip install 'triforce-cli[plot]'")
+
+
+def _published(
+    document: Callable[[bool], dict[str, Any] | None], json_file: JsonFile, plot_file: ResultFile
+) -> AbstractContextManager[None]:
+    """See `published`; also draws the picture where one is wanted."""
+    from .report import report
+
+    def draw(document: dict[str, Any]) -> None:
+        from .plot import draw
+
+        plot_file.write_bytes(draw(document, plot_file.kind))
+
+    return published(document, json_file, report, *([draw] if plot_file.wanted else []))
+
+
+def _measure_runs(
+    request: BenchRequest, subject: Subject, json_file: JsonFile, plot_file: ResultFile, call: Call
+) -> None:
+    """Measures runs of an engine.
+
+    Raises:
+        TriforceError: the request cannot be met.
+        Stop: it was interrupted; what was measured by then is out.
+    """
+    from rich.console import Console
+
+    from ..session.open import load_engine
+    from ..session.prompt import long_prompt
+    from ..terminal.stopping import step
+    from .measure import machine_bandwidth, measure, steps
+    from .progress import Display
+    from .report import as_document, head_of_document
+
+    answer_tokens = request.max_new_tokens
+    contexts = _contexts(request, subject.config, answer_tokens + (QUESTION_TOKENS if request.batch else 0))
+    prompt = long_prompt(subject.source, subject.tokenizer, subject.config, contexts[-1] - answer_tokens)
+    with call.signals.allowed():
+        engine = load_engine(request, contexts[-1])
+        tiers = _tiers(request, engine)
+        bandwidth = machine_bandwidth(engine.target, request.settings)
+        head = head_of_document(request, call.command, engine.target, engine.draft is not None, bandwidth)
+    head |= {
+        "sampling": asdict(request.sampling),
+        "new_tokens": answer_tokens,
+        "repeats": request.repeat,
+        "batches": list(request.batch) if request.batch else None,
+        "prompt": {
+            "name": prompt.name,
+            "text_tokens": prompt.text_tokens,
+            "repeated": prompt.text_tokens < len(prompt.token_ids),
+        },
+    }
+    console = Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
+    order = steps(contexts, tiers, request.repeat, request.batch or (None,))
+    results: list[ContextRuns] = []
+
+    def document(interrupted: bool) -> dict[str, Any] | None:
+        measured = [at for at in results if at.runs]
+        return as_document(head, measured, interrupted) if measured else None
+
+    with _published(document, json_file, plot_file), Display(console, order, answer_tokens) as display:
+        measure(
+            engine,
+            prompt.token_ids,
+            order,
+            request.sampling,
+            answer_tokens,
+            results=results,
+            observer=display,
+            advance=partial(step, signals=call.signals),
+            saved=request.context,
+        )
+    engine.finish()
+    engine.close()
+
+
+def _measure_shape(request: BenchRequest, shape: str, json_file: JsonFile, plot_file: ResultFile, call: Call) -> None:
+    """Measures steps of a model of which only the shape is there.
+
+    Raises:
+        TriforceError: the request cannot be met.
+        Stop: it was interrupted; what was measured by then is out.
+    """
+    from statistics import median
+
+    from ...offload.planning.cost_model import Assumptions
+    from ...offload.planning.shape_steps import ShapeSteps
+    from ...tp.devices import resolve_device, resolve_dtype, set_threads
+    from ...tp.weights.registry import published_cache
+    from ..plan.planning import shapes
+    from .measure import machine_bandwidth
+    from .report import as_document, head_of_document
+    from .shape import context_document, shape_document
+
+    set_threads(request.settings.threads)
+    request = replace(request, model=shape)
+    target, draft = shapes(shape, request.wanted_draft)
+    tiers = tuple(sorted({min(count, 3 if draft else 2) for count in request.tiers}))
+    settings = replace(request.settings, tiers=tiers[-1]).with_defaults(published_cache(shape, 1))
+    contexts = _contexts(request, target, 0)
+    device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
+    assumed = Assumptions(*(request.assume_acceptance or ()))
+    tell(f"making random weights of the shape of {shape} ...")
+    with call.signals.allowed():
+        small = draft if tiers[-1] == 3 else None
+        steps = ShapeSteps(target, small, settings, dtype=dtype, device=device, context=contexts[-1])
+        bandwidth = machine_bandwidth(steps.target, settings)
+        head = head_of_document(request, call.command, steps.target, steps.draft is not None, bandwidth)
+    results: list[dict[str, Any]] = []
+
+    def document(interrupted: bool) -> dict[str, Any] | None:
+        whole = as_document(head, [], interrupted) | {"shape": shape_document(steps, assumed), "contexts": results}
+        return whole if results else None
+
+    with _published(document, json_file, plot_file):
+        for context in contexts:
+            tell(f"{context:,} tokens: steps ...")
+            with call.signals.allowed():
+                times = steps.at(context, assumed)
+            results.append(context_document(times, tiers, assumed, head))
+            tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
+
+
+def _contexts(request: BenchRequest, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
+    """The lengths to measure, ascending.
+
+    Args: `new_tokens` is how many of a context's tokens are not its text.
+
+    Raises:
+        CapacityError: one is beyond the model's last position.
+        UsageError: so are all that are measured by default.
+    """
+    if request.contexts is None:
+        fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
+        if not fitting:
+            raise UsageError(
+                f"{config.name} has {config.max_position_embeddings:,} positions{config.positions_note} and "
+                f"--max-new-tokens is {new_tokens:,}; say with --contexts what to measure"
+            )
+        return fitting
+    if request.contexts[-1] > config.max_position_embeddings:
+        raise CapacityError(
+            f"--contexts asks for {request.contexts[-1]:,} tokens, but {config.name} has "
+            f"{config.max_position_embeddings:,} positions{config.positions_note}; leave the longer ones out"
+        )
+    return request.contexts
+
+
+def _tiers(request: BenchRequest, engine: Engine) -> tuple[int, ...]:
+    """The numbers of tiers to measure, ascending: at most two without a draft."""
+    if engine.draft is not None or engine.settings.lookup or request.tiers[-1] < 3:
+        return request.tiers
+    tell("there is no draft: two tiers take the place of three (--draft D gives one)")
+    return tuple(sorted({min(count, 2) for count in request.tiers}))

@@ -1,21 +1,30 @@
-"""Measures one engine at several context lengths and numbers of tiers. It knows no screen and no file."""
+"""Measures one engine at several context lengths and numbers of tiers, and the bandwidths of its machine. It knows no
+screen and no file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...offload import Batch, Engine, Generation, Request, Sampling
+import torch
+
+from ...offload import Batch, Engine, Request, Sampling
+from ...offload.contexts.home import contexts_root
 from ...offload.contexts.model import ContextRequest
-from ...offload.statistics import Statistics
+from ...offload.settings import Settings
+from ...offload.transfer.bandwidth import disk_bandwidth, link_bandwidth, memory_bandwidth
+from ...offload.transfer.link import make_link
+from ...offload.transfer.staged.block_file import DiskError, DiskSpace
 from ...tp.errors import CapacityError
-from .request import QUESTION_TOKENS
+from ...tp.model.decoder import Decoder
+from ..measurement import QUESTION_TOKENS, in_turns, questions_about
 
 
 @dataclass(frozen=True)
 class Step:
-    """One answer to be written."""
+    """One run: an answer, or as many as sequences are decoded together."""
 
     context: int
     """Tokens, prompt and answer."""
@@ -23,7 +32,7 @@ class Step:
     repeat: int
     """From 1; 0 is the run that reads the prompt, and warms up."""
     sequences: int | None = None
-    """That are decoded together; `None` for a run alone."""
+    """Decoded together, each with a question of its own; `None` for one sequence without a question."""
 
 
 def steps(
@@ -35,19 +44,17 @@ def steps(
     kinds = [(sequences, count) for sequences in batches for count in tiers]
     for context in contexts:
         order.append(Step(context, max(tiers), 0, batches[0] and 1))
-        for index in range(repeats):
-            first = index % len(kinds)
-            turn = (*kinds[first:], *kinds[:first])
-            order += [Step(context, count, index + 1, sequences) for sequences, count in turn]
+        order += [
+            Step(context, count, repeat + 1, sequences) for repeat, (sequences, count) in in_turns(kinds, repeats)
+        ]
     return order
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer."""
+    """The result of a step; all but `tokens_per_s` is of the first sequence."""
 
-    tiers: int
-    repeat: int
+    step: Step
     token_ids: list[int]
     stats: dict[str, Any]
     """The JSON of `triforce generate`."""
@@ -55,10 +62,16 @@ class Run:
     """Passes of each tier while decoding."""
     proposed: dict[str, int]
     """Tokens that each drafter proposed."""
-    sequences: int | None = None
-    """That were decoded together; the figures above are of the first of them, but for `tokens_per_s`."""
     tokens_per_s: float = 0.0
     """Of all sequences together, after the first token of each."""
+
+    @classmethod
+    def of(cls, step: Step, batch: Batch) -> Run:
+        """Args: `batch` has ended."""
+        s = batch.sequences[0].statistics
+        passes = {"verify": s.rounds, "retrieval": s.retrieval_proposed - s.draft_accepted, "draft": s.draft_proposed}
+        proposed = {"retrieval": s.retrieval_proposed, "draft": s.draft_proposed}
+        return cls(step, s.token_ids, batch.document(0), passes, proposed, batch.stats()["tokens_per_s"])
 
     @property
     def tbt_ms(self) -> float:
@@ -66,36 +79,37 @@ class Run:
 
 
 @dataclass
-class AtContext:
-    """What was measured at one length of context."""
+class ContextRuns:
+    """The runs at one context length."""
 
     context: int
-    prompt_tokens: int
-    prefill_s: float
-    """Of the whole prompt, read once for all runs."""
-    resident_bytes: int
+    """Tokens, prompt and answer."""
     warm_up: Run
+    """The run that read the prompt."""
     runs: list[Run] = field(default_factory=list)
 
     def of(self, tiers: int, sequences: int | None = None) -> list[Run]:
-        return [run for run in self.runs if (run.tiers, run.sequences) == (tiers, sequences)]
+        return [run for run in self.runs if (run.step.tiers, run.step.sequences) == (tiers, sequences)]
 
     @property
     def kinds(self) -> list[tuple[int | None, int]]:
-        """The numbers of sequences and tiers that were measured."""
-        return sorted({(run.sequences, run.tiers) for run in self.runs}, key=lambda kind: (kind[0] or 0, kind[1]))
+        """The numbers of sequences and tiers that were measured, in ascending order."""
+        kinds = {(run.step.sequences, run.step.tiers) for run in self.runs}
+        return sorted(kinds, key=lambda kind: (kind[0] or 0, kind[1]))
 
 
-class Watch(Protocol):
-    """Is told how far the measuring is."""
+class Observer(Protocol):
+    """Receives the progress of a measurement."""
 
     def begin(self, step: Step) -> None: ...
 
-    def prefill(self, share: float) -> None: ...
+    def prefill(self, share: float) -> None:
+        """Args: `share` of the prompts that is read, 0 to 1."""
 
-    def round(self, tokens: int) -> None: ...
+    def round(self, tokens: int) -> None:
+        """Args: `tokens` of each answer that are written, on average."""
 
-    def end(self, step: Step, run: Run, prefill_s: float) -> None: ...
+    def end(self, run: Run) -> None: ...
 
 
 def measure(
@@ -105,106 +119,86 @@ def measure(
     sampling: Sampling,
     new_tokens: int,
     *,
-    found: list[AtContext],
-    watch: Watch,
+    results: list[ContextRuns],
+    observer: Observer,
     advance: Callable[[Iterator[Any]], Any],
     saved: str | None = None,
 ) -> None:
-    """Runs `order` and appends to `found` as it goes, so that `found` has what was measured by an interrupt.
+    """Runs `order` and appends to `results` as it goes, so that they are there after an interrupt.
 
     Args:
-        token_ids: each prompt is the beginning of these.
-        advance: makes one step of a run or a batch; `None` at its end.
+        token_ids: the beginning of each prompt is the beginning of these.
+        advance: makes one step of a batch; `None` at its end.
         saved: the saved context that prompts are restored from, as far as they begin like it.
+
+    Raises:
+        CapacityError: a sequence cannot be answered, or not together with the others.
     """
     for step in order:
-        prompt = token_ids[: step.context - new_tokens]
-        reuse = None if step.repeat else 0
-        watch.begin(step)
-        if step.sequences is not None:
-            _measure_batch(engine, token_ids, step, sampling, new_tokens, found, watch, advance, saved)
-            continue
-        generation = engine.stream(
-            prompt,
-            sampling,
-            new_tokens,
-            ignore_eos=True,
-            tiers=step.tiers,
-            reuse=reuse,
-            on_prefill=watch.prefill,
-            contexts=ContextRequest(saved),
-        )
-        while advance(generation) is not None:
-            watch.round(len(generation.statistics.token_ids))
-        run = _run(step, generation)
+        observer.begin(step)
+        run = _measure_step(engine, token_ids, step, sampling, new_tokens, observer, advance, saved)
         if step.repeat:
-            found[-1].runs.append(run)
+            results[-1].runs.append(run)
         else:
-            stats = run.stats
-            resident = stats["settings"]["resident_bytes"]
-            found.append(AtContext(step.context, len(prompt), stats["prefill_s"], resident, run))
-        watch.end(step, run, generation.statistics.prefill_s)
-        del generation  # it holds the cache, whose memory the next context needs
+            results.append(ContextRuns(step.context, run))
+        observer.end(run)
 
 
-def questions_about(text: Sequence[int], count: int) -> list[list[int]]:
-    """A question for each of `count` sequences about one text: `QUESTION_TOKENS` tokens from another place of it.
-
-    Args: `text` has more tokens than a question.
-    """
-    places = [i * (len(text) - QUESTION_TOKENS) // count for i in range(count)]
-    return [list(text[place : place + QUESTION_TOKENS]) for place in places]
-
-
-def _measure_batch(
+def _measure_step(
     engine: Engine,
     token_ids: Sequence[int],
     step: Step,
     sampling: Sampling,
     new_tokens: int,
-    found: list[AtContext],
-    watch: Watch,
+    observer: Observer,
     advance: Callable[[Iterator[Any]], Any],
     saved: str | None,
-) -> None:
-    """A step of several sequences: the same text, and for each another place of it as its question."""
-    text = token_ids[: step.context - new_tokens - QUESTION_TOKENS]
-    count = step.sequences or 1
-    prompts = [[*text, *question] for question in questions_about(text, count)]
-    requests = [Request(prompt, sampling, new_tokens, ignore_eos=True, number=i) for i, prompt in enumerate(prompts)]
-    reuse = None if step.repeat else 0
+) -> Run:
+    prompts = _prompts(token_ids, step, new_tokens)
+    count = len(prompts)
     batch = engine.batch(
-        requests,
+        [Request(prompt, sampling, new_tokens, ignore_eos=True, number=i) for i, prompt in enumerate(prompts)],
         tiers=step.tiers,
-        reuse=reuse,
-        on_prefill=lambda index, share: watch.prefill((index + share) / count),
+        reuse=None if step.repeat else 0,
+        on_prefill=lambda index, share: observer.prefill((index + share) / count),
         contexts=ContextRequest(saved),
     )
     while advance(batch) is not None:
-        watch.round(sum(len(one.statistics.token_ids) for one in batch.sequences) // count)
+        observer.round(sum(len(one.statistics.token_ids) for one in batch.sequences) // count)
     failed = next((one.error for one in batch.sequences if one.error), None)
     if failed:
-        raise CapacityError(f"--batch {count}: {failed}")
-    run = _run_of_batch(step, batch)
-    first = batch.sequences[0].statistics
-    if step.repeat:
-        found[-1].runs.append(run)
-    else:
-        resident = run.stats["settings"]["resident_bytes"]
-        found.append(AtContext(step.context, len(prompts[0]), first.prefill_s, resident, run))
-    watch.end(step, run, first.prefill_s)
+        raise CapacityError(failed if step.sequences is None else f"--batch {count}: {failed}")
+    return Run.of(step, batch)
 
 
-def _run_of_batch(step: Step, batch: Batch) -> Run:
-    one = _counted(step, batch.sequences[0].statistics, batch.document(0))
-    return replace(one, sequences=step.sequences, tokens_per_s=batch.stats()["tokens_per_s"])
+def _prompts(token_ids: Sequence[int], step: Step, new_tokens: int) -> list[list[int]]:
+    """The prompt of each sequence: the same text, with a question at its end where several are decoded together."""
+    prompt_tokens = step.context - new_tokens
+    if step.sequences is None:
+        return [list(token_ids[:prompt_tokens])]
+    text = token_ids[: prompt_tokens - QUESTION_TOKENS]
+    return [[*text, *question] for question in questions_about(text, step.sequences)]
 
 
-def _run(step: Step, generation: Generation) -> Run:
-    return _counted(step, generation.statistics, generation.stats())
+def machine_bandwidth(target: Decoder, settings: Settings) -> dict[str, float | None]:
+    """GB/s of memory, link and disk; `None` where no keys and values cross them. The ranks of a CPU share its memory,
+    so rank 0 reads it with the threads of all.
 
-
-def _counted(step: Step, s: Statistics, stats: dict[str, Any]) -> Run:
-    passes = {"verify": s.rounds, "retrieval": s.retrieval_proposed - s.draft_accepted, "draft": s.draft_proposed}
-    proposed = {"retrieval": s.retrieval_proposed, "draft": s.draft_proposed}
-    return Run(step.tiers, step.repeat, s.token_ids, stats, passes, proposed, tokens_per_s=s.tokens_per_s)
+    Args:
+        target: on the device to measure.
+        settings: say whether the KV cache may stream on a CPU, and whether a part of it may be on a disk.
+    """
+    device, threads = target.device, torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(threads * target.ranks.local_size)
+    memory, link_in = memory_bandwidth(device), None
+    torch.set_num_threads(threads)
+    if device.type == "cuda" or settings.resident is not None:
+        link = make_link(device)
+        link_in = link_bandwidth(link, device)["in"] / 1e9
+        link.close()
+    disk = None
+    if settings.host_memory is not None:
+        with suppress(CapacityError, DiskError):  # a disk without room for the test
+            disk = disk_bandwidth(DiskSpace(contexts_root())) / 1e9
+    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": link_in, "disk_gb_per_s": disk}

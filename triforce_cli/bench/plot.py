@@ -1,9 +1,11 @@
-"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance."""
+"""The picture of a bench's JSON: time between tokens against context, and beside it the acceptance; of sequences that
+are decoded together, tokens per second and time between tokens against their number."""
 
 from __future__ import annotations
 
 import io
 import textwrap
+from collections.abc import Callable
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from ..measurement import on, sampling_words
-from .report import bandwidths, conditions, modelled
+from ..measurement import machine_in_words, sampling_in_words
+from .report import bandwidths, conditions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,14 +27,14 @@ NAMES = {1: "plain decoding", 2: "two tiers", 3: "three tiers"}
 MARKERS = {1: "o", 2: "s", 3: "D"}
 GREY = "#666666"
 
-LOG_FROM = 20.0
-"""The axis is logarithmic where the slowest takes at least so many times as long as the fastest."""
+LOG_RATIO = 20.0
+"""The axis of times is logarithmic where the longest is more than so many times the shortest."""
 
 _CAPTION_WIDTH = 190
 """Characters of small print that fit the picture."""
 
 _GAP = 0.055
-"""Least distance of two labels, as a share of the panel's height."""
+"""Half the minimum distance of two labels, as a share of the panel's height."""
 
 
 def draw(document: dict[str, Any], kind: str) -> bytes:
@@ -64,8 +66,9 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
 def _title(document: dict[str, Any]) -> str:
     million = document["parameters"] / 1e6
     size = f"{million / 1e3:.1f} B" if million >= 1e3 else f"{million:.1f} M"
-    how = "random weights" if document["shape"] else sampling_words(document["sampling"])
-    return f"{document['model']} ({size} parameters), {document['dtype']}, {how}, on {on(document['machine'])}"
+    how = "random weights" if document["shape"] else sampling_in_words(document["sampling"])
+    where = machine_in_words(document["machine"])
+    return f"{document['model']} ({size} parameters), {document['dtype']}, {how}, on {where}"
 
 
 def _caption(document: dict[str, Any]) -> str:
@@ -79,24 +82,51 @@ def _caption(document: dict[str, Any]) -> str:
     return "\n".join(textwrap.fill(line, _CAPTION_WIDTH) for line in lines)
 
 
-def _contexts(axes: Axes, document: dict[str, Any], room: float) -> None:
-    """The axis of contexts, with room at its right for labels, as a share of its length."""
-    contexts = [at["context"] for at in document["contexts"]]
+def thousands(tokens: float) -> str:
+    """A short form: 4K is 4,096 tokens."""
+    return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
+
+
+def _panel(axes: Axes, title: str, label: str, values: list[int], words: Callable[[float], str]) -> None:
+    """Prepares a panel.
+
+    Args:
+        label: of the horizontal axis, which is logarithmic.
+        values: where it has ticks, each labelled with its `words`.
+    """
+    axes.set_title(title, loc="left", fontsize=12, pad=10)
+    axes.set_xlabel(label)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(contexts))
+    axes.xaxis.set_major_locator(FixedLocator(values))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value)))
-    span = max(2.0, contexts[-1] / contexts[0])
-    axes.set_xlim(contexts[0] / span**0.06, contexts[-1] * span**room)
-    axes.set_xlabel("context, tokens")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
 
 
-def thousands(tokens: float) -> str:
-    """A short form: 4K is 4,096 tokens."""
-    return f"{tokens / 1024:g}K" if tokens % 1024 == 0 else f"{tokens:,.0f}"
+def _context_panel(axes: Axes, title: str, document: dict[str, Any], room: float) -> None:
+    """A panel over contexts.
+
+    Args: `room` is left at its right for labels, as a share of its length.
+    """
+    contexts = [at["context"] for at in document["contexts"]]
+    _panel(axes, title, "context, tokens", contexts, thousands)
+    span = max(2.0, contexts[-1] / contexts[0])
+    axes.set_xlim(contexts[0] / span**0.06, contexts[-1] * span**room)
+
+
+def _line(axes: Axes, x: list[int], spreads: list[dict[str, float]], tiers: int, **style: Any) -> None:
+    """A line through medians, with bars from the minimum to the maximum where they differ.
+
+    Args: `spreads` have `median`, `min` and `max`, one for each of `x`.
+    """
+    y = [one["median"] for one in spreads]
+    error = [[one["median"] - one["min"] for one in spreads], [one["max"] - one["median"] for one in spreads]]
+    axes.errorbar(
+        x, y, error if any(map(any, error)) else None, color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7,
+        linewidth=2.4, capsize=4, elinewidth=1.3, **style,
+    )  # fmt: skip
 
 
 def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
@@ -105,35 +135,30 @@ def _draw_times(axes: Axes, document: dict[str, Any]) -> None:
     values: list[float] = []
     for tiers in sorted({row["tiers"] for at in contexts for row in at["tiers"]}):
         there = [(at["context"], row) for at in contexts for row in at["tiers"] if row["tiers"] == tiers]
-        x = [context for context, _ in there]
         times = [row["tbt_ms"] for _, row in there]
-        y = [time["median"] for time in times]
-        error = [[time["median"] - time["min"] for time in times], [time["max"] - time["median"] for time in times]]
-        open_marks = any(modelled(row) for _, row in there)
-        last = there[-1][1]
-        speedup = f", {last['speedup']:.2g}× as fast" if last["speedup"] and tiers > 1 else ""
-        axes.errorbar(
-            x, y, error if any(map(any, error)) else None, color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7,
-            linewidth=2.4, capsize=4, elinewidth=1.3, markeredgewidth=1.8,
-            markerfacecolor="white" if open_marks else COLOURS[tiers],
+        is_modelled = any(row["modelled"] for _, row in there)
+        _line(
+            axes, [context for context, _ in there], times, tiers, markeredgewidth=1.8,
+            markerfacecolor="white" if is_modelled else COLOURS[tiers],
         )  # fmt: skip
-        name = NAMES[tiers] + (" (modelled)" if open_marks else "")
-        labels.append((y[-1], f"{name}\n{y[-1]:.3g} ms{speedup}", COLOURS[tiers]))
+        last, tbt = there[-1][1], times[-1]["median"]
+        speedup = f", {last['speedup']:.2g}× as fast" if last["speedup"] and tiers > 1 else ""
+        name = NAMES[tiers] + (" (modelled)" if is_modelled else "")
+        labels.append((tbt, f"{name}\n{tbt:.3g} ms{speedup}", COLOURS[tiers]))
         values += [time[part] for time in times for part in ("min", "max")]
     floors = [(at["context"], at["floor"]["ms"]) for at in contexts if at["floor"]]
     if floors:
         axes.plot(*zip(*floors, strict=True), color=GREY, linestyle=(0, (5, 3)), linewidth=1.6)
         bound = contexts[-1]["floor"]["bound_by"] if contexts[-1]["floor"] else "memory"
         labels.append((floors[-1][1], f"{bound} floor of a pass\n{floors[-1][1]:.3g} ms (derived)", GREY))
-    _contexts(axes, document, room=0.46)
-    if max(values) > LOG_FROM * min(values):
+    _context_panel(axes, "time between tokens, ms", document, room=0.46)
+    if max(values) > LOG_RATIO * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     else:
         axes.set_ylim(0, 1.05 * max(values))
-    axes.set_title("time between tokens, ms", loc="left", fontsize=12, pad=10)
     _label(axes, contexts[-1]["context"], labels)
 
 
@@ -147,34 +172,19 @@ def _draw_throughput(left: Axes, right: Axes, document: dict[str, Any]) -> None:
             shade = 1.0 if at is document["contexts"][-1] else 0.45
             for tiers in sorted({row["tiers"] for row in at["tiers"]}):
                 rows = [row for row in at["tiers"] if row["tiers"] == tiers]
-                y = [row[name]["median"] for row in rows]
-                error = [
-                    [row[name]["median"] - row[name]["min"] for row in rows],
-                    [row[name]["max"] - row[name]["median"] for row in rows],
-                ]
-                axes.errorbar(
-                    [row["sequences"] for row in rows], y, error if any(map(any, error)) else None, alpha=shade,
-                    color=COLOURS[tiers], marker=MARKERS[tiers], markersize=7, linewidth=2.4, capsize=4, elinewidth=1.3,
-                    label=f"{NAMES[tiers]}, {thousands(at['context'])}",
-                )  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(document["batches"]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("sequences decoded together")
+                label = f"{NAMES[tiers]}, {thousands(at['context'])}"
+                sequences = [row["sequences"] for row in rows]
+                _line(axes, sequences, [row[name] for row in rows], tiers, alpha=shade, label=label)
+        _panel(axes, title, "sequences decoded together", document["batches"], lambda value: f"{value:g}")
         axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(length=0)
-        axes.set_title(title, loc="left", fontsize=12, pad=10)
     left.legend(frameon=False, fontsize=10)
 
 
 def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
     contexts = document["contexts"]
-    most = max(row["tiers"] for at in contexts for row in at["tiers"])
+    tiers = max(row["tiers"] for at in contexts for row in at["tiers"])
     labels: list[tuple[float, str, str]] = []
-    rows = [(at["context"], row) for at in contexts for row in at["tiers"] if row["tiers"] == most]
+    rows = [(at["context"], row) for at in contexts for row in at["tiers"] if row["tiers"] == tiers]
     for name, words, colour, marker in (
         ("retrieval_per_token", "retrieval cache,\nby the full cache", "#0072B2", "D"),
         ("draft_per_token", "small model,\nby the retrieval cache", "#CC79A7", "v"),
@@ -187,10 +197,9 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
             markerfacecolor="white" if document["shape"] else colour,
         )  # fmt: skip
         labels.append((there[-1][1], f"{words}: {there[-1][1]:.2f}", colour))
-    _contexts(axes, document, room=0.9)
-    axes.set_ylim(0, 1.02)
     what = "assumed acceptance" if document["shape"] else "acceptance"
-    axes.set_title(f"{what}, per tested token", loc="left", fontsize=12, pad=10)
+    _context_panel(axes, f"{what}, per tested token", document, room=0.9)
+    axes.set_ylim(0, 1.02)
     if labels:
         _label(axes, contexts[-1]["context"], labels)
     else:
@@ -198,7 +207,12 @@ def _draw_acceptance(axes: Axes, document: dict[str, Any]) -> None:
 
 
 def _label(axes: Axes, x: float, labels: list[tuple[float, str, str]]) -> None:
-    """Labels lines at their ends; labels that would overlap are moved apart."""
+    """Labels lines at their ends; labels that would overlap are moved apart.
+
+    Args:
+        x: of the ends.
+        labels: of each line, the y of its end, the label and its colour.
+    """
     to_share = axes.transData + axes.transAxes.inverted()
     placed: list[float] = []
     shares = sorted(((to_share.transform((x, y))[1], y, words, colour) for y, words, colour in labels), reverse=True)

@@ -15,14 +15,14 @@ from ..terminal.streams import tell
 from .measure import Run, Step
 
 DRAW_EVERY_S = 2.0
-"""At least so long between two pictures on a terminal: drawing then takes about 0.1 % of a processor."""
+"""Minimum time between two updates on a terminal: drawing then takes about 0.1 % of a processor."""
 
 PREFILL_POWER = 1.5
-"""Reading n tokens has parts in proportion to n and to n²; the forecast assumes this power of n."""
+"""The time to read n tokens has parts that grow with n and with n²; the forecast assumes this power of n."""
 
 
 class Forecast:
-    """Seconds that the remaining runs will take, from those that were done."""
+    """Estimates the seconds that the remaining runs will take, from those of the runs that were done."""
 
     def __init__(self, order: Sequence[Step], new_tokens: int) -> None:
         self._order, self._new_tokens = order, new_tokens
@@ -30,6 +30,7 @@ class Forecast:
         self._runs: dict[tuple[int, int, int | None], list[float]] = {}
 
     def note(self, step: Step, decode_s: float, prefill_s: float) -> None:
+        """Takes the times of a run that was done, in seconds."""
         if step.repeat == 0:
             self._prefill = step.context, prefill_s
         self._runs.setdefault((step.context, step.tiers, step.sequences), []).append(decode_s)
@@ -66,7 +67,7 @@ class Forecast:
 
 
 class Display:
-    """Shows what `measure.Watch` is told."""
+    """Shows the progress of a bench; a `measure.Observer`."""
 
     def __init__(self, console: Console, order: Sequence[Step], new_tokens: int) -> None:
         self._order, self._new_tokens = order, new_tokens
@@ -111,14 +112,15 @@ class Display:
         self._prefill_left, self._run_left = 0.0, 1 - tokens / self._new_tokens
         self._draw(now=False)
 
-    def end(self, step: Step, run: Run, prefill_s: float) -> None:
+    def end(self, run: Run) -> None:
+        step, prefill_s = run.step, run.stats["prefill_s"]
         self._forecast.note(step, run.stats["decode_s"], prefill_s)
         if self._progress:
             return
         left = self._forecast.left_s(self._index + 1)
         speed = f"{run.tokens_per_s:.1f} tokens/s" if step.sequences else f"TBT {run.tbt_ms:.1f} ms"
         result = speed if step.repeat else f"{prefill_s:.1f} s"
-        tell(f"{self._words}: {result}" + (f"; about {duration(left)} left" if left and left >= 1 else ""))
+        tell(f"{self._words}: {result}" + (f"; about {_duration(left)} left" if left and left >= 1 else ""))
 
     def _draw(self, *, now: bool) -> None:
         if self._progress is None or (not now and time.monotonic() - self._drawn_at < DRAW_EVERY_S):
@@ -127,11 +129,11 @@ class Display:
         left = self._forecast.left_s(self._index, self._prefill_left, self._run_left)
         spent = self._drawn_at - self._began
         share = spent / (spent + left) if left is not None else 0.0
-        words = f"about {duration(left)} left" if left is not None else ""
+        words = f"about {_duration(left)} left" if left is not None else ""
         self._progress.update(self._task, completed=share, description=self._words, left=words, refresh=True)
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min"

@@ -1,20 +1,39 @@
-"""What a bench measured: for scripts (JSON), and for people (a table, and what its figures mean)."""
+"""The results of a bench: the JSON, and the table that is made from it, with notes on what its figures mean."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..measurement import first_difference, on, sampling_words, spread
-from ..terminal.tables import make_table, print_lines
-from .measure import AtContext, Run
+import torch
+
+from ...offload.planning.cost_model import weights_read
+from ...offload.planning.measured import BENCH
+from ...tp.devices import device_name
+from ...tp.model.decoder import Decoder
+from ..measurement import (
+    Column,
+    first_difference,
+    machine,
+    machine_in_words,
+    print_table,
+    provenance,
+    sampling_in_words,
+    spread,
+)
+from ..options import Request
+from ..terminal.tables import print_lines
+from .measure import ContextRuns, Run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def floor_of(at: AtContext, head: dict[str, Any]) -> dict[str, Any] | None:
-    """From the bytes that the first run's passes read: one row or twenty, a pass reads the same."""
+def floor_of(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any] | None:
+    """See `derived_floor`. The bytes are those that passes of the first run read, whose number of rows does not matter;
+    `None` without such a run.
+    """
     run = next((run for run in (*at.runs, at.warm_up) if run.passes["verify"]), None)
     if run is None:
         return None
@@ -51,45 +70,75 @@ def derived_floor(read_bytes: int, streamed_bytes: int, disk_bytes: int, head: d
     }
 
 
-def as_document(head: dict[str, Any], found: list[AtContext], interrupted: bool) -> dict[str, Any]:
-    """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
-    and tokens.
+def head_of_document(
+    options: Request, command: str, target: Decoder, drafts: bool, bandwidth: dict[str, float | None]
+) -> dict[str, Any]:
+    """What is known before anything is measured: the model, the machine and its bandwidths.
 
     Args:
-        head: what was measured, where, and with which bandwidth: everything but the measurements.
+        command: as it was typed.
+        drafts: whether there is a draft.
+        bandwidth: see `machine_bandwidth`.
     """
-    return head | {"interrupted": interrupted, "shape": None, "contexts": [_context(at, head) for at in found]}
-
-
-def _context(at: AtContext, head: dict[str, Any]) -> dict[str, Any]:
-    greedy = head["sampling"]["temperature"] == 0
+    size, device = target.ranks.size, target.device
     return {
-        "context": at.context,
-        "prompt_tokens": at.prompt_tokens,
-        "prefill_s": at.prefill_s,
-        "restored_tokens": at.warm_up.stats["reused_tokens"],
-        "resident_bytes": at.resident_bytes,
-        "floor": floor_of(at, head),
-        "tiers": [_tiers(at.of(tiers, count), at.of(1, count), greedy) for count, tiers in at.kinds],
+        **provenance(BENCH, command),
+        "machine": machine(device.type, device_name(device), size, torch.get_num_threads()),
+        "model": options.model,
+        "draft": (options.draft or options.model) if drafts else None,
+        "parameters": target.config.num_parameters,
+        "weight_bytes": size * weights_read(target.part, size) * target.dtype.itemsize,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "sampling": None,
+        "new_tokens": 0,
+        "repeats": 0,
+        "prompt": None,
+        "measured_bandwidth": bandwidth,
     }
 
 
-def _tiers(runs: list[Run], plain: list[Run], greedy: bool) -> dict[str, Any]:
-    """Runs of one number of tiers, beside those of plain decoding."""
+def as_document(head: dict[str, Any], results: list[ContextRuns], interrupted: bool) -> dict[str, Any]:
+    """The JSON; docs/bench.md says what its keys mean. Times are in the unit that a key ends with, the rest in bytes
+    and tokens.
+
+    Args: `head` has everything but the measurements.
+    """
+    return head | {"interrupted": interrupted, "shape": None, "contexts": [_context(at, head) for at in results]}
+
+
+def _context(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any]:
+    greedy, stats = head["sampling"]["temperature"] == 0, at.warm_up.stats
+    return {
+        "context": at.context,
+        "prompt_tokens": stats["prompt_tokens"],
+        "prefill_s": stats["prefill_s"],
+        "restored_tokens": stats["reused_tokens"],
+        "resident_bytes": stats["settings"]["resident_bytes"],
+        "floor": floor_of(at, head),
+        "tiers": [_kind(at.of(tiers, count), at.of(1, count), greedy) for count, tiers in at.kinds],
+    }
+
+
+def _kind(runs: list[Run], plain: list[Run], greedy: bool) -> dict[str, Any]:
+    """Runs of one number of sequences and tiers.
+
+    Args: `plain` are those of as many sequences with one tier, to compare with.
+    """
     times = [run.tbt_ms for run in runs]
     accepted = [run.stats["acceptance"] for run in runs]
     shares = {name: [one[name] for one in accepted if one[name] is not None] for name in accepted[0]}
+    differences = [first_difference(run.token_ids, plain[0].token_ids) for run in runs] if greedy and plain else []
     return {
-        "tiers": runs[0].tiers,
-        "sequences": runs[0].sequences or 1,
+        "tiers": runs[0].step.tiers,
+        "sequences": runs[0].step.sequences or 1,
         "tokens_per_s": spread([run.tokens_per_s for run in runs]),
         "modelled": False,
         "tbt_ms": spread(times),
         "speedup": median(run.tbt_ms for run in plain) / median(times) if plain else None,
         "acceptance": {name: median(known) if known else None for name, known in shares.items()},
-        "first_difference": first_difference(runs, plain[0]) if greedy and plain else None,
+        "first_difference": min((index for index in differences if index is not None), default=None),
         "runs": [
-            {"repeat": run.repeat, **{name: run.stats[name] for name in _OF_A_RUN}}
+            {"repeat": run.step.repeat, **{name: run.stats[name] for name in _OF_A_RUN}}
             | {"passes": run.passes, "proposed": run.proposed}
             for run in runs
         ],
@@ -100,36 +149,67 @@ _OF_A_RUN = (
     *("new_tokens", "seed", "tbt_ms", "tokens_per_s", "rounds", "acceptance", "settings", "time_s", "link", "kv_read"),
     *("memory", "warnings"),
 )
-"""What is kept of the JSON of `triforce generate`."""
+"""Keys that are kept of the JSON of `triforce generate`."""
 
 
 def report(console: Console, document: dict[str, Any]) -> None:
-    """The table of a document, and the lines around it."""
-    head = f"{document['model']}, {document['dtype']} on {on(document['machine'])}; {conditions(document)}"
-    print_lines(console, [head])
-    titles = ("context", "tiers", "TBT, ms", "", "speed-up", "accepted", "a round", "floor", "prefill")
-    rows = [_cells(at, row, row is at["tiers"][0]) for at in document["contexts"] for row in at["tiers"]]
-    if document.get("batches"):
-        titles = (titles[0], "sequences", "tokens/s", "gain", *titles[1:])
-        rows = [
-            [cells[0], *_batch_cells(at, row), *cells[1:]]
-            for cells, (at, row) in zip(rows, of_contexts(document), strict=True)
-        ]
-    console.print(make_table(titles, rows, left=("context", "")))
+    """Prints the table of a document, and the lines around it."""
+    where = machine_in_words(document["machine"])
+    print_lines(console, [f"{document['model']}, {document['dtype']} on {where}; {conditions(document)}"])
+    columns = (*_CONTEXT, *(_BATCH if document.get("batches") else ()), *_TIERS)
+    print_table(console, columns, _rows(document))
     print_lines(console, ["", *notes(document)])
 
 
-def of_contexts(document: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What was measured, with the context it was measured at."""
-    return [(at, row) for at in document["contexts"] for row in at["tiers"]]
+def _rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The `tiers` of a document, each with its context (`at`), and whether it is the first one there (`first`), which
+    shows what all of them share."""
+    for at in document["contexts"]:
+        for row in at["tiers"]:
+            yield {**row, "at": at, "first": row is at["tiers"][0]}
 
 
-def _batch_cells(at: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """The number of sequences, their tokens per second, and what that is of one sequence's, with as many tiers."""
-    one = next((other for other in at["tiers"] if (other["sequences"], other["tiers"]) == (1, row["tiers"])), None)
-    speed = row["tokens_per_s"]["median"]
-    gain = f"{speed / one['tokens_per_s']['median']:.2f}" if one and one is not row else "-"
-    return [str(row["sequences"]), f"{speed:.1f}", gain]
+def _gain(row: dict[str, Any]) -> str:
+    """Tokens per second ÷ those of one sequence with as many tiers."""
+    kind = 1, row["tiers"]
+    one = next((other for other in row["at"]["tiers"] if (other["sequences"], other["tiers"]) == kind), None)
+    if one is None or row["sequences"] == 1:
+        return "-"
+    return f"{row['tokens_per_s']['median'] / one['tokens_per_s']['median']:.2f}"
+
+
+def _range(row: dict[str, Any]) -> str:
+    return "modelled" if row["modelled"] else f"({row['tbt_ms']['min']:.1f} to {row['tbt_ms']['max']:.1f})"
+
+
+def _accepted(row: dict[str, Any]) -> str:
+    """Of the small model's tokens, and of the retrieval cache's."""
+    shares = (row["acceptance"][name] for name in ("draft_per_token", "retrieval_per_token"))
+    return " ".join(f"{share:.2f}" for share in shares if share is not None) or "-"
+
+
+def _prefill(row: dict[str, Any]) -> str:
+    seconds, restored = row["at"]["prefill_s"], row["at"]["restored_tokens"]
+    return f"{seconds:.1f} s{' restored' if restored else ''}" if row["first"] and seconds else ""
+
+
+_CONTEXT = (Column("context", lambda row: f"{row['at']['context']:,}" if row["first"] else "", left=True),)
+_BATCH = (
+    Column("sequences", lambda row: str(row["sequences"])),
+    Column("tokens/s", lambda row: f"{row['tokens_per_s']['median']:.1f}"),
+    Column("gain", _gain),
+)
+"""Where several sequences are decoded together."""
+_TIERS = (
+    Column("tiers", lambda row: str(row["tiers"])),
+    Column("TBT, ms", lambda row: f"{row['tbt_ms']['median']:.1f}"),
+    Column("", _range, left=True),
+    Column("speed-up", lambda row: f"{row['speedup']:.2f}" if row["speedup"] and row["tiers"] > 1 else "-"),
+    Column("accepted", _accepted),
+    Column("a round", lambda row: f"{row['acceptance']['tokens_per_round']:.1f}" if row["tiers"] > 1 else "-"),
+    Column("floor", lambda row: f"{row['at']['floor']['ms']:.1f}" if row["first"] and row["at"]["floor"] else ""),
+    Column("prefill", _prefill),
+)
 
 
 def conditions(document: dict[str, Any]) -> str:
@@ -137,41 +217,19 @@ def conditions(document: dict[str, Any]) -> str:
     if document["shape"]:
         return "random weights, synthetic keys and values; medians of steps"
     runs = document["repeats"]
-    return f"{document['new_tokens']:,} new tokens, {sampling_words(document['sampling'])}; " + (
+    return f"{document['new_tokens']:,} new tokens, {sampling_in_words(document['sampling'])}; " + (
         f"medians of {runs} interleaved runs (least to most)" if runs > 1 else "one run each"
     )
 
 
-def modelled(row: dict[str, Any]) -> bool:
-    """Whether the times of so many tiers were derived from an assumed acceptance, not measured."""
-    return row["modelled"]
-
-
-def _cells(at: dict[str, Any], row: dict[str, Any], first: bool) -> list[str]:
-    """A line of the table; the first of a context has what its lines share."""
-    tbt, accepted, speculates = row["tbt_ms"], row["acceptance"], row["tiers"] > 1
-    shares = [accepted[name] for name in ("draft_per_token", "retrieval_per_token") if accepted[name] is not None]
-    return [
-        f"{at['context']:,}" if first else "",
-        str(row["tiers"]),
-        f"{tbt['median']:.1f}",
-        "modelled" if modelled(row) else f"({tbt['min']:.1f} to {tbt['max']:.1f})",
-        f"{row['speedup']:.2f}" if row["speedup"] and speculates else "-",
-        " ".join(f"{share:.2f}" for share in shares) or "-",
-        f"{accepted['tokens_per_round']:.1f}" if speculates else "-",
-        f"{at['floor']['ms']:.1f}" if first and at["floor"] else "",
-        f"{at['prefill_s']:.1f} s{' restored' if at['restored_tokens'] else ''}" if first and at["prefill_s"] else "",
-    ]
-
-
 def bandwidths(document: dict[str, Any], digits: int) -> str:
-    """Those that were measured."""
+    """The measured bandwidths, with so many digits after the point."""
     found = ((name, document["measured_bandwidth"].get(f"{name}_gb_per_s")) for name in ("memory", "link", "disk"))
     return ", ".join(f"{name} {speed:.{digits}f} GB/s" for name, speed in found if speed)
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """What the figures mean, and what to know about these."""
+    """What the figures mean, and remarks on these ones."""
     measured = bandwidths(document, 1)
     lines = [
         "TBT: decoding time ÷ the tokens after the first. accepted: accepted ÷ tested draft tokens, of the small model "
@@ -189,25 +247,18 @@ def notes(document: dict[str, Any]) -> list[str]:
         lines += _shape_notes(document)
     else:
         lines += _prompt_notes(document["prompt"])
-    parted = [
-        f"{at['context']:,} (from token {row['first_difference']} on, {row['tiers']} tiers)"
-        for at in document["contexts"]
-        for row in at["tiers"]
+    differing = [
+        f"{row['at']['context']:,} (from token {row['first_difference']} on, {row['tiers']} tiers)"
+        for row in _rows(document)
         if row["first_difference"] is not None
     ]
-    if parted:
-        why = "which must not be" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
-        lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(parted)}.")
-    warned = {
-        warning
-        for at in document["contexts"]
-        for row in at["tiers"]
-        for run in row["runs"]
-        for warning in run.get("warnings", ())
-    }
-    lines += [f"warning: {warning}" for warning in sorted(warned)]
+    if differing:
+        why = "which is an error" if document["dtype"] == "float32" else "as near-ties in 16 bits may"
+        lines.append(f"Greedy tokens differ from plain decoding, {why}, at {', '.join(differing)}.")
+    warnings = {warning for row in _rows(document) for run in row["runs"] for warning in run.get("warnings", ())}
+    lines += [f"warning: {warning}" for warning in sorted(warnings)]
     if document["interrupted"]:
-        lines.append("Interrupted: this was measured by then.")
+        lines.append("Interrupted: these are the measurements that were finished.")
     return lines
 
 

@@ -14,7 +14,7 @@ from ...offload.batch.sequence import BatchSequence
 from ...offload.contexts.home import user_store
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import CapacityError, PeerError, TriforceError, UsageError
-from ..contexts.report import describe_all, show_list
+from ..contexts import describe_all, show_list
 from ..session.prompt import Prompt
 from ..session.report import (
     NO_PROGRESS,

@@ -1,16 +1,37 @@
-"""`triforce compare`: everything that can be checked before PyTorch is imported."""
+"""`triforce compare`: its options, what is refused before PyTorch is imported, and the measurement to its results."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tempfile
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ...offload.settings import MOST_SEQUENCES
+import typer
+
+from ...offload.speculation.sampling import Sampling
 from ...tp.errors import TriforceError, UsageError
-from ...tp.parallel.place import Place
-from ...tp.weights.registry import find_pair
 from ..call import Call
-from .baselines.catalogue import BASELINES, Entry
-from .request import DEFAULT, Asked
+from ..measurement import (
+    NEW_TOKENS,
+    QUESTION_TOKENS,
+    REPEAT,
+    MeasuringRequest,
+    Subject,
+    check_sequences,
+    check_single_process,
+    published,
+    questions_about,
+    subject_of,
+)
+from ..options import ASK, MEASURING, OUTPUT, PROMPT, SAMPLING, SAMPLING_OPTIONS, TRUNCATE, flag, new_tokens, option
+from ..parameters import MINUTES, real, whole, words
+from ..terminal.output import JsonFile
+from ..terminal.streams import tell
+from .baselines.catalogue import BASELINES, TRIFORCE, Entry
+
+if TYPE_CHECKING:
+    from .baselines.protocol import Job
+    from .comparison import Row
 
 EPILOG = """[bold]Examples[/]
 
@@ -28,51 +49,231 @@ EPILOG = """[bold]Examples[/]
 """
 
 
-def compare(request: Asked, call: Call) -> None:
+DEFAULT_BASELINES = ("autoregressive", "transformers")
+"""Those that are always installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(MeasuringRequest):
+    """The options of `triforce compare`."""
+
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"System to compare with; may be repeated: {', '.join(BASELINES)}. "
+            f"Default: {' and '.join(DEFAULT_BASELINES)}, which are always there.",
+            autocompletion=words(*BASELINES),
+            show_default=False,
+            rich_help_panel=MEASURING,
+        ),
+    ] = None
+    gpus: int = 1  # no option here: each system runs in one process
+    repeat: Annotated[int, REPEAT] = 3
+    batch: Annotated[
+        int | None,
+        option(
+            MEASURING,
+            whole(1),
+            "Sequences to decode together: one text, and for each sequence a question of its own about it (32 tokens "
+            "from another place). Compares the tokens per second of all. transformers-prefix is for this only.",
+        ),
+    ] = None
+    time_limit: Annotated[
+        float,
+        option(
+            MEASURING,
+            MINUTES,
+            "Minutes that one system may take to load, warm up and run once; after that it is stopped, and its row "
+            "says so.",
+        ),
+    ] = 60
+    audit: Annotated[
+        bool,
+        flag(
+            "--audit",
+            MEASURING,
+            "Compute every token of triforce's answer again, token by token, and report how many agree. For greedy "
+            "text, or with --seed.",
+        ),
+    ] = False
+    ask: Annotated[str | None, ASK] = None
+    truncate: Annotated[str, TRUNCATE] = "error"
+    prompt_tokens: Annotated[
+        int | None, option(PROMPT, whole(1), "Use only the first N tokens of the prompt.")
+    ] = None  # fmt: skip
+    max_new_tokens: Annotated[int, new_tokens(1, NEW_TOKENS)] = 128
+    sampling: Annotated[
+        Sampling,
+        SAMPLING_OPTIONS
+        | {
+            "temperature": option(
+                SAMPLING,
+                real("T"),
+                "Softmax temperature; 0 is greedy. Other systems' texts can be compared when greedy, this engine's own "
+                "with --seed too.",
+            )
+        },
+    ] = Sampling(temperature=0.0)  # noqa: RUF009 - frozen
+    debug: Annotated[
+        bool, flag("--debug", OUTPUT, "Show tracebacks of errors, and what failing systems printed.")
+    ] = False  # fmt: skip
+
+
+def compare(request: CompareRequest, call: Call) -> None:
     """Measures this engine and others with the same weights, the same prompt and the same sampling.
 
     Each run is a process of its own, with one warm-up, in an order that rotates; one system is in memory at a time.
     [bold]Ctrl-C[/] stops; what was measured by then is shown. Exits 1 if there is nothing to compare.
     """
-    from ..session.source import read_ask, read_source
-    from ..terminal.output import JsonFile
-    from ..terminal.streams import tell
+    from ..session.source import read_ask
 
-    names = dict.fromkeys(request.baseline or DEFAULT)
-    for name in names:
-        if name not in BASELINES:
-            raise UsageError(f"--baseline is {name!r}; it is one of {', '.join(BASELINES)}")
-    chosen = [BASELINES[name] for name in names]
+    chosen = _baselines(request)
     _check_batch(request, chosen)
-    place = Place.from_environment()
-    if place and place.size > 1:
-        raise UsageError("compare runs every system in one process; start it without torchrun")
+    if request.audit and not request.sampling.greedy and request.sampling.seed is None:
+        raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
+    check_single_process("compare runs every system in one process")
     request = replace(request, ask=read_ask(request.ask, tell))
     if all(entry.missing() for entry in chosen):
         raise TriforceError("; ".join(f"{entry.name} is {entry.missing()}" for entry in chosen))
-    with JsonFile.prepare(request.json) as json_file:
-        source = read_source(request.prompt_file, request.prompt, tell, request.context)
-        directories = find_pair(request.model, request.draft, tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            from .run import run
-
-            run(request, chosen, source, directories, json_file, call)
+    with JsonFile.prepare(request.json) as json_file, subject_of(request, call) as subject:
+        _measure(request, chosen, subject, json_file, call)
 
 
-def _check_batch(request: Asked, chosen: list[Entry]) -> None:
+def _baselines(request: CompareRequest) -> list[Entry]:
+    """Those that were chosen, each once.
+
+    Raises:
+        UsageError: there is no baseline of a name.
+    """
+    names = dict.fromkeys(request.baseline or DEFAULT_BASELINES)
+    for name in names:
+        if name not in BASELINES:
+            raise UsageError(f"--baseline is {name!r}; it is one of {', '.join(BASELINES)}")
+    return [BASELINES[name] for name in names]
+
+
+def _check_batch(request: CompareRequest, chosen: list[Entry]) -> None:
     """Raises:
     UsageError: what has no meaning with `--batch`, or none without it.
     """
     if request.batch is None:
         for entry in chosen:
-            if entry.needs_batch:
+            if entry.batch_only:
                 raise UsageError(f"--baseline {entry.name} is for sequences that begin alike; give --batch N too")
         return
-    if request.batch > MOST_SEQUENCES:
-        raise UsageError(
-            f"--batch is {request.batch}, but at most {MOST_SEQUENCES} sequences are decoded together; lower it"
-        )
+    check_sequences(request.batch)
     if request.ask is not None:
         raise UsageError("--ask and --batch are both given, but --batch gives each sequence its own question; give one")
     if request.audit:
         raise UsageError("--audit and --batch are both given, but one answer alone can be audited; leave one out")
+
+
+def _measure(
+    request: CompareRequest, baselines: list[Entry], subject: Subject, json_file: JsonFile, call: Call
+) -> None:
+    """Measures all systems and writes the results.
+
+    Raises:
+        TriforceError: the request cannot be met, or nothing could be compared; the table is out then.
+        Stop: it was interrupted; what was measured is out.
+    """
+    from .comparison import Comparison, Row, compare
+    from .report import as_document, report
+
+    with tempfile.TemporaryDirectory(prefix="triforce-compare-") as folder:
+        job = _job(request, subject, folder)
+        comparison = Comparison(job, request.repeat, [Row(entry) for entry in (TRIFORCE, *baselines)])
+
+        def document(interrupted: bool) -> dict[str, Any]:
+            return as_document(comparison, call.command, interrupted)
+
+        with published(document, json_file, report), call.signals.allowed():
+            compare(
+                comparison,
+                limit_s=60 * request.time_limit,
+                settings=request.settings.given,
+                audits=request.audit,
+                on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
+                on_end=lambda row: _report_run(row, request.debug),
+            )
+    if comparison.error:
+        raise TriforceError(comparison.error)
+    if not comparison.triforce.runs:
+        raise TriforceError(f"there is nothing to compare: triforce failed ({comparison.triforce.failure})")
+    if not any(row.runs for row in comparison.rows[1:]):
+        raise TriforceError("there is nothing to compare: no baseline ran")
+
+
+def _job(request: CompareRequest, subject: Subject, folder: str) -> Job:
+    """What every system is asked to do.
+
+    Raises:
+        TriforceError: it cannot be done.
+    """
+    import torch
+
+    from ...tp.devices import resolve_device, resolve_dtype
+    from .baselines.protocol import Job
+
+    # A CUDA context would take GPU memory from those that are measured, so none is made here.
+    cuda = torch.cuda.is_available() and request.device != "cpu"
+    device = "cuda" if cuda else resolve_device(request.device).type
+    token_ids, questions = _token_ids(request, subject), None
+    if request.batch is not None:
+        if len(token_ids) <= 2 * QUESTION_TOKENS:
+            raise UsageError(
+                f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens about it, but it has "
+                f"{len(token_ids):,} tokens; give a longer one"
+            )
+        token_ids = token_ids[:-QUESTION_TOKENS]
+        questions = questions_about(token_ids, request.batch)
+    return Job(
+        system="",
+        model=str(subject.target.resolve()),
+        draft=str(subject.draft.resolve()) if subject.draft else None,
+        given_model=request.model,
+        given_draft=request.draft,
+        device=device,
+        dtype=str(resolve_dtype(request.dtype, subject.config)).removeprefix("torch."),
+        prompt_ids=token_ids,
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        threads=request.settings.threads or torch.get_num_threads(),
+        questions=questions,
+        context=request.context,
+        folder=folder,
+    )
+
+
+def _token_ids(request: CompareRequest, subject: Subject) -> list[int]:
+    """The prompt, or the first tokens of it that `--prompt-tokens` chooses.
+
+    Raises:
+        TriforceError: it does not fit, or is too short.
+    """
+    from ...offload.checks import check_context
+    from ..session.prompt import build_prompt, long_prompt
+
+    wanted, new = request.prompt_tokens, request.max_new_tokens
+    source, tokenizer, config = subject.source, subject.tokenizer, subject.config
+    if wanted is None:
+        return build_prompt(source, request.ask, tokenizer, config, new, request.truncate).token_ids
+    if request.ask is not None:
+        raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
+    check_context(config, wanted, new)
+    prompt = long_prompt(source, tokenizer, config, wanted)
+    if prompt.text_tokens < wanted:
+        raise UsageError(f"--prompt-tokens is {wanted:,}, but the prompt has {prompt.text_tokens:,} tokens")
+    return prompt.token_ids
+
+
+def _report_run(row: Row, debug: bool) -> None:
+    """Prints a line about the run of a system that has just ended, with `debug` also what a failed one printed."""
+    if row.failure:
+        tell(f"{row.entry.name}: {row.failure}")
+        if debug and row.log:
+            tell(row.log)
+        return
+    last = row.runs[-1]
+    tell(f"{row.entry.name}: TTFT {last.ttft_s:.2f} s, TBT {last.tbt_s * 1e3:.1f} ms")

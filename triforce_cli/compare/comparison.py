@@ -1,17 +1,15 @@
 """Measures systems one after another, in rotating order, each run in a new process, and finds where texts differ.
 
-One system is in memory at a time: none takes memory or processor from another, and each has all there is.
+One system is in memory at a time, so that none takes memory or processor time from another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
-from ..measurement import differs_at
-from ..terminal.stopping import Stop
+from ..measurement import first_difference, in_turns
 from .baselines.catalogue import TRIFORCE, Entry
 from .baselines.process import WorkerError, run_worker
 from .baselines.protocol import Job, Measurement
@@ -20,7 +18,7 @@ from .baselines.protocol import Job, Measurement
 @dataclass(frozen=True)
 class Difference:
     """The first token where a system's answer differs from triforce's. The logits are the target's with its full cache,
-    after what both had written by then; `None` where they could not be computed."""
+    after the tokens before, which are the same; `None` where they could not be computed."""
 
     index: int
     """Within the answer, from 0."""
@@ -29,15 +27,18 @@ class Difference:
     logit: float | None = None
     triforce_logit: float | None = None
     sequence: int = 0
-    """Of those that were decoded together, from 0."""
+    """Which of the sequences that were decoded together, from 0."""
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Triforce's answer against what its target draws token by token, in passes of one row, after the same tokens."""
+    """Triforce's answer compared with what its target draws token by token, in passes of one row, after the same
+    tokens."""
 
     tokens: int
+    """Of the answer."""
     agree: int = 0
+    """How many of them are the same."""
     first_difference: int | None = None
     """Within the answer, from 0."""
     failure: str | None = None
@@ -46,7 +47,7 @@ class Audit:
 
 @dataclass
 class Row:
-    """What is known of one system."""
+    """The results of one system."""
 
     entry: Entry
     runs: list[Measurement] = field(default_factory=list)
@@ -56,33 +57,6 @@ class Row:
     """The end of what the failed worker printed."""
     differences: list[Difference] = field(default_factory=list)
     """One of each sequence that differs from triforce's, in the order of sequences."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Median over the runs, as are the other times."""
-        return median(run.ttft_s for run in self.runs)
-
-    @property
-    def tbt_s(self) -> float:
-        return median(run.tbt_s for run in self.runs)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all sequences together."""
-        return self.runs[0].sequences / self.tbt_s
-
-    @property
-    def total_s(self) -> float:
-        return median(run.ttft_s + run.decode_s for run in self.runs)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The largest of the runs, as on the device."""
-        return max(run.host_peak_bytes for run in self.runs)
-
-    @property
-    def device_peak_bytes(self) -> int:
-        return max(run.device_peak_bytes for run in self.runs)
 
     @property
     def answers_agree(self) -> bool:
@@ -97,7 +71,6 @@ class Comparison:
     job: Job
     repeats: int
     rows: list[Row]
-    interrupted: Stop | None = None
     audit: Audit | None = None
 
     @property
@@ -110,81 +83,73 @@ class Comparison:
         return [row for row in self.rows if row.entry.module == TRIFORCE.module]
 
     @property
-    def wrong(self) -> str | None:
-        """What must not be: an audit that failed, or other tokens than plain decoding's where rounding is no excuse."""
+    def error(self) -> str | None:
+        """What is wrong with the results, if anything: an audit that failed, or other tokens than plain decoding where
+        rounding does not explain them."""
         if self.audit and self.audit.failure:
             return f"the audit failed: {self.audit.failure}"
         if not self.triforce.runs or not self.triforce.runs[0].details["settings"]["exact"]:
             return None
         for row in self.own_rows if self.job.one_text else []:
             if not row.answers_agree:
-                return f"two runs of {row.entry.name} differ, which must not be"
+                return f"two runs of {row.entry.name} differ; all tokens must be the same"
             if row.differences:
                 first = row.differences[0]
                 sequence = "" if self.job.questions is None else f" of sequence {first.sequence}"
-                return f"triforce and {row.entry.name} differ from token {first.index}{sequence} on, which must not be"
+                where = f"from token {first.index}{sequence} on"
+                return f"triforce and {row.entry.name} differ {where}; all tokens must be the same"
         if self.audit and self.audit.agree < self.audit.tokens:
-            return f"the audit disagrees from token {self.audit.first_difference} on, which must not be"
+            return f"the audit disagrees from token {self.audit.first_difference} on; all tokens must be the same"
         return None
-
-    @property
-    def possible(self) -> bool:
-        """Whether there is something to compare: triforce and at least one baseline ran."""
-        return bool(self.triforce.runs) and any(row.runs for row in self.rows[1:])
 
 
 def compare(
-    job: Job,
-    baselines: Sequence[Entry],
+    comparison: Comparison,
     *,
-    repeats: int,
     limit_s: float,
     settings: dict[str, Any],
     audits: bool = False,
     on_start: Callable[[int, int, str], None],
     on_end: Callable[[Row], None],
-) -> Comparison:
-    """Runs everything. A system that fails is a row that says why; an interrupt keeps what was measured.
+) -> None:
+    """Runs everything and fills the rows. A system that fails has a row that says why; after an interrupt (`Stop`) the
+    rows have what was measured before.
 
     Args:
-        job: what every system is asked for; `system` and `options` are filled in here.
         limit_s: seconds that one worker may take, loading and warm-up included.
         settings: of triforce, as `Engine.load` names them.
         audits: whether triforce's answer is computed again one row at a time.
         on_start: called before each worker with its number, the count of all, and the system's name.
         on_end: called with the row after each.
     """
-    rows = [Row(entry) for entry in (TRIFORCE, *baselines)]
-    comparison = Comparison(job, repeats, rows)
-    try:
-        for row in rows:
-            row.failure = row.entry.missing()
-            if row.failure is None and row.entry.needs_draft and job.draft is None:
-                row.failure = "needs a draft: give --draft D"
-            if row.failure is None and row.entry.alone and job.sequences > 1:
-                row.failure = row.entry.alone
-            if row.failure is None and row.entry.prepares:
-                _run(row, "prepare", job, limit_s)
-            if row.failure:
-                on_end(row)
-        for index in range(repeats):
-            first = index % len(rows)
-            for place, row in enumerate(rows[first:] + rows[:first]):
-                if row.failure is None:
-                    on_start(index * len(rows) + place + 1, repeats * len(rows), row.entry.name)
-                    _measure(row, job, settings, limit_s)
-                    on_end(row)
-        if job.one_text:
-            find_differences(comparison, limit_s)
-        if audits and comparison.triforce.runs:
-            _audit(comparison, settings, limit_s)
-    except Stop as stop:
-        comparison.interrupted = stop
-    return comparison
+    job, rows = comparison.job, comparison.rows
+    for row in rows:
+        row.failure = row.entry.missing() or _unsuitable(row.entry, job)
+        if row.failure is None and row.entry.prepares:
+            _run(row, "prepare", job, limit_s)
+        if row.failure:
+            on_end(row)
+    count = comparison.repeats * len(rows)
+    for number, (_, row) in enumerate(in_turns(rows, comparison.repeats), 1):
+        if row.failure is None:
+            on_start(number, count, row.entry.name)
+            _measure(row, job, settings, limit_s)
+            on_end(row)
+    if job.one_text:
+        find_differences(comparison, limit_s)
+    if audits and comparison.triforce.runs:
+        _audit(comparison, settings, limit_s)
+
+
+def _unsuitable(entry: Entry, job: Job) -> str | None:
+    """Why a system cannot do this job, if it cannot."""
+    if entry.needs_draft and job.draft is None:
+        return "needs a draft: give --draft D"
+    return entry.single_sequence_reason if job.sequences > 1 else None
 
 
 def _audit(comparison: Comparison, settings: dict[str, Any], limit_s: float) -> None:
-    """Computes the first answer again."""
+    """Has the tokens of the first answer drawn again."""
     answer = comparison.triforce.runs[0].token_ids
     job = replace(comparison.job, system=TRIFORCE.name, options={"answer": answer, "settings": settings})
     try:
@@ -192,8 +157,8 @@ def _audit(comparison: Comparison, settings: dict[str, Any], limit_s: float) -> 
     except WorkerError as error:
         comparison.audit = Audit(len(answer), failure=str(error))
         return
-    same = [ours == theirs for ours, theirs in zip(answer, drawn, strict=True)]
-    comparison.audit = Audit(len(same), sum(same), None if all(same) else same.index(False))
+    agree = sum(a == b for a, b in zip(answer, drawn, strict=True))
+    comparison.audit = Audit(len(answer), agree, first_difference(answer, drawn))
 
 
 def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> None:
@@ -204,7 +169,7 @@ def _measure(row: Row, job: Job, settings: dict[str, Any], limit_s: float) -> No
 
 
 def _run(row: Row, action: str, job: Job, limit_s: float) -> Any:
-    """What a worker returns; `None` where it fails, which the row then says."""
+    """What a worker returns; `None` where it fails, and the row then has the reason."""
     try:
         return run_worker(row.entry.module, action, replace(job, system=row.entry.name), limit_s)
     except WorkerError as error:
@@ -243,7 +208,7 @@ def _differences(token_ids: Sequence[int], answer: Sequence[int], length: int) -
     found: list[Difference] = []
     for sequence, start in enumerate(range(0, len(answer), length)):
         theirs, ours = token_ids[start : start + length], answer[start : start + length]
-        index = differs_at(theirs, ours)
+        index = first_difference(theirs, ours)
         if index is not None:
             found.append(Difference(index, theirs[index], ours[index], sequence=sequence))
     return found

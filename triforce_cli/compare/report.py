@@ -1,32 +1,44 @@
-"""A comparison for scripts (JSON) and for people (a table, and what exactly ran), which is made from the JSON."""
+"""The results of a comparison: the JSON, and the table that is made from it, with notes on what ran and differs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ...tp.devices import device_name
 from ...tp.units import gib
-from ..measurement import machine, provenance, sampling_words
-from ..terminal.tables import make_table, print_lines
+from ..measurement import Column, machine, print_table, provenance, sampling_in_words
+from ..terminal.tables import print_lines
+from .baselines.protocol import Measurement
 from .comparison import Comparison, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
 KIND = "triforce compare"
 """The document's `kind`."""
 
 
-def as_document(comparison: Comparison, device_name: str, command: str) -> dict[str, Any]:
-    """The JSON: every run as measured, and what the table makes of it. Seconds but for `tbt_ms`, bytes, tokens."""
+def as_document(comparison: Comparison, command: str, interrupted: bool) -> dict[str, Any]:
+    """The JSON: every run as measured, and what the table makes of it. Seconds but for `tbt_ms`, bytes, tokens.
+
+    Args: `command` is as it was typed.
+    """
     job = comparison.job
+    device = device_name(torch.device(job.device))
     return {
         **provenance(KIND, command),
-        "machine": machine(job.device, device_name, 1, job.threads),
-        "model": job.asked_model,
+        "machine": machine(job.device, device, 1, job.threads),
+        "model": job.given_model,
         "draft": job.draft,
         "device": job.device,
-        "device_name": device_name,
+        "device_name": device,
         "dtype": job.dtype,
         "threads": job.threads,
         "batch": None if job.questions is None else job.sequences,
@@ -35,7 +47,7 @@ def as_document(comparison: Comparison, device_name: str, command: str) -> dict[
         "sampling": job.sampling.filters,
         "seed": job.sampling.seed,
         "repeats": comparison.repeats,
-        "interrupted": comparison.interrupted is not None,
+        "interrupted": interrupted,
         "audit": asdict(comparison.audit) if comparison.audit else None,
         "systems": [_system(row, comparison.triforce) for row in comparison.rows],
     }
@@ -45,19 +57,20 @@ def _system(row: Row, triforce: Row) -> dict[str, Any]:
     document: dict[str, Any] = {"name": row.entry.name, "failure": row.failure}
     if not row.runs:
         return document
-
-    def speedup(of: str) -> float | None:
-        ours = getattr(triforce, of) if triforce.runs else 0.0
-        return getattr(row, of) / ours if ours else None
-
+    times, ours = _medians(row.runs), _medians(triforce.runs)
     return document | {
         "ran": row.runs[0].ran,
-        "ttft_s": row.ttft_s,
-        "tbt_ms": row.tbt_s * 1e3,
-        "tokens_per_s": row.tokens_per_s if row.tbt_s else None,
-        "total_s": row.total_s,
-        "memory": {"host_peak_bytes": row.host_peak_bytes, "device_peak_bytes": row.device_peak_bytes},
-        "speedup_of_triforce": {"tbt": speedup("tbt_s"), "total": speedup("total_s")},
+        "ttft_s": times["ttft"],
+        "tbt_ms": times["tbt"] * 1e3,
+        "tokens_per_s": row.runs[0].sequences / times["tbt"] if times["tbt"] else None,
+        "total_s": times["total"],
+        "memory": {
+            "host_peak_bytes": max(run.host_peak_bytes for run in row.runs),
+            "device_peak_bytes": max(run.device_peak_bytes for run in row.runs),
+        },
+        "speedup_of_triforce": {
+            name: times[name] / ours[name] if ours.get(name) else None for name in ("tbt", "total")
+        },
         "answers_agree": row.answers_agree,
         "first_difference": asdict(row.differences[0]) if row.differences else None,
         "differences": [asdict(found) for found in row.differences],
@@ -65,8 +78,14 @@ def _system(row: Row, triforce: Row) -> dict[str, Any]:
     }
 
 
+def _medians(runs: list[Measurement]) -> dict[str, float]:
+    """Medians of runs, in seconds; nothing without a run."""
+    times = [{"ttft": run.ttft_s, "tbt": run.tbt_s, "total": run.ttft_s + run.decode_s} for run in runs]
+    return {name: median(one[name] for one in times) for name in times[0]} if times else {}
+
+
 def report(console: Console, document: dict[str, Any]) -> None:
-    """The table of a document, and the lines around it."""
+    """Prints the table of a document, and the lines around it."""
     repeats, cuda = document["repeats"], document["device"] == "cuda"
     runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
     batch = document["batch"]
@@ -74,15 +93,18 @@ def report(console: Console, document: dict[str, Any]) -> None:
     head = (
         f"{document['model']}, {document['dtype']} on {document['device_name']}; {sequences}"
         f"{document['prompt_tokens']:,} tokens of prompt, {document['new_tokens']:,} new ones, "
-        f"{sampling_words(document['sampling'])}; {runs}"
+        f"{sampling_in_words(document['sampling'])}; {runs}"
     )
     print_lines(console, [head])
-    titles = ["system", "TTFT", "TBT", "tokens/s", "memory", *(["on the GPU"] if cuda else []), "speed-up", "text"]
-    rows = [[one["name"], *_figures(one, cuda), _text(one, document)] for one in document["systems"]]
-    console.print(make_table(titles, rows, left=("system", "text")))
+    columns = (
+        Column("system", lambda one: one["name"], left=True),
+        *(_COLUMNS if cuda else (column for column in _COLUMNS if column is not _GPU_MEMORY)),
+        Column("text", partial(_text, document=document), left=True),
+    )
+    print_table(console, columns, document["systems"])
     lines = [
         "",
-        f"{_OF_BATCHES if batch else _OF_ONE} memory: the most that the process held, libraries and loading included"
+        f"{_OF_BATCHES if batch else _OF_ONE} memory: the maximum that the process held, libraries and loading included"
         + ("; on the GPU, PyTorch's tensors." if cuda else "."),
         *(f"{one['name']}: {one['ran']}" for one in document["systems"] if "ran" in one),
     ]
@@ -97,18 +119,29 @@ _OF_BATCHES = (
 )
 
 
-def _figures(one: dict[str, Any], cuda: bool) -> list[str]:
-    if "runs" not in one:
-        return ["-"] * (6 if cuda else 5)
-    tbt, speedup, memory = one["tbt_ms"], one["speedup_of_triforce"]["tbt"], one["memory"]
-    return [
-        f"{one['ttft_s']:.2f} s{' restored' if one['runs'][0]['details'].get('reused_tokens') else ''}",
-        f"{tbt:.1f} ms" if tbt else "-",
-        f"{one['tokens_per_s']:.1f}" if tbt else "-",
-        gib(memory["host_peak_bytes"]),
-        *([gib(memory["device_peak_bytes"]) if memory["device_peak_bytes"] else "-"] if cuda else []),
-        f"{speedup:.2f}" if speedup and one["name"] != "triforce" else "-",
-    ]
+def _ttft(one: dict[str, Any]) -> str:
+    return f"{one['ttft_s']:.2f} s{' restored' if one['runs'][0]['details'].get('reused_tokens') else ''}"
+
+
+def _speedup(one: dict[str, Any]) -> str | None:
+    speedup = one["speedup_of_triforce"]["tbt"]
+    return f"{speedup:.2f}" if speedup and one["name"] != "triforce" else None
+
+
+def _figure(title: str, cell: Callable[[dict[str, Any]], str | None]) -> Column:
+    """A column of a measured figure, or `-` where a system did not run or has none."""
+    return Column(title, lambda one: (cell(one) if "runs" in one else None) or "-")
+
+
+_GPU_MEMORY = _figure("on the GPU", lambda one: gib(size) if (size := one["memory"]["device_peak_bytes"]) else None)
+_COLUMNS = (
+    _figure("TTFT", _ttft),
+    _figure("TBT", lambda one: f"{one['tbt_ms']:.1f} ms" if one["tbt_ms"] else None),
+    _figure("tokens/s", lambda one: f"{one['tokens_per_s']:.1f}" if one["tbt_ms"] else None),
+    _figure("memory", lambda one: gib(one["memory"]["host_peak_bytes"])),
+    _GPU_MEMORY,
+    _figure("speed-up", _speedup),
+)
 
 
 def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
@@ -128,9 +161,10 @@ def _text(one: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 def _difference(one: dict[str, Any], triforce: dict[str, Any], batch: int | None) -> str:
+    """Where a system's tokens differ from triforce's, in words."""
     found = one["first_difference"]
     if found is None:
-        # After an interrupt nobody has looked yet.
+        # After an interrupt differences have not been looked for.
         same = one["runs"][0]["token_ids"] == triforce["runs"][0]["token_ids"]
         return "the same tokens" if same else "other tokens"
     theirs, ours = (
@@ -145,7 +179,7 @@ def _difference(one: dict[str, Any], triforce: dict[str, Any], batch: int | None
 
 
 def _notes(document: dict[str, Any]) -> list[str]:
-    """The audit, and how to read the differences between texts, if there are any."""
+    """The result of the audit, and what explains differences between texts, if there are any."""
     audit = document["audit"]
     if audit is None:
         return _differences(document)
@@ -157,6 +191,7 @@ def _notes(document: dict[str, Any]) -> list[str]:
 
 
 def _differences(document: dict[str, Any]) -> list[str]:
+    """What explains differences between texts, if there are any."""
     different = [one["name"] for one in document["systems"] if one.get("first_difference")]
     if not different:
         return []

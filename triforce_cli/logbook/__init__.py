@@ -1,9 +1,9 @@
-"""A harbour's log book, written from a seed: a small world in which what is said can be checked.
+"""A harbour's log book, generated from a seed: a text about which answers to questions can be checked.
 
 Ships come from a port with a cargo, lie at a berth, are mended, pay, and sail again days or weeks later; between them
-stand the weather, the people of the harbour and the accounts. The text never repeats itself, and each fact that can be
-asked for stands in one sentence, whose words directly after the ship's name belong to this fact alone. A log of a seed
-is the same on every machine. This module knows nothing of models or tokens; lengths are counted in words.
+stand the weather, the people of the harbour and the accounts. The text never repeats itself, and each fact that
+questions are about stands in one sentence, whose words directly after the ship's name belong to this fact alone. The
+log of a seed is the same on every machine. This module knows no models and no tokens; lengths are counted in words.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .words import (
     FIRST_NAMES,
     GOODS,
     KINDS,
+    LEAD_INS,
     MORE,
     NEEDS,
-    OPENINGS,
     PORTS,
     QUAYS,
     REMARKS,
@@ -35,7 +35,7 @@ from .words import (
 )
 
 VISITS = (("origin", "berth", "captain", "cargo"), ("need", "mender", "dues"), ("goal", "load", "guests"))
-"""The kinds of fact that a ship's arrival, repair and departure give; each entry tells some of its kinds."""
+"""The kinds of fact about a ship's arrival, repair and departure; an entry has some of those of its visit."""
 
 UNKNOWN = "The {ship} is not in the log."
 """The answer to every question about a ship that the log does not name."""
@@ -45,8 +45,8 @@ UNKNOWN = "The {ship} is not in the log."
 class Fact:
     """One thing the log says about a ship.
 
-    `sentence` stands in the log word for word; `answer` is its part that answers `question`, as a sentence, and begins
-    with `given`, what the question settles of it; the value follows.
+    `sentence` stands in the log word for word; `answer` is the part of it that answers `question`, as a sentence. It
+    begins with `given`, the part that follows from the question; the value follows.
     """
 
     ship: str
@@ -66,7 +66,7 @@ class Day:
 
 @dataclass
 class LogBook:
-    """A log without end; `days` are drawn from `seed`, and questions about those that were written so far."""
+    """A log without end, generated day by day from `seed`; questions are about the days that were `written` so far."""
 
     seed: int
     written: list[Day] = field(default_factory=list)
@@ -104,7 +104,7 @@ class LogBook:
 
     @property
     def facts(self) -> list[Fact]:
-        """All that can be asked for, in the log's order."""
+        """All facts that were written so far, in the order of the log."""
         return [fact for day in self.written for fact in day.facts]
 
     def unanswerable(self, rng: random.Random) -> Fact:
@@ -137,17 +137,17 @@ class LogBook:
         return Day(" ".join(parts), tuple(facts))
 
     def _entry(self, ship: str, visit: int) -> list[tuple[Fact, str]]:
-        """What is told of a ship, and for some facts one sentence more about them."""
+        """The facts about a ship on one visit, each with a further sentence or an empty text."""
         rng, entry = self._rng, []
         kinds = [kind for kind in VISITS[visit] if kind in ("origin", "goal") or rng.random() < 0.75]
         for index, kind in enumerate(kinds):
             form = rng.choice(self._forms[kind])
             values = self._values() | {"ship": ship}
             body = form.statement.format(**values)
-            opening = f"The {rng.choice(KINDS)} " if index == 0 else rng.choice(OPENINGS)
+            lead_in = f"The {rng.choice(KINDS)} " if index == 0 else rng.choice(LEAD_INS)
             given = f"The {ship}{form.statement.removeprefix('{ship}').partition('{')[0]}".rstrip()
-            told = Fact(ship, form.question.format(**values), f"The {body}.", f"{opening}{body}.", given)
-            entry.append((told, self._fill(rng.choice(MORE[kind])) if rng.random() < 0.4 else ""))
+            fact = Fact(ship, form.question.format(**values), f"The {body}.", f"{lead_in}{body}.", given)
+            entry.append((fact, self._fill(rng.choice(MORE[kind])) if rng.random() < 0.4 else ""))
         return entry
 
     def _values(self) -> dict[str, object]:
@@ -165,7 +165,7 @@ class LogBook:
         }
 
     def _remark(self) -> str:
-        if not self._remarks:  # each once before any comes back
+        if not self._remarks:  # each once before any is repeated
             self._remarks = self._rng.sample(REMARKS, len(REMARKS))
         return self._fill(self._remarks.pop())
 

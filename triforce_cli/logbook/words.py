@@ -1,4 +1,4 @@
-"""The words of the log book: names, goods, and the sentences in which they are told."""
+"""The words of the log book: names, goods, and templates of sentences."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Form:
-    """How a fact is told and asked for. The words between name and value stay the same in the answer; a question ends
-    with the name."""
+    """Templates of the sentence that states a fact, and of the question for it. The words between name and value are
+    the same in the answer; a question ends with the name."""
 
     statement: str
     question: str
@@ -19,7 +19,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _phrases(text: str) -> tuple[str, ...]:
-    """Phrases that stand between bars; the end of a line counts as one."""
+    """The phrases of a text that are separated by bars or ends of lines."""
     return tuple(text.replace("\n", "|").split("|"))
 
 
@@ -108,7 +108,7 @@ FACTS: dict[str, tuple[Form, ...]] = {
     ),
 }
 
-OPENINGS = (
+LEAD_INS = (
     "The ",
     "The ",
     "The ",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...offload.planning.cards import CARDS, DEFAULT_CARD, Card
+from ...offload.planning.cards import CARDS, DEFAULT_CARD, DISK_BANDWIDTH, Card
+from ...offload.settings import Settings
 from ...tp.errors import UsageError
-from ...tp.weights.registry import EMBEDDED, PRESETS
+from ...tp.weights.registry import EMBEDDED, PRESETS, parse_draft, published_cache
 from ..call import Call
+from ..options import ASSUMED, HARDWARE, MACHINE, ModelRequest, option, some_settings
+from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
 from ..terminal.output import JsonFile
-from .request import PlanRequest
+
+if TYPE_CHECKING:
+    from ...offload.planning.request import RunRequest
 
 EPILOG = """[bold]Examples[/]
 
@@ -35,6 +43,110 @@ Exits 1 if something does not fit, and says what would make it fit.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ModelRequest):
+    """The options of `triforce plan`; `None` is `auto`, or not given."""
+
+    model: Annotated[
+        str,
+        option(
+            MACHINE,
+            MODEL,
+            "A preset ([bold]triforce models[/] lists them), a directory with config.json, or a model of the hub "
+            "that is on this machine. No weights are read.",
+        ),
+    ] = EMBEDDED
+    shape: Annotated[str | None, typer.Option(hidden=True, rich_help_panel=MACHINE)] = None
+    """The name that `--model` had for presets."""
+    context: Annotated[
+        int | None,
+        option(
+            MACHINE,
+            AUTO_OR_TOKENS,
+            "Context length in tokens, prompt and answer together; auto is all positions of the model.",
+        ),
+    ] = None
+    batch: Annotated[
+        int,
+        option(
+            MACHINE,
+            whole(1),
+            "Sequences that are decoded together, each with a question and an answer of its own about one text.",
+        ),
+    ] = 1
+    gpus: Annotated[int, option(HARDWARE, whole(1), "GPUs that share the model (tensor parallelism).")] = 1
+    gpu: Annotated[
+        str | None, option(HARDWARE, Kind("CARD"), f"{', '.join(CARDS)}. Default: {DEFAULT_CARD}.")
+    ] = None  # fmt: skip
+    gpu_memory: Annotated[
+        float | None, option(HARDWARE, AUTO_OR_POSITIVE, "Memory of each GPU, in GiB; auto is the card's.")
+    ] = None
+    memory_gbps: Annotated[
+        float | None,
+        option(
+            HARDWARE, AUTO_OR_POSITIVE, "Memory bandwidth of each GPU by its data sheet, in GB/s; auto is the card's.",
+        ),
+    ] = None  # fmt: skip
+    link_gbps: Annotated[
+        float | None,
+        option(
+            HARDWARE,
+            AUTO_OR_POSITIVE,
+            "Bandwidth from host memory to each GPU while all of them read, in GB/s and in practice; auto is a PCIe "
+            "x16 link of the card's generation for each GPU.",
+        ),
+    ] = None
+    settings: Annotated[
+        Settings,
+        some_settings("pack", "budget", "chunk_size", "draft_length", "block_length", "resident", "tiers")
+        | {
+            "host_memory": option(
+                HARDWARE,
+                AUTO_OR_GIB,
+                "Free memory of the host, in GiB; auto does not check it. What exceeds it of the KV cache is read from "
+                "a disk in every pass.",
+            )
+        },
+    ] = Settings()  # noqa: RUF009 - frozen
+    disk_gbps: Annotated[
+        float | None,
+        option(
+            HARDWARE,
+            AUTO_OR_POSITIVE,
+            "Bandwidth of large reads from the disk of what exceeds host memory, in GB/s; auto assumes an NVMe disk "
+            f"with {DISK_BANDWIDTH / 1e9:g}.",
+        ),
+    ] = None
+    measured: Annotated[
+        Path | None,
+        option(
+            HARDWARE,
+            FILE,
+            "Instead of a card: what [bold]triforce bench --json[/] measured with this model. Bandwidths, the time of "
+            "passes and acceptance are then as measured.",
+        ),
+    ] = None
+    assume_acceptance: Annotated[
+        Numbers | None,
+        option(
+            ASSUMED,
+            CHANCES,
+            "Assumed acceptance, accepted ÷ tested, of tokens drafted on the retrieval cache, and of those drafted by "
+            "the small model. Default: as measured, else 0.9,0.67.",
+        ),
+    ] = None
+    draft_acceptance: Annotated[
+        Numbers | None, typer.Option(hidden=True, rich_help_panel=ASSUMED, parser=CHANCES.parse)
+    ] = None
+    """The older option for the second of `--assume-acceptance`."""
+
+    @property
+    def acceptance(self) -> tuple[float | None, float | None]:
+        """The assumed acceptance on the retrieval cache, and of the small model."""
+        large, small = (*(self.assume_acceptance or ()), None, None)[:2]
+        return large, self.draft_acceptance[0] if self.draft_acceptance else small
+
+
 def plan(request: PlanRequest, call: Call) -> None:
     """Says what would live where and how fast it would be, before anything is bought, downloaded or loaded.
 
@@ -48,44 +160,86 @@ def plan(request: PlanRequest, call: Call) -> None:
         raise UsageError(f"--shape is {shape!r}; it is one of the presets: {', '.join(PRESETS)}")
     with JsonFile.prepare(request.json) as json_file:
         from ...offload.planning.measured import Measured
-        from .planning import make_plan
+        from .planning import Plan
+        from .report import show
 
-        card, measured = _known_card(request.gpu), None
+        card, measured = _card(request.gpu), None
         if request.measured is not None:
             _check_measured(request)
             measured = Measured.read(request.measured)
             card = measured.card(card)
-        made = make_plan(replace(request, model=shape or request.model), _changed(card, request), measured)
+        card = _with_given_figures(card, request)
+        request = replace(request, model=shape or request.model)
+        made = Plan.make(
+            request.model,
+            request.draft,
+            _run_request(request, card),
+            card,
+            acceptance=request.acceptance,
+            disk_gbps=request.disk_gbps,
+            measured=measured,
+        )
         json_file.write(made.document())
         if not json_file.on_stdout:
-            from .report import show
-
             show(made)
     if made.shortfalls:
         raise typer.Exit(1)
 
 
+def _run_request(request: PlanRequest, card: Card) -> RunRequest:
+    """The run that is planned.
+
+    Raises:
+        ModelError: the shape of the model is not known on this machine.
+    """
+    from ...offload.planning.request import RunRequest
+    from ...tp.devices import resolve_dtype
+    from .planning import shapes
+
+    target, draft = shapes(request.model, request.draft)
+    settings = request.settings
+    lookup = settings.tiers == 3 and parse_draft(request.draft)[1]
+    settings = replace(settings, tiers=min(settings.tiers, 3 if draft or lookup else 2), lookup=lookup)
+    return RunRequest(
+        target=target,
+        draft=draft,
+        dtype=resolve_dtype(request.dtype, target),
+        context=request.context or target.max_position_embeddings,
+        settings=settings.with_defaults(published_cache(request.model, request.gpus)),
+        gpus=request.gpus,
+        gpu_bytes=int(card.memory_gib * 2**30),
+        host_bytes=None if settings.host_memory is None else int(settings.host_memory * 2**30),
+        disk_bytes=sys.maxsize,  # what exceeds host memory is on one, as in a run
+        sequences=request.batch,
+    )
+
+
 def _check_measured(request: PlanRequest) -> None:
     """Raises:
-    UsageError: `--measured` and what it stands for are both given.
+    UsageError: `--measured` and an option for the hardware that it describes are both given.
     """
-    for option, given in (("--gpu", request.gpu), ("--memory-gbps", request.memory_gbps)):
+    for name, given in (("--gpu", request.gpu), ("--memory-gbps", request.memory_gbps)):
         if given is not None:
-            raise UsageError(f"{option} and --measured are both given; the hardware is what was measured: give one")
+            raise UsageError(f"{name} and --measured are both given; the hardware is what was measured: give one")
 
 
-def _known_card(word: str | None) -> Card:
-    word = word or DEFAULT_CARD
-    if word not in CARDS:
+def _card(name: str | None) -> Card:
+    """The card of `--gpu`.
+
+    Raises:
+        UsageError: no card in the table has this name.
+    """
+    name = name or DEFAULT_CARD
+    if name not in CARDS:
         raise UsageError(
-            f"--gpu is {word!r}; it is one of {', '.join(CARDS)}; for another card give --gpu-memory, --memory-gbps "
+            f"--gpu is {name!r}; it is one of {', '.join(CARDS)}; for another card give --gpu-memory, --memory-gbps "
             "and --link-gbps"
         )
-    return CARDS[word]
+    return CARDS[name]
 
 
-def _changed(card: Card, request: PlanRequest) -> Card:
-    """`card` with the figures that were given in place of its own."""
+def _with_given_figures(card: Card, request: PlanRequest) -> Card:
+    """`card` with the figures that options give in place of its own."""
     given = {
         "memory_gib": request.gpu_memory,
         "memory_gb_per_s": request.memory_gbps,

@@ -1,8 +1,7 @@
-"""Makes a plan of what was asked for: shapes, layout, estimates, and what does not fit. `plan` reads the options."""
+"""A plan of a run: shapes, layout, estimates, and what does not fit. It knows no options."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,23 +12,20 @@ from ...offload.planning.cards import Card
 from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Machine, PassTimes, estimate
 from ...offload.planning.remedies import Remedy, remedies, shortfalls
 from ...offload.planning.request import RunRequest
-from ...offload.planning.run_plan import RunPlan
-from ...offload.planning.run_plan import make_plan as make_run_plan
+from ...offload.planning.run_plan import RunPlan, make_plan
 from ...offload.speculation.vocabulary import check_draft
-from ...tp.devices import resolve_dtype
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import find_cached, is_hub_name
-from ...tp.weights.registry import find_model, find_preset, parse_draft, published_cache
+from ...tp.weights.registry import find_model, find_preset, parse_draft
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
-    from .request import PlanRequest
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is shown, for people or in JSON."""
+    """What `triforce plan` shows, as tables or as JSON."""
 
     model: str
     draft: str | None
@@ -46,6 +42,59 @@ class Plan:
     """What was measured in place of the card's figures, if anything was."""
     disk_speed_is: str
     """Where the bandwidth of the disk is from: `assumed`, `given` or `measured`."""
+
+    @classmethod
+    def make(
+        cls,
+        model: str,
+        draft: str | None,
+        run: RunRequest,
+        card: Card,
+        *,
+        acceptance: tuple[float | None, float | None],
+        disk_gbps: float | None,
+        measured: Measured | None,
+    ) -> Plan:
+        """Plans `run` for every number of tiers up to its own.
+
+        Args:
+            model, draft: as given.
+            acceptance: assumed, on the retrieval cache and of the small model, each 0 to 1; `None` is the default.
+            disk_gbps: bandwidth of the disk in GB/s; `None`: as measured, else assumed.
+            measured: what times are taken from, in place of `card`.
+
+        Raises:
+            UsageError: settings or a number of GPUs that are not possible, or another model than was measured.
+        """
+        calibration = None
+        if measured is None:
+            hardware: Machine | MeasuredMachine = Machine.of(card)
+            assumed = Assumptions.of(*acceptance)
+        else:
+            measured.check(run, model)
+            calibration = measured.machine(run, card.link_gb_per_s * 1e9)
+            hardware, assumed = calibration.machine, calibration.assumptions(*acceptance)
+        speeds = {"given": disk_gbps, "measured": measured.disk_gb_per_s if measured else None}
+        disk_speed_is, speed = next(((source, s) for source, s in speeds.items() if s is not None), ("assumed", None))
+        if speed is not None:
+            hardware = replace(hardware, disk_bandwidth=speed * 1e9)
+        estimates = {}
+        for tiers in range(1, run.settings.tiers + 1):
+            fewer = replace(run, settings=replace(run.settings, tiers=tiers))
+            estimates[tiers] = None if shortfalls(fewer) else estimate(make_plan(fewer), hardware, assumed)
+        return cls(
+            model=model,
+            draft=(draft or model) if run.settings.tiers == 3 else None,
+            card=card,
+            run=make_plan(run),
+            hardware=hardware,
+            assumed=assumed,
+            estimates=estimates,
+            shortfalls=shortfalls(run),
+            remedies=remedies(run),
+            calibration=calibration,
+            disk_speed_is=disk_speed_is,
+        )
 
     def document(self) -> dict[str, Any]:
         """The JSON; docs/plan.md says what its keys mean."""
@@ -132,61 +181,6 @@ def _modelled(tiers: int, estimate: Estimate | None) -> dict[str, Any]:
     times = {f"{name[:-2]}_ms": value * 1e3 for name, value in asdict(estimate).items() if name.endswith("_s")}
     counts = {name: value for name, value in asdict(estimate).items() if not name.endswith("_s")}
     return {**counts, "fits": True, **times}
-
-
-def make_plan(request: PlanRequest, card: Card, measured: Measured | None = None) -> Plan:
-    """Args: `measured` is what times are taken from, in place of `card`.
-
-    Raises:
-        ModelError: no shape of that name is here.
-        UsageError: settings or a number of GPUs that cannot be.
-    """
-    model, draft = request.model, request.draft
-    target, small = shapes(model, draft)
-    settings = request.settings
-    lookup = settings.tiers == 3 and parse_draft(draft)[1]
-    settings = replace(settings, tiers=min(settings.tiers, 3 if small or lookup else 2), lookup=lookup)
-    run = RunRequest(
-        target=target,
-        draft=small,
-        dtype=resolve_dtype(request.dtype, target),
-        context=request.context or target.max_position_embeddings,
-        settings=settings.with_defaults(published_cache(model, request.gpus)),
-        gpus=request.gpus,
-        gpu_bytes=int(card.memory_gib * 2**30),
-        host_bytes=None if settings.host_memory is None else int(settings.host_memory * 2**30),
-        disk_bytes=sys.maxsize,  # what exceeds host memory is on one, as in a run
-        sequences=request.batch,
-    )
-    calibration = None
-    if measured is None:
-        hardware: Machine | MeasuredMachine = Machine.of(card)
-        assumed = Assumptions.of(*request.acceptance)
-    else:
-        measured.check(run, model)
-        calibration = measured.machine(run, card.link_gb_per_s * 1e9)
-        hardware, assumed = calibration.machine, calibration.assumptions(*request.acceptance)
-    disk_gbps = {"given": request.disk_gbps, "measured": measured.disk_gb_per_s if measured else None}
-    disk_speed_is, speed = next(((where, s) for where, s in disk_gbps.items() if s is not None), ("assumed", None))
-    if speed is not None:
-        hardware = replace(hardware, disk_bandwidth=speed * 1e9)
-    estimates = {}
-    for count in range(1, run.settings.tiers + 1):
-        lesser = replace(run, settings=replace(run.settings, tiers=count))
-        estimates[count] = None if shortfalls(lesser) else estimate(make_run_plan(lesser), hardware, assumed)
-    return Plan(
-        model=model,
-        draft=(draft or model) if run.settings.tiers == 3 else None,
-        card=card,
-        run=make_run_plan(run),
-        hardware=hardware,
-        assumed=assumed,
-        estimates=estimates,
-        shortfalls=shortfalls(run),
-        remedies=remedies(run),
-        calibration=calibration,
-        disk_speed_is=disk_speed_is,
-    )
 
 
 def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | None]:

@@ -1,4 +1,4 @@
-"""What `triforce plan` shows to people: tables that are read at 80 columns."""
+"""The tables and sentences of `triforce plan`, which fit 80 columns."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _memory_table(plan: Plan) -> Table:
     packed = ", packed" if placement.packed else ""
     blocks = f"{placement.num_blocks} block{plural} of {placement.block_size:,} tokens{packed}"
     draft = ", draft included" if request.small else ""
-    larger = max(run.decoding, run.reading)  # only this one counts: they are never there together
+    larger = max(run.decoding, run.reading)  # only this one counts: they are never in memory together
     retrieval = f", with a retrieval cache of {run.budget:,} tokens" if run.budget else ""
     others = {f"decoding{retrieval}": run.decoding, "prefill": run.reading}
     streaming = {"ring": run.ring, "open stretches": run.open_stretches}
@@ -115,7 +115,7 @@ def _verification(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    """The acceptance that times rest on and, where passes were measured, whether it was measured too."""
+    """The acceptance that times are computed with and, where passes were measured, whether it was measured too."""
     _, *measured = plan.calibration.accepted if plan.calibration else (0, None, None)
 
     def source(value: float, known: float | None) -> str:
@@ -130,7 +130,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _measured(calibration: Calibration) -> list[str]:
-    """What is measured, and from where."""
+    """The figures that are measured, and their source."""
     terms, source = calibration.terms(), calibration.source
     fitted, accepted, bandwidth = terms["pass_fit"], terms["measured_acceptance"], terms["bandwidth"]
     rates = [f"{fitted['overhead_ms']:.3g} ms"]

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tiny import greedy_oracle, random_tokens
 from transformers import LlamaForCausalLM
-from triforce.cli.bench.measure import AtContext, Run, Step, _run, measure, steps
+from triforce.cli.bench.measure import ContextRuns, Run, Step, measure, steps
 from triforce.cli.bench.progress import Display, Forecast
 from triforce.cli.bench.report import as_document, notes
 from triforce.offload import Engine, Sampling
@@ -29,22 +29,22 @@ def test_every_tier_writes_what_transformers_writes_from_one_prefill(pair):
     order = steps(CONTEXTS, (1, 2, 3), 2)
     measure(
         engine, tokens, order, Sampling(temperature=0.0), NEW_TOKENS,
-        found=found, watch=Unwatched(), advance=lambda generation: next(generation, None),
+        results=found, observer=Ignored(), advance=lambda batch: next(batch, None),
     )  # fmt: skip
     assert [at.context for at in found] == list(CONTEXTS)
     for at in found:
         prompt = tokens[: at.context - NEW_TOKENS]
         want = greedy_oracle(model, prompt, NEW_TOKENS)
-        assert at.prompt_tokens == len(prompt)
-        assert [run.tiers for run in at.runs] == [1, 2, 3, 2, 3, 1]
+        assert at.warm_up.stats["prompt_tokens"] == len(prompt)
+        assert [run.step.tiers for run in at.runs] == [1, 2, 3, 2, 3, 1]
         assert [run.token_ids for run in (at.warm_up, *at.runs)] == [want] * 7
         assert [run.stats["settings"]["tiers"] for run in at.runs] == [1, 2, 3, 2, 3, 1]
-        assert at.warm_up.stats["reused_tokens"] == 0 < at.prefill_s == at.warm_up.stats["prefill_s"]
+        assert at.warm_up.stats["reused_tokens"] == 0 < at.warm_up.stats["prefill_s"]
     whole = [context - NEW_TOKENS for context in CONTEXTS]
     assert prefilled == [whole[0], *[8] * 6, whole[1], *[8] * 6], "each prompt is read whole once"
 
 
-class Unwatched:
+class Ignored:
     def begin(self, step):
         pass
 
@@ -54,7 +54,7 @@ class Unwatched:
     def round(self, tokens):
         pass
 
-    def end(self, step, run, prefill_s):
+    def end(self, run):
         pass
 
 
@@ -82,7 +82,7 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
         monkeypatch.setattr(passes, "forward", counted)
     for _ in run:
         pass
-    assert _run(Step(330, 3, 1), run).passes == {"verify": run.statistics.rounds, **calls}
+    assert Run.of(Step(330, 3, 1), run.batch).passes == {"verify": run.statistics.rounds, **calls}
 
 
 def test_a_terminal_shows_what_runs_and_the_time_left_on_one_line():
@@ -94,9 +94,7 @@ def test_a_terminal_shows_what_runs_and_the_time_left_on_one_line():
             display.begin(step)
             display.prefill(0.5)
             display.round(5)
-            display.end(
-                step, Run(step.tiers, step.repeat, [], {"decode_s": 30.0, "tbt_ms": {"mean": 1.0}}, {}, {}), 20.0
-            )
+            display.end(Run(step, [], {"decode_s": 30.0, "prefill_s": 20.0, "tbt_ms": {"mean": 1.0}}, {}, {}))
     text = screen.getvalue()
     for words in ("100 tokens: reading", "100 tokens: 1 tier, run 1 of 2", "3 tiers, run 2 of 2", "about 2 min left"):
         assert words in text
@@ -117,19 +115,20 @@ def test_a_forecast_knows_nothing_at_first_and_is_exact_about_what_repeats():
     assert forecast.left_s(len(order)) == 0
 
 
-def test_tokens_that_differ_from_plain_decoding_are_told():
+def test_tokens_that_differ_from_plain_decoding_are_reported():
     def run(tiers, token_ids):
         accepted = dict.fromkeys(("draft_per_token", "retrieval_per_token", "tokens_per_round"), 1.0)
         stats = dict.fromkeys(
-            ("new_tokens", "seed", "tokens_per_s", "rounds", "settings", "time_s", "link", "kv_read", "memory"), 0
+            ("new_tokens", "seed", "tokens_per_s", "rounds", "time_s", "link", "kv_read", "memory", "reused_tokens"), 0
         )
-        stats |= {"tbt_ms": {"mean": 1.0}, "acceptance": accepted, "warnings": [], "reused_tokens": 0}
-        return Run(tiers, 1, token_ids, stats, {"verify": 0}, {})
+        stats |= {"tbt_ms": {"mean": 1.0}, "acceptance": accepted, "warnings": [], "settings": {"resident_bytes": 0}}
+        stats |= {"prompt_tokens": 188, "prefill_s": 1.0}
+        return Run(Step(200, tiers, 1), token_ids, stats, {"verify": 0}, {})
 
-    at = AtContext(200, 188, 1.0, 0, run(3, [1, 2, 3]), [run(1, [1, 2, 3]), run(3, [1, 2, 4])])
+    at = ContextRuns(200, run(3, [1, 2, 3]), [run(1, [1, 2, 3]), run(3, [1, 2, 4])])
     head = {"sampling": {"temperature": 0.0}, "dtype": "float32", "batches": None, "measured_bandwidth": {}}
     head |= {"prompt": {"name": "--prompt", "text_tokens": 200, "repeated": False}}
     document = as_document(head, [at], False)
     assert [row["first_difference"] for row in document["contexts"][0]["tiers"]] == [None, 2]
-    told = "Greedy tokens differ from plain decoding, which must not be, at 200 (from token 2 on, 3 tiers)."
-    assert told in notes(document)
+    note = "Greedy tokens differ from plain decoding, which is an error, at 200 (from token 2 on, 3 tiers)."
+    assert note in notes(document)

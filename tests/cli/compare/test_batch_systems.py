@@ -10,10 +10,10 @@ from comparisons import rows_of
 from strange_systems import FLIPPED_AT
 from tiny import greedy_oracle, random_tokens, save_family
 from transformers import LlamaForCausalLM
-from triforce.cli.bench.request import QUESTION_TOKENS
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.protocol import Job, Measurement
 from triforce.cli.compare.baselines.transformers_baseline import CopiedPrefix, Transformers
+from triforce.cli.measurement import QUESTION_TOKENS
 from triforce.offload.speculation.sampling import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def test_each_sequence_that_differs_is_named_with_the_targets_logits(compare, pa
 
 
 PLAIN = {
-    "system": "", "model": "", "draft": None, "asked_model": "", "asked_draft": None, "device": "cpu",
+    "system": "", "model": "", "draft": None, "given_model": "", "given_draft": None, "device": "cpu",
     "dtype": "float32", "prompt_ids": [5, 6], "max_new_tokens": 6, "sampling": Sampling(temperature=0.0),
     "threads": 1, "folder": "",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def test_questions_of_any_lengths_are_padded_on_the_left(tmp_path, system):
     name = "transformers" if system is Transformers else "transformers-prefix"
     text, questions = random_tokens(40, seed=1), [random_tokens(n, seed=n) for n in (3, 9, 1)]
     job = Job(**{**PLAIN, "system": name, "model": str(tmp_path), "prompt_ids": text, "questions": questions})
-    timed = system(job).generate_batch(text, questions, 6)
+    timed = system(job).generate(text, questions, 6)
     want = [greedy_oracle(model, text + question, 6) for question in questions]
     assert timed.token_ids == [*chain(*want)]
     assert timed.first_tokens == 3

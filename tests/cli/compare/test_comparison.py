@@ -12,6 +12,7 @@ from triforce.cli.compare import comparison
 from triforce.cli.compare.baselines.catalogue import BASELINES, Entry
 from triforce.cli.compare.baselines.catalogue import TRIFORCE as OURS
 from triforce.cli.compare.baselines.protocol import Job, Measurement
+from triforce.cli.compare.report import as_document
 from triforce.offload.speculation.sampling import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ def strange_systems(monkeypatch):
 @pytest.mark.slow
 def test_an_answer_of_another_length_is_a_failure(compare, tmp_path):
     outcome, document = compare("stops early", json_path=tmp_path / "runs.json")
-    why = f"it wrote {TOKENS - 1} tokens where {TOKENS} were asked for"
+    why = f"it wrote {TOKENS - 1} tokens instead of {TOKENS}"
     assert outcome.code == 1 and why in document["systems"][1]["failure"]
 
 
@@ -62,24 +63,26 @@ def test_what_must_not_differ_is_an_error_where_rounding_is_no_excuse(job, exact
     seeded = replace(job, sampling=Sampling(temperature=1.0, seed=4))
     found = comparison.Comparison(seeded, 1, [measured("triforce", [1, 2, 3]), measured("autoregressive", [1, 2, 3])])
     comparison.find_differences(found, 1.0)
-    assert found.wrong is None
+    assert found.error is None
     found.audit = comparison.Audit(3, 2, 1)
-    assert found.wrong == ("the audit disagrees from token 1 on, which must not be" if exact else None)
+    assert found.error == ("the audit disagrees from token 1 on; all tokens must be the same" if exact else None)
     found.audit = comparison.Audit(3, failure="no memory")
-    assert found.wrong == "the audit failed: no memory"
+    assert found.error == "the audit failed: no memory"
     found.audit = None
     found.rows[0].runs.append(replace(found.rows[0].runs[0], token_ids=[1, 2, 4]))
-    assert found.wrong == ("two runs of triforce differ, which must not be" if exact else None)
+    assert found.error == ("two runs of triforce differ; all tokens must be the same" if exact else None)
     found.rows[0].runs.pop()
     found.rows[1].differences = [comparison.Difference(2, 5, 3)]
-    assert found.wrong == ("triforce and autoregressive differ from token 2 on, which must not be" if exact else None)
+    assert found.error == (
+        "triforce and autoregressive differ from token 2 on; all tokens must be the same" if exact else None
+    )
 
 
 @pytest.fixture
 def job(tmp_path):
     """A job that no model is needed for."""
     return Job(
-        system="", model="", draft=None, asked_model="", asked_draft=None, device="cpu", dtype="float32",
+        system="", model="", draft=None, given_model="", given_draft=None, device="cpu", dtype="float32",
         prompt_ids=[1, 1, 2], max_new_tokens=3, sampling=Sampling(temperature=0.0), threads=1, folder=str(tmp_path),
     )  # fmt: skip
 
@@ -88,21 +91,28 @@ def job(tmp_path):
 @pytest.mark.slow
 def test_the_order_rotates_and_a_system_that_failed_is_not_run_again(job, pair):
     order = []
-    entries = [Entry("steady", "", "strange_systems"), Entry("breaks", "", "strange_systems")]
-    found = comparison.compare(
-        replace(job, model=str(pair[0]), asked_model=str(pair[0])), entries, repeats=3, limit_s=100,
-        settings={}, on_start=lambda number, total, name: order.append(name), on_end=lambda _: None,
+    entries = [OURS, Entry("steady", "", "strange_systems"), Entry("breaks", "", "strange_systems")]
+    job = replace(job, model=str(pair[0]), given_model=str(pair[0]))
+    found = comparison.Comparison(job, 3, [comparison.Row(entry) for entry in entries])
+    comparison.compare(
+        found, limit_s=100, settings={},
+        on_start=lambda _number, _count, name: order.append(name), on_end=lambda _: None,
     )  # fmt: skip
     assert order == ["triforce", "steady", "breaks", "steady", "breaks", "triforce", "triforce", "steady"], found.rows
     assert [len(row.runs) for row in found.rows] == [3, 3, 1]
     assert found.rows[2].failure == "RuntimeError: it broke"
-    assert found.possible
 
 
-def test_times_of_a_system_are_medians():
-    runs = [Measurement("", [7, 8, 9], seconds, 2 * seconds, 1, 0.0, 1, 0) for seconds in (5.0, 1.0, 2.0)]
+def test_times_of_a_system_are_medians(job):
+    runs = [
+        Measurement("", [7, 8, 9], seconds, 2 * seconds, 1, 0.0, size, 0)
+        for seconds, size in ((5.0, 7), (1.0, 9), (2.0, 8))
+    ]
     row = comparison.Row(Entry("a", "", ""), runs)
-    assert (row.ttft_s, row.tbt_s) == (2.0, 2.0)
+    (system,) = as_document(comparison.Comparison(job, 3, [row]), "", False)["systems"]
+    assert (system["ttft_s"], system["tbt_ms"], system["tokens_per_s"], system["total_s"]) == (2.0, 2000.0, 0.5, 6.0)
+    assert system["memory"]["host_peak_bytes"] == 9
+    assert system["speedup_of_triforce"] == {"tbt": 1.0, "total": 1.0}
 
 
 def test_tokens_that_come_with_the_first_one_do_not_count_as_decoded():

@@ -21,7 +21,7 @@ PROMPT = random_tokens(150, seed=4)
 def job_for(directory, **changes):
     """Greedy, in float32; the file is in `directory` when this returns."""
     job = Job(
-        system="llama.cpp", model=str(directory), draft=None, asked_model="", asked_draft=None, device="cpu",
+        system="llama.cpp", model=str(directory), draft=None, given_model="", given_draft=None, device="cpu",
         dtype="float32", prompt_ids=PROMPT, max_new_tokens=32, sampling=Sampling(temperature=0.0), threads=1,
         folder=str(directory),
     )  # fmt: skip
@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
     changes: dict[str, Any] = {"rope_parameters": LLAMA3} if family == "llama3-rope" else {}
     model = save_family(tmp_path, "llama" if changes else family, **changes)
     system = llama_cpp.load(job_for(tmp_path))
-    warm_up, timed = (system.generate(PROMPT, 32) for _ in range(2))
+    warm_up, timed = (system.generate(PROMPT, [[]], 32) for _ in range(2))
     want = greedy_oracle(model, PROMPT, 32)
     assert warm_up.token_ids == want
     assert timed.token_ids == want
@@ -49,7 +49,7 @@ def test_sequences_over_one_text_write_what_each_writes_alone(tmp_path):
     system: Any = llama_cpp.load(job_for(tmp_path, questions=questions))
     want = [token for question in questions for token in greedy_oracle(model, PROMPT + question, 32)]
     for _ in range(2):
-        timed = system.generate_batch(PROMPT, questions, 32)
+        timed = system.generate(PROMPT, questions, 32)
         assert timed.token_ids == want
         assert timed.first_tokens == 4
         assert timed.ttft_s > 0 and timed.decode_s > 0
@@ -62,11 +62,11 @@ def test_draws_follow_temperature_then_top_k_then_top_p_then_min_p(tmp_path):
     prompt, draws = PROMPT[:3], 1500
     job = job_for(tmp_path, prompt_ids=prompt, sampling=sampling)
     system = llama_cpp.load(job)
-    system.generate(prompt, 1)
+    system.generate(prompt, [[]], 1)
     counts = torch.zeros(97)
     for seed in range(draws):
         system._job = replace(job, sampling=replace(sampling, seed=seed))
-        counts[system.generate(prompt, 1).token_ids[0]] += 1
+        counts[system.generate(prompt, [[]], 1).token_ids[0]] += 1
     exact = distribution(model(torch.tensor([prompt])).logits[0, -1:], sampling)[0]
     apart = 0.5 * float((counts / draws - exact).abs().sum())
     assert int((exact > 0).sum()) > 4

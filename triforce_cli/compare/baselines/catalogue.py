@@ -1,4 +1,4 @@
-"""The systems that can be compared: what each is, which module runs it, and what it needs installed."""
+"""The systems that can be compared: what each is, which module runs it, and which packages it needs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ _PACKAGE = "triforce.cli.compare.baselines"
 
 @dataclass(frozen=True)
 class Entry:
-    """A system by name."""
+    """A system, and what it needs."""
 
     name: str
     summary: str
     module: str
     """Gives `load(job)`; see `protocol.System`."""
     imports: tuple[str, ...] = ()
-    """Modules of other packages that must be there."""
+    """Modules of other packages that it needs."""
     install: str = ""
-    """The command that brings them."""
+    """The command that installs them."""
     needs_draft: bool = False
-    needs_batch: bool = False
+    batch_only: bool = False
     """Whether it is for several sequences only."""
-    alone: str = ""
+    single_sequence_reason: str | None = None
     """Why it decodes one sequence only, if it does."""
     prepares: bool = False
     """Whether its module has `prepare(job)`, to be run once before all measurements."""
 
     def missing(self) -> str | None:
-        """What is not installed and the command that installs it, or `None`."""
+        """The packages that are not installed and the command that installs them; `None` if all are."""
         absent = [name for name in self.imports if find_spec(name) is None]
         return f"not installed ({', '.join(absent)}): {self.install}" if absent else None
 
@@ -46,13 +46,13 @@ BASELINES = {
             "the same, assisted generation with the draft",
             f"{_PACKAGE}.transformers_baseline",
             needs_draft=True,
-            alone="assisted generation takes one sequence",
+            single_sequence_reason="assisted generation takes one sequence",
         ),
         Entry(
             "transformers-prefix",
             "the same for --batch, the cache of the common text read once and copied",
             f"{_PACKAGE}.transformers_baseline",
-            needs_batch=True,
+            batch_only=True,
         ),
         Entry(
             "deepspeed",

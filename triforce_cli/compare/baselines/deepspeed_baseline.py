@@ -21,7 +21,7 @@ class DeepSpeed:
     """A model of transformers whose parameters DeepSpeed fetches layer by layer, on one rank."""
 
     def __init__(self, job: Job) -> None:
-        _stand_alone(job)
+        _set_single_rank(job)
         import deepspeed  # pyright: ignore[reportMissingImports]
         import torch
         import transformers
@@ -55,16 +55,10 @@ class DeepSpeed:
         self.ran = (
             f"DeepSpeed {deepspeed.__version__}, ZeRO stage 3 inference, parameters offloaded to host memory, "
             f"{backend}, one rank; transformers {transformers.__version__}, {calls}, SDPA attention, {cache}, "
-            f"{job.place}"
+            f"{job.conditions}"
         )
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return self._generate([prompt_ids], max_new_tokens)
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        return self._generate([[*text, *question] for question in questions], max_new_tokens)
-
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         from .transformers_baseline import generation_config, left_padded, seed, timed_generate
 
         job = self._job
@@ -72,11 +66,12 @@ class DeepSpeed:
         config = generation_config(job, max_new_tokens)
         if job.device == "cuda":
             config.cache_implementation = "offloaded"
+        prompts = [[*text, *question] for question in questions]
         return timed_generate(self._model, *left_padded(prompts, job.device), config, {})
 
 
-def _stand_alone(job: Job) -> None:
-    """What DeepSpeed reads from the environment, as its launcher would set it for one rank; before it is imported."""
+def _set_single_rank(job: Job) -> None:
+    """Sets the environment variables that DeepSpeed's launcher sets for one rank; they are read when it is imported."""
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})  # read, but the store is a file
     if job.device == "cpu":

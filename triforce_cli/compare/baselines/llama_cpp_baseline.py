@@ -1,25 +1,36 @@
 """llama.cpp through llama-cpp-python, on a GGUF file written from the same weights.
 
-Everything between token ids in and token ids out is llama.cpp's own, its sampling too, in the order of the others'.
-It imports no PyTorch but to write the file, in another process, so that its memory is its own.
+Everything between token ids in and token ids out is llama.cpp's own, its sampling too, in the order of the other
+systems. PyTorch is imported only to write the file, in another process, so that it does not count in this one's memory.
+
+Several sequences over one text go through llama.cpp's batch interface: the text is read once, its cells of the KV cache
+then belong to every sequence, and each step computes one row of each. `llama_cpp.Llama` has one sequence only, so that
+the functions below it are used.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 
-from . import llama_cpp_sequences
 from .protocol import Job, Timed
 
 _KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Numbers of ggml's types (`ggml.h`); the binding does not name all of them."""
 
+BATCH_TOKENS = 512
+"""Maximum number of rows of a call, as in `llama_cpp.Llama`."""
+
+_ALL_LAYERS = 2**31 - 1
+
 TRIAL_TOKENS = 8192
-"""Of a long prompt, what flash attention is tried on: one way may take several times as long as the other."""
+"""Maximum number of the prompt's tokens that flash attention is tried with: one way may take several times as long as
+the other."""
 
 
 def prepare(job: Job) -> str:
@@ -51,28 +62,29 @@ class LlamaCpp:
         self._model: Any = None
         self.ran = "not tried yet"
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         if self._model is None:
-            self._choose(prompt_ids[:TRIAL_TOKENS], max_new_tokens)
-        return self._run(prompt_ids, max_new_tokens)
+            self._choose(text[:TRIAL_TOKENS], questions, max_new_tokens)
+        return self._run(text, questions, max_new_tokens)
 
-    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return _generate(self._model, self._job, prompt_ids, max_new_tokens)
+    def _run(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        return _generate(self._model, self._job, [*text, *questions[0]], max_new_tokens)
 
-    def _choose(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+    def _choose(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> None:
+        """Loads the model with flash attention on or off, whichever is faster."""
         job, seconds = self._job, dict[bool, float]()
         for flash in (False, True):
             self._model = self._opened(flash)
-            run = self._run(prompt_ids, max_new_tokens)
-            seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(prompt_ids)
+            run = self._run(text, questions, max_new_tokens)
+            seconds[flash] = run.ttft_s * len(job.prompt_ids) / len(text)
             seconds[flash] += run.decode_s / max(1, max_new_tokens - 1) * (job.max_new_tokens - 1)
         flash = seconds[True] < seconds[False]
         if not flash:
             self._model = self._opened(flash)
         self.ran = (
             f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and {self.kv_cache} in one "
-            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(prompt_ids):,} tokens, "
-            f"{job.place}"
+            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(text):,} tokens, "
+            f"{job.conditions}"
         )
 
     def _opened(self, flash: bool) -> Any:
@@ -97,22 +109,18 @@ class LlamaCppSequences(LlamaCpp):
 
     kv_cache = "one KV cache of all sequences, the common text in it once,"
 
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        self._questions = questions
-        return self.generate(text, max_new_tokens)
-
-    def _run(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        samplers = [_sampler(self._job, sequence) for sequence in range(len(self._questions))]
+    def _run(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        samplers = [_sampler(self._job, sequence) for sequence in range(len(questions))]
         try:
-            return llama_cpp_sequences.generate(self._model, samplers, prompt_ids, self._questions, max_new_tokens)
+            return self._model.generate(samplers, text, questions, max_new_tokens)
         finally:
             for sampler in samplers:
                 llama_cpp.llama_sampler_free(sampler)
 
-    def _opened(self, flash: bool) -> llama_cpp_sequences.Context:
+    def _opened(self, flash: bool) -> SequencesContext:
         if self._model is not None:
             self._model.close()
-        return llama_cpp_sequences.Context(_path(self._job), self._job, _KV_TYPES[self._job.dtype], flash)
+        return SequencesContext(_path(self._job), self._job, _KV_TYPES[self._job.dtype], flash)
 
 
 def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
@@ -128,6 +136,109 @@ def _generate(model: Any, job: Job, prompt_ids: list[int], max_new_tokens: int) 
     ended = time.perf_counter()
     llama_cpp.llama_sampler_free(sampler)
     return Timed(tokens, first_at - began, ended - first_at)
+
+
+class Row(NamedTuple):
+    """A token to be computed."""
+
+    token: int
+    position: int
+    sequence: int
+    draws: bool
+    """Whether the sequence's next token is drawn after it."""
+
+
+class SequencesContext:
+    """A model in llama.cpp, and a KV cache that has room for all sequences of a job."""
+
+    def __init__(self, path: Path, job: Job, kv_type: int, flash: bool) -> None:
+        """Args:
+            path: of the GGUF file.
+            kv_type: a number of ggml's types.
+            flash: whether it uses flash attention.
+
+        Raises:
+            RuntimeError: llama.cpp cannot load the model, or has no memory for the cache.
+        """
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = _ALL_LAYERS if job.device == "cuda" else 0
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        params = llama_cpp.llama_context_default_params()
+        own = sum(len(question) + job.max_new_tokens for question in job.questions or [[]])
+        params.n_ctx = len(job.prompt_ids) + own
+        params.n_batch = params.n_ubatch = BATCH_TOKENS
+        params.n_seq_max = job.sequences
+        params.kv_unified = True  # otherwise each sequence has its own part of the cache, and a copy of the text
+        params.n_threads = params.n_threads_batch = job.threads
+        params.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.type_k = params.type_v = kv_type
+        self._ctx: Any = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._ctx:
+            llama_cpp.llama_model_free(self._model)
+            raise RuntimeError(f"llama.cpp cannot make a context of {params.n_ctx:,} tokens")
+        self._memory = llama_cpp.llama_get_memory(self._ctx)
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+
+    def close(self) -> None:
+        """Frees all memory."""
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._ctx)
+        llama_cpp.llama_model_free(self._model)
+
+    def generate(
+        self, samplers: Sequence[Any], text: list[int], questions: list[list[int]], max_new_tokens: int
+    ) -> Timed:
+        """`max_new_tokens` tokens after `text` and each of `questions`, drawn by the sampler of each."""
+        answers: list[list[int]] = [[] for _ in questions]
+        llama_cpp.llama_memory_clear(self._memory, True)
+        began = time.perf_counter()
+        self._compute([Row(token, position, 0, False) for position, token in enumerate(text)], samplers, answers)
+        for sequence in range(1, len(questions)):  # what sequence 0 holds belongs to the others, too
+            llama_cpp.llama_memory_seq_cp(self._memory, 0, sequence, 0, -1)
+        rows = [
+            Row(token, len(text) + place, sequence, place == len(question) - 1)
+            for sequence, question in enumerate(questions)
+            for place, token in enumerate(question)
+        ]
+        self._compute(rows, samplers, answers)
+        first_at = time.perf_counter()
+        for step in range(max_new_tokens - 1):
+            rows = [
+                Row(answer[-1], len(text) + len(question) + step, sequence, True)
+                for sequence, (question, answer) in enumerate(zip(questions, answers, strict=True))
+            ]
+            self._compute(rows, samplers, answers)
+        ended = time.perf_counter()
+        return Timed(
+            [token for answer in answers for token in answer], first_at - began, ended - first_at, len(questions)
+        )
+
+    def _compute(self, rows: Sequence[Row], samplers: Sequence[Any], answers: list[list[int]]) -> None:
+        """Computes rows, and appends what is drawn after them to the answers of their sequences.
+
+        Raises:
+            RuntimeError: llama.cpp cannot.
+        """
+        batch = self._batch
+        for start in range(0, len(rows), BATCH_TOKENS):
+            part = rows[start : start + BATCH_TOKENS]
+            batch.n_tokens = len(part)
+            for i, row in enumerate(part):
+                batch.token[i], batch.pos[i] = row.token, row.position
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, row.sequence
+                batch.logits[i] = row.draws
+            code = llama_cpp.llama_decode(self._ctx, batch)
+            if code:
+                raise RuntimeError(f"llama_decode returned {code}")
+            for i, row in enumerate(part):
+                if row.draws:
+                    token = llama_cpp.llama_sampler_sample(samplers[row.sequence], self._ctx, i)
+                    answers[row.sequence].append(token)
 
 
 def _sampler(job: Job, sequence: int = 0) -> Any:

@@ -19,33 +19,21 @@ def load(job: Job) -> Ours:
 
 
 class Ours:
-    """An engine and the sampling it is asked for."""
+    """An engine, and the sampling of its job."""
 
     def __init__(self, job: Job) -> None:
         self._engine = engine = _engine(job)
-        self._sampling = job.sampling
+        self._sampling, self._together = job.sampling, job.questions is not None
         tiers = 1 if job.system == "autoregressive" else 3 if engine.draft or engine.settings.lookup else 2
         names = {1: "token by token on the full cache", 2: "two tiers (no draft)", 3: "three tiers"}
-        together = "" if job.questions is None else "all sequences together, "
-        self.ran = f"this engine, {names[tiers]}, {together}{job.place}"
+        together = "all sequences together, " if self._together else ""
+        self.ran = f"this engine, {names[tiers]}, {together}{job.conditions}"
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        """Raises:
-        RuntimeError: the engine reused a part of the prompt from its cache, so the prefill was not measured.
-        """
-        result = self._engine.generate(prompt_ids, self._sampling, max_new_tokens, ignore_eos=True, reuse=0)
-        stats = result.stats
-        _check_read(stats)
-        details = {
-            name: stats[name]
-            for name in ("settings", "rounds", "acceptance", "time_s", "link", "seed", "reused_tokens")
-        }
-        return Timed(result.token_ids, stats["ttft_s"], stats["decode_s"], details=details)
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         """Raises:
         TriforceError: a sequence cannot be answered, or not together with others.
-        RuntimeError: see `generate`; of the first sequence, as the others share what it has read.
+        RuntimeError: a part of the prompt was already in the cache, so that its prefill was not measured. Only the
+            first sequence is checked, as the others share what it has read.
         """
         requests = [
             Request([*text, *question], self._sampling, max_new_tokens, ignore_eos=True, number=number)
@@ -62,26 +50,21 @@ class Ours:
         ended = time.perf_counter()
         for number, one in enumerate(batch.sequences):
             if one.error:
-                raise TriforceError(f"sequence {number}: {one.error}")
+                raise TriforceError(f"sequence {number}: {one.error}" if self._together else one.error)
         stats = batch.stats()
-        each = stats["sequences"]
-        _check_read(each[0])
-        of_each = ("rounds", "acceptance", "time_s", "link", "reused_tokens")
-        details = {
-            **{name: stats[name] for name in ("settings", "rounds")},
-            **{name: each[0][name] for name in ("seed", "reused_tokens")},
-            "sequences": [{name: one[name] for name in of_each} for one in each],
-        }
+        first = stats["sequences"][0]
+        if first["reused_tokens"] and not first["context"]:
+            raise RuntimeError(f"{first['reused_tokens']} tokens of the prompt were in the cache already")
+        if self._together:
+            of_each = ("rounds", "acceptance", "time_s", "link", "reused_tokens")
+            details = {name: stats[name] for name in ("settings", "rounds")}
+            details |= {name: first[name] for name in ("seed", "reused_tokens")}
+            details["sequences"] = [{name: one[name] for name in of_each} for one in stats["sequences"]]
+        else:
+            names = ("settings", "rounds", "acceptance", "time_s", "link", "seed", "reused_tokens")
+            details = {name: first[name] for name in names}
         token_ids = [token for one in batch.sequences for token in one.statistics.token_ids]
         return Timed(token_ids, first_at - began, ended - first_at, first_tokens, details)
-
-
-def _check_read(stats: dict[str, Any]) -> None:
-    """Raises:
-    RuntimeError: a part of the prompt was in the cache already, so that its prefill was not measured.
-    """
-    if stats["reused_tokens"] and not stats["context"]:
-        raise RuntimeError(f"{stats['reused_tokens']} tokens of the prompt were in the cache already")
 
 
 def logits(job: Job) -> list[list[float]]:
@@ -108,7 +91,7 @@ def logits(job: Job) -> list[list[float]]:
 
 
 def audit(job: Job) -> list[int]:
-    """What decoding token by token draws at each position of an answer, `job.options["answer"]`."""
+    """The tokens that decoding token by token draws at each position of an answer, `job.options["answer"]`."""
     engine = _engine(replace(job, system="autoregressive", options=job.options["settings"]))
     return engine.drawn_alone(job.prompt_ids, job.options["answer"], job.sampling)
 
@@ -121,8 +104,8 @@ def _engine(job: Job) -> Engine:
             name: value for name, value in settings.items() if name in ("resident", "exact", "pack", "host_memory")
         }
     return Engine.load(
-        job.asked_model,
-        draft="none" if alone else job.asked_draft,
+        job.given_model,
+        draft="none" if alone else job.given_draft,
         device=job.device,
         dtype=job.dtype,
         capacity=job.prompt_tokens + job.max_new_tokens,

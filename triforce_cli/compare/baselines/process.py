@@ -1,4 +1,4 @@
-"""Starts a worker and waits for its answer, or for a reason, in one line, why there is none."""
+"""Starts a worker process and waits for its result, or for the reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .protocol import Job
 
 
 class WorkerError(Exception):
-    """A worker gave no result; the message is the reason, `log` the end of what it printed."""
+    """A worker gave no result. The message is the reason, in one line; `log` is the end of what it printed."""
 
     def __init__(self, reason: str, log: str) -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
     """What `action` of `module` returns for `job`, computed in a process of its own.
 
     Raises:
-        WorkerError: it failed, was killed, or took longer than `limit_s` seconds, and is gone now.
+        WorkerError: it failed, was killed, or took longer than `limit_s` seconds. It has ended, with its children.
     """
     folder = Path(job.folder)
     job_path, result_path, log_path = folder / "job.json", folder / "result.json", folder / "worker.log"
@@ -49,7 +49,7 @@ def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | _environment(job),
-            start_new_session=True,  # Ctrl-C reaches the parent only, which then ends the worker
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the worker
         )
         try:
             code = process.wait(limit_s)
@@ -59,11 +59,11 @@ def run_worker(module: str, action: str, job: Job, limit_s: float) -> Any:
         except BaseException:
             _end(process)
             raise
-        _end(process)  # children that it left
+        _end(process)  # children of the worker that still run
     try:
         answer = json.loads(result_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise WorkerError(_ending(code, _tail(log_path)), _tail(log_path)) from None
+        raise WorkerError(_exit_reason(code, _tail(log_path)), _tail(log_path)) from None
     if "error" in answer:
         raise WorkerError(answer["error"], _tail(log_path))
     return answer["result"]
@@ -83,23 +83,25 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the worker and all that it started."""
+    """Kills the worker and all processes that it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _ending(code: int, log: str) -> str:
+def _exit_reason(code: int, log: str) -> str:
+    """Why a worker without a result ended, by its exit code and the last line that it printed."""
     if code == -signal.SIGKILL:
         return "killed by the system, as it does when memory runs out"
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
-    said = f"; its last words: {last[:200]}" if last else ""
+    last_words = f"; its last words: {last[:200]}" if last else ""
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}{said}"
-    return f"ended with code {code} and no result{said}"
+        return f"ended by {signal.Signals(-code).name}{last_words}"
+    return f"ended with code {code} and no result{last_words}"
 
 
 def _tail(path: Path, size: int = 4000) -> str:
+    """The last `size` bytes of a log; nothing if it cannot be read."""
     with suppress(OSError):
         return path.read_bytes()[-size:].decode("utf-8", "replace")
     return ""

@@ -22,22 +22,23 @@ class Job:
     model: str
     draft: str | None
     """Directories."""
-    asked_model: str
-    asked_draft: str | None
-    """What the user called them: a preset's name brings its settings."""
+    given_model: str
+    given_draft: str | None
+    """As the user named them: a preset's name brings its settings."""
     device: str
     """`cpu` or `cuda`."""
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     prompt_ids: list[int]
     max_new_tokens: int
-    """Written in full: nobody stops at an end-of-sequence token."""
+    """Written in full: no system stops at an end-of-sequence token."""
     sampling: Sampling
     threads: int
     folder: str
-    """For files that one worker of a system leaves for the next."""
+    """A directory for files that one worker of a system writes for the next."""
     questions: list[list[int]] | None = None
-    """What follows `prompt_ids` in each of several sequences, to be decoded together; `None` asks for one answer."""
+    """What follows `prompt_ids` in each of several sequences, to be decoded together; `None` for one sequence without a
+    question."""
     context: str | None = None
     """The saved context that this engine restores the prompt from."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +46,12 @@ class Job:
 
     @property
     def one_text(self) -> bool:
-        """Whether this engine writes one text only, whatever drafts for it: a greedy one, or that of a seed."""
+        """Whether this engine's text is determined by the job, whatever drafts for it: it is greedy, or has a seed."""
         return self.sampling.greedy or self.sampling.seed is not None
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Of each sequence."""
+        """The token ids of each sequence."""
         return [[*self.prompt_ids, *question] for question in self.questions or [[]]]
 
     @property
@@ -60,11 +61,11 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the longest prompt."""
+        """How many the longest prompt has."""
         return len(self.prompt_ids) + max(map(len, self.questions or [[]]))
 
     @property
-    def place(self) -> str:
+    def conditions(self) -> str:
         """Number format, device and threads, in words."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         return f"{self.dtype} on {self.device}, {threads}"
@@ -80,17 +81,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Timed:
-    """One generation: its tokens and, by the system's own process, when they came."""
+    """One generation: its tokens and, measured in the system's own process, when they were written."""
 
     token_ids: list[int]
     """Of several sequences one answer after another."""
     ttft_s: float
-    """From the call to the first token (of several sequences: until each has its first): prefill, and whatever comes
+    """From the call to the first token (of several sequences: until each has its first): prefill, and whatever is done
     before it."""
     decode_s: float
     """From then to the last token."""
     first_tokens: int = 1
-    """Tokens that were there by then: of a run alone those that came at once with the first."""
+    """Tokens that were written by the time of the first: of one sequence, those that were accepted together with it."""
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,19 +99,14 @@ class System(Protocol):
     """A loaded system. A baseline's module gives one with `load(job)`."""
 
     ran: str
-    """What exactly runs, in words: the library with its version, the calls and the settings that matter."""
+    """What exactly runs, in words: the library with its version, the calls, and the settings that have an effect."""
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        """Exactly `max_new_tokens` tokens after `prompt_ids`, nothing kept of what ran before."""
-        ...
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+        """Exactly `max_new_tokens` tokens after each prompt, which is `text` and one of `questions`. All are decoded
+        together, and no cache of earlier runs is used.
 
-
-class BatchSystem(System, Protocol):
-    """A system that decodes several sequences together, too."""
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        """Exactly `max_new_tokens` tokens after each prompt, which is `text` and one of `questions`; nothing kept of
-        what ran before."""
+        Args: `questions` has one empty question where a single answer is requested.
+        """
         ...
 
 
@@ -125,16 +121,16 @@ class Measurement:
     first_tokens: int
     load_s: float
     host_peak_bytes: int
-    """The most that the worker's process ever held in host memory, libraries and loading included."""
+    """The maximum that the worker's process held in host memory, libraries and loading included."""
     device_peak_bytes: int
-    """The most that PyTorch's tensors took on the GPU; 0 on a CPU."""
+    """The maximum that PyTorch's tensors took on the GPU; 0 on a CPU."""
     details: dict[str, Any] = field(default_factory=dict)
     sequences: int = 1
-    """That were decoded together."""
+    """How many were decoded together."""
 
     @property
     def tbt_s(self) -> float:
-        """Time between tokens, of each sequence: decoding ÷ the tokens that came after the first one(s) × sequences; 0
-        where none did."""
+        """Time between tokens of each sequence: decoding ÷ the tokens after the first one(s) × sequences; 0 where there
+        are none."""
         after = len(self.token_ids) - self.first_tokens
         return self.decode_s / after * self.sequences if after > 0 else 0.0

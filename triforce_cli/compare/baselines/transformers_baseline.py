@@ -31,17 +31,11 @@ class Transformers:
                 raise ValueError("assisted generation needs a draft")
             self._assistant = _load(job.draft, job)
             what = "generate() assisted by the draft, with the library's own lengths"
-        self.ran = f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, {job.place}"
+        self.ran = f"transformers {transformers.__version__}, {what}, SDPA attention, DynamicCache, {job.conditions}"
 
-    def generate(self, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-        return self._generate([prompt_ids], max_new_tokens)
-
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
-        return self._generate([[*text, *question] for question in questions], max_new_tokens)
-
-    def _generate(self, prompts: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         seed(self._job)
-        ids, mask = left_padded(prompts, self._job.device)
+        ids, mask = left_padded([[*text, *question] for question in questions], self._job.device)
         options = {"assistant_model": self._assistant} if self._assistant is not None else {}
         return timed_generate(self._model, ids, mask, generation_config(self._job, max_new_tokens), options)
 
@@ -53,10 +47,10 @@ class CopiedPrefix(Transformers):
         super().__init__(job)
         self.ran = (
             f"transformers {transformers.__version__}, the common text read once and its DynamicCache copied for each "
-            f"sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.place}"
+            f"sequence, generate() on a left-padded batch of the rest, SDPA attention, {job.conditions}"
         )
 
-    def generate_batch(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
+    def generate(self, text: list[int], questions: list[list[int]], max_new_tokens: int) -> Timed:
         seed(self._job)
         began = time.perf_counter()
         prefix = torch.tensor([text], device=self._job.device)
@@ -101,36 +95,36 @@ def timed_generate(
     options: dict[str, Any],
     began: float | None = None,
 ) -> Timed:
-    """Runs `model.generate` and notes when tokens come.
+    """Runs `model.generate` and records when tokens are written.
 
     Args:
         ids, mask: `[sequences, n]`, see `left_padded`.
-        began: when the run was called, by `time.perf_counter`; now, if nothing came before.
+        began: when the run began, by `time.perf_counter`; `None`: now.
     """
     clock = _Clock()
     began = time.perf_counter() if began is None else began
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=mask, generation_config=config, streamer=clock, **options)
-    first_at, first_tokens = clock.arrivals[0]
+    first_at, first_tokens = clock.times[0]
     return Timed(
         out[:, ids.shape[1] :].flatten().tolist(),
         ttft_s=first_at - began,
-        decode_s=clock.arrivals[-1][0] - first_at,
+        decode_s=clock.times[-1][0] - first_at,
         first_tokens=first_tokens,
-        details={"steps": len(clock.arrivals)},
+        details={"steps": len(clock.times)},
     )
 
 
 class _Clock(BaseStreamer):
-    """Notes the time and the number of tokens of each arrival after the prompt, which `generate` puts first."""
+    """Records the time and the number of tokens of each call of `put` after the first, which has the prompt."""
 
     def __init__(self) -> None:
-        self.arrivals: list[tuple[float, int]] = []
+        self.times: list[tuple[float, int]] = []
         self._seen_prompt = False
 
     def put(self, value: Tensor) -> None:
         if self._seen_prompt:
-            self.arrivals.append((time.perf_counter(), value.numel()))
+            self.times.append((time.perf_counter(), value.numel()))
         self._seen_prompt = True
 
     def end(self) -> None:

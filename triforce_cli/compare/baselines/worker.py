@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from ....tp.parallel.launch import Guard
-from .protocol import BatchSystem, Job, Measurement, System, Timed
+from .protocol import Job, Measurement, System
 
 _WARM_UP_TOKENS = 16
 
@@ -53,52 +53,43 @@ def measure(module: ModuleType, job: Job) -> Measurement:
     """Loads, warms up with a run over as many tokens, and times one run.
 
     Raises:
-        RuntimeError: the system wrote another number of tokens than it was asked for.
+        RuntimeError: the system wrote another number of tokens than requested.
     """
     began = time.perf_counter()
     system: System = module.load(job)
     load_s = time.perf_counter() - began
-    _generate(system, job, warm_up_prompt(job.prompt_ids), min(job.max_new_tokens, _WARM_UP_TOKENS))
-    timed = _generate(system, job, job.prompt_ids, job.max_new_tokens)
+    questions = job.questions or [[]]
+    system.generate(warm_up_prompt(job.prompt_ids), questions, min(job.max_new_tokens, _WARM_UP_TOKENS))
+    timed = system.generate(job.prompt_ids, questions, job.max_new_tokens)
     wanted = job.sequences * job.max_new_tokens
     if len(timed.token_ids) != wanted:
-        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens where {wanted} were asked for")
+        raise RuntimeError(f"it wrote {len(timed.token_ids)} tokens instead of {wanted}")
     host, device = peak_bytes(job.device)
     return Measurement(
+        **vars(timed),
         ran=system.ran,
-        token_ids=timed.token_ids,
-        ttft_s=timed.ttft_s,
-        decode_s=timed.decode_s,
-        first_tokens=timed.first_tokens,
         load_s=load_s,
         host_peak_bytes=host,
         device_peak_bytes=device,
-        details=timed.details,
         sequences=job.sequences,
     )
 
 
-def _generate(system: System, job: Job, prompt_ids: list[int], max_new_tokens: int) -> Timed:
-    if job.questions is None:
-        return system.generate(prompt_ids, max_new_tokens)
-    return cast(BatchSystem, system).generate_batch(prompt_ids, job.questions, max_new_tokens)
-
-
 def warm_up_prompt(prompt_ids: list[int]) -> list[int]:
-    """As many tokens, but another first one, so that no cache of prefixes saves the measured run its prefill."""
+    """A prompt of as many tokens with another first one: no cache of prefixes then shortens the measured prefill."""
     other = next((token for token in prompt_ids if token != prompt_ids[0]), abs(prompt_ids[0] - 1))
     return [other, *prompt_ids[1:]]
 
 
 def peak_bytes(device: str) -> tuple[int, int]:
-    """The most host memory that this process held, and the most GPU memory of PyTorch's tensors, 0 without a GPU."""
+    """Maximum bytes of host memory that this process held, and of PyTorch's tensors on the GPU, 0 without one."""
     host = _peak_resident()
     torch = sys.modules.get("torch")
     return host, torch.cuda.max_memory_allocated() if torch and device == "cuda" else 0
 
 
 def _peak_resident() -> int:
-    """As `offload.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
+    """Bytes, as `offload.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
@@ -108,7 +99,7 @@ def _peak_resident() -> int:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says what went wrong."""
+    """The error in one line."""
     message = next(iter(str(error).strip().splitlines()), "")
     kind = type(error).__name__
     if isinstance(error, MemoryError) or any(words in message.lower() for words in _OUT_OF_MEMORY):

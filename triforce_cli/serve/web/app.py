@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....offload.contexts.manifest import ContextError
 from ....tp.errors import UsageError
-from ...contexts.report import describe, describe_all
+from ...contexts import describe, describe_all
 from ...session.response import AnswerEnd, FinishedAnswer, response_body
 from ...session.wire import CHAT, COMPLETION, BodyError
 from ..access import Access

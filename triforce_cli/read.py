@@ -1,0 +1,198 @@
+"""`triforce read`: reads a text once and saves its keys and values as a context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..offload.settings import Settings
+from ..tp.units import gib
+from ..tp.weights.registry import EMBEDDED, find_pair
+from .call import Call
+from .contexts import describe
+from .options import (
+    DEVICE,
+    DTYPE,
+    GPUS,
+    PROMPT,
+    TARGET,
+    TEMPLATE_ARG,
+    ReportRequest,
+    argument,
+    flag,
+    option,
+    some_settings,
+)
+from .parameters import NAME, TEXT
+from .terminal.output import JsonFile
+from .terminal.stopping import Signals, Stop
+from .terminal.streams import tell
+
+if TYPE_CHECKING:
+    from ..offload import Engine, Generation
+    from ..offload.contexts.model import ModelContexts
+
+EPILOG = """[bold]Examples[/]
+
+  A book, and then questions about it, at any time:
+  [cyan]triforce read anna_karenina.txt --as anna[/]
+  [cyan]triforce generate --context anna --ask "Who is Levin?"[/]
+
+  Several files as one context, for another model:
+  [cyan]triforce read notes/*.txt --as notes --model llama-3.1-8b-instruct[/]
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRequest(ReportRequest):
+    """The options of `triforce read`."""
+
+    files: Annotated[
+        list[Path],
+        argument("FILE...", "Text files, read as one text in this order; [bold]-[/] is stdin."),
+    ]
+    name: Annotated[
+        str | None,
+        option(PROMPT, NAME, "The name of the context. Default: the first file's name without its ending.", "--as"),
+    ] = None
+    system: Annotated[
+        str | None, option(PROMPT, TEXT, "A system message before the text, which becomes part of the context.")
+    ] = None
+    raw: Annotated[
+        bool,
+        flag("--raw", PROMPT, "Save the text alone: not as the beginning of a user's message by the chat template."),
+    ] = False
+    template_args: Annotated[list[Any] | None, TEMPLATE_ARG] = None
+    model: Annotated[str, TARGET] = EMBEDDED
+    dtype: Annotated[str, DTYPE] = "auto"
+    device: Annotated[str, DEVICE] = "auto"
+    gpus: Annotated[int, GPUS] = 1
+    settings: Annotated[Settings, some_settings("threads", "pack", "host_memory", "resident")] = Settings(tiers=1)  # noqa: RUF009 - frozen
+
+    @property
+    def draft(self) -> str | None:
+        """Reading needs no draft."""
+        return "none"
+
+    @property
+    def wanted_draft(self) -> str | None:
+        return self.draft
+
+
+def read(request: ReadRequest, call: Call) -> None:
+    """Reads a text once and saves its keys and values as a context, from which answers start at once.
+
+    Interrupted, killed or out of disk space, the same command goes on where it was.
+    A context holds the text in readable form; only its owner can read its files.
+    """
+    from ..offload.contexts.home import user_store
+    from .ranks import starts_or_follows
+    from .session.source import read_file, read_option
+
+    name = request.name or _default_name(request.files[0])
+    user_store().directory(name)
+    if request.system is not None:
+        request = replace(request, system=read_option("--system", request.system, tell))
+    if starts_or_follows(request, call):
+        return
+    with JsonFile.prepare(request.json) as json_file:
+        text = "".join(read_file(path, "FILE", tell).text for path in request.files)
+        directory, _ = find_pair(request.model, "none", tell)
+        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+            _read(request, name, text, directory, json_file, call.signals)
+
+
+def _default_name(file: Path) -> str:
+    """A name for a context that begins with `file`: the file's, with what cannot be in a name left out."""
+    stem = file.stem if str(file) != "-" else "stdin"
+    kept = "".join(letter if letter.isalnum() or letter in " .+@=-_" else "-" for letter in stem).lstrip(" .+@=-")
+    return kept[:100].rstrip() or "text"
+
+
+def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file: JsonFile, signals: Signals) -> None:
+    """Reads `text` with the model in `directory` and saves it as the context `name`.
+
+    Raises:
+        TriforceError: it cannot be read or saved.
+        Stop: it was interrupted; whole segments are saved.
+    """
+    from ..offload.checks import check_context
+    from ..tp.model.config import ModelConfig
+    from ..tp.weights.tokenizer import Tokenizer
+    from .session.open import load_engine, stderr_console
+    from .session.prompt import Context
+    from .session.report import start_progress
+
+    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
+    context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
+    token_ids, frame = context.token_ids, context.frame
+    with signals.allowed():
+        check_context(ModelConfig.load(directory), len(token_ids), 1)
+        engine = load_engine(request, len(token_ids) + 1)
+        contexts = engine.contexts
+        assert contexts
+        missing = contexts.missing(name, token_ids)
+        if missing:
+            _report_start(engine, contexts, name, token_ids, missing)
+    seconds = 0.0
+    if missing:
+        with start_progress(stderr_console(), missing) as progress:
+            generation = engine.reading(
+                token_ids,
+                name,
+                frame=frame,
+                on_memory=progress.memory,
+                on_prefill=progress.prefill,
+                interrupted=signals.pending,
+            )
+            seconds = _run_to_end(generation, contexts, name, signals)
+        for warning in generation.warnings:
+            tell(warning)
+    json_file.write(describe(contexts.store, name) | {"read_tokens": missing, "read_s": seconds})
+    done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
+    tell(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(request)} --ask TEXT")
+    engine.finish()
+    engine.close()
+
+
+def _run_to_end(generation: Generation, contexts: ModelContexts, name: str, signals: Signals) -> float:
+    """Reads all tokens and returns the seconds it took.
+
+    Raises:
+        Stop: it was interrupted.
+    """
+    from .terminal.stopping import step
+
+    try:
+        while step(generation, signals) is not None:
+            pass
+    except Stop:
+        generation.close()
+        saved = contexts.saved_tokens(name)
+        tell(f"{saved:,} tokens of the context {name} are saved; the same command goes on from there")
+        raise
+    return generation.statistics.prefill_s
+
+
+def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids: list[int], missing: int) -> None:
+    """Prints what will be read and written, and about how long it takes."""
+    from ..offload.contexts.estimate import reading_seconds
+
+    tokens = len(token_ids)
+    before = f"; {tokens - missing:,} of them are saved already" if missing < tokens else ""
+    tell(f"context {name}: {tokens:,} tokens{before}")
+    seconds = reading_seconds(engine.target, tokens - missing, missing)
+    about = "" if seconds is None else f", about {_duration(seconds)}"
+    size, free = contexts.bytes_to_write(token_ids, missing), contexts.store.free_bytes()
+    tell(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _model_options(request: ReadRequest) -> str:
+    """The options by which `triforce generate` finds the same model."""
+    model = f" --model {request.model}" if request.model != type(request).model else ""
+    return model + (f" --dtype {request.dtype}" if request.dtype != "auto" else "")
