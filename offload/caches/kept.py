@@ -176,7 +176,7 @@ class KeptCache:
         if old and old.prefix:
             with suppress(CapacityError):
                 return self.beside(prompt, request, text, shared)
-            old, request = None, replace(request, shared=0, shared_streams=False)
+            old, request = None, replace(request, shared=0, shared_streams=False)  # or its memory would stay taken
             return self.prepare(prompt, request, on_memory=on_memory)  # in place of both there may be memory
         asked, request = request, self._with_room(request, plan, text)
         if request is not asked:
