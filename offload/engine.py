@@ -418,8 +418,12 @@ class Engine:
         self._kept.rotate_for(len(prompt_ids))
         self._kept.forget_all()
         full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)))
-        full.begin(mass_rows=plan.mass_rows)
-        rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
+        try:
+            full.begin(mass_rows=plan.mass_rows)
+            rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
+        except BaseException:
+            self._kept.forget(tokens)
+            raise
         self._kept.end(tokens)
         return rows
 

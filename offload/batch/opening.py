@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...tp.devices import device_name
-from ...tp.errors import CapacityError, UsageError
+from ...tp.errors import CapacityError
 from ...tp.model.decoder import Decoder
 from ...tp.units import gib
 from ..caches.full import FullCache
@@ -38,7 +38,6 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
-from .request import Order
 from .sequence import BatchSequence, SequenceCaches
 
 
@@ -168,7 +167,6 @@ class Opening:
 
         Raises:
             CapacityError: there is not so much memory.
-            UsageError: its keys would be rotated otherwise than those of others.
         """
         models, order = self._models, sequence.order
         prompt = sequence.context
@@ -187,7 +185,6 @@ class Opening:
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
         else:
-            self._check_rotation(order)
             to_come = sum(one.opened.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
@@ -231,17 +228,10 @@ class Opening:
             self._to_measure = None
             self.tiers[0].cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
 
-    def _check_rotation(self, order: Order) -> None:
-        """Raises:
-        UsageError: the prompt's rotation depends on its length.
-        """
-        rope, config = self._models.target.rope, self._models.target.config.rope
-        if rope.changes_with(len(order.prompt)):
-            raise UsageError(
-                f"the prompt has {len(order.prompt):,} tokens, and RoPE scaling (dynamic) rotates the keys of a prompt "
-                f"of more than {config.original_positions:,} tokens, this one or the first of the batch, by its "
-                "length: they cannot be answered together; ask it alone"
-            )
+    def rotates_otherwise(self, sequence: BatchSequence) -> bool:
+        """Whether the keys of a sequence are rotated otherwise than those of others that run, as their angles depend on
+        the prompt's length (dynamic RoPE): then it cannot be decoded together with them."""
+        return self.target.rope.changes_with(len(sequence.context))
 
     def _full_cache(
         self,

@@ -7,7 +7,7 @@ goes on from there, beside others that run.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -136,7 +136,11 @@ class Run(Iterator[Event]):
     def close(self) -> None:
         """Ends all sequences where they are, and gives back what they hold, but for the full cache that stays for the
         next run; iteration stops, statistics stay."""
-        self._steps.close()
+        try:
+            self._steps.close()
+        except BaseException:
+            self._broken = True  # a cache may be rolled back in some layers only
+            raise
         for sequence in self.live:
             if sequence.caches:
                 with suppress(RuntimeError):  # of a device that has failed; that was said where it did
@@ -261,14 +265,14 @@ class Run(Iterator[Event]):
             yield from self._let_go()  # of what is broken off nothing is said
             whole = True
         finally:
-            if self._reading:
-                reading, self._reading = self._reading, None  # which refers to this run
-                reading.close(keeps=whole or not self.broken)
-            if self.tiers:
-                self.tiers[0].part_with()  # a tier that looks up refers to the one above it: both would last longer
-            for sequence in self.live:
-                if sequence.saved:
-                    sequence.saved.finish(together=whole)
+            with ExitStack() as ending:  # all of it, whatever fails
+                for sequence in self.live:
+                    ending.callback(self._finish_saving, sequence, together=whole)
+                if self.tiers:  # one that looks up refers to the one above it: both would last longer
+                    ending.callback(self.tiers[0].part_with)
+                if self._reading:
+                    reading, self._reading = self._reading, None  # which refers to this run
+                    ending.callback(reading.close, keeps=whole or not self.broken)
 
     def _ends_now(self) -> bool:
         """Whether the run ends here: of several ranks they have agreed on it."""
@@ -344,6 +348,9 @@ class Run(Iterator[Event]):
                 sequence.waits_for = f"{others} sequences are decoded together; --max-sequences raises that"
                 continue
             if self._short_of_memory and others:
+                return False
+            if others and self._opening.rotates_otherwise(sequence):
+                sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
                 return False
             if sequence.caches is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
@@ -465,15 +472,17 @@ class Run(Iterator[Event]):
                 if sequence.failure:
                     self._leave(sequence)
 
-    def _finish_saving(self, sequence: BatchSequence) -> None:
+    def _finish_saving(self, sequence: BatchSequence, *, together: bool = True) -> None:
         """Waits until what a sequence saves is on the disk; if that failed and is required, it has ended.
+
+        Args: `together`: see `ContextUse.finish`.
 
         Raises:
             ContextError: that, of a run alone.
         """
         try:
             if sequence.saved:
-                sequence.saved.finish(together=True)
+                sequence.saved.finish(together=together)
         except ContextError as error:
             if self._alone:
                 raise

@@ -146,7 +146,9 @@ class FullCache:
         return self.config.kv_bytes_per_token(self.blocks.dtype)
 
     def rest(self) -> None:
-        """Gives back what only a run needs: what attention keeps from pass to pass. Tokens stay."""
+        """Gives back what only a run needs: what attention keeps from pass to pass, and what was taken for one that was
+        broken off. Tokens stay."""
+        self.blocks.release()
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.head_dim, self.chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size, self.blocks.dtype)

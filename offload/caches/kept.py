@@ -3,8 +3,8 @@ a follow-up question finds its book there already, and a next turn what was said
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -169,11 +169,15 @@ class KeptCache:
             going_on = self._going_on(old, plan)
             if going_on:
                 self._take(text, shared)
-                old.rollback(shared)
+                with self._taking(text):
+                    old.rollback(shared)
                 return self._known(old, prompt), going_on
             resident = held_bytes(old.blocks.held(), "resident_kv")
         if old and old.prefix:
-            return self.beside(prompt, request, text, shared)
+            with suppress(CapacityError):
+                return self.beside(prompt, request, text, shared)
+            old, request = None, replace(request, shared=0, shared_streams=False)  # or its memory would stay taken
+            return self.prepare(prompt, request, on_memory=on_memory)  # in place of both there may be memory
         asked, request = request, self._with_room(request, plan, text)
         if request is not asked:
             plan = self._plan(request, replaces=text)
@@ -183,6 +187,7 @@ class KeptCache:
             if shared and beside.fits and beside.placement.streams != old.blocks.all_on_device and not more:
                 plan = beside  # the shared tokens move while both are there
             else:
+                plan.check()  # or it would be dropped for nothing
                 self._drop(text)
                 text = old = None  # before its memory is looked for
                 plan = self._plan(request, replaces=None)
@@ -201,9 +206,11 @@ class KeptCache:
                     raise  # else others have taken memory since it was planned
         if text and old:
             self._take(text, shared)
-            for holder in {holder for full in self.caches for holder in full.holders if holder.prefix is old}:
+            builders = {holder for full in self.caches for holder in full.holders if holder.prefix is old}
+            with self._taking(text):
+                cache.move_from(old, shared)
+            for holder in builders:
                 holder.prefix = cache
-            cache.move_from(old, shared)
         self.moved += max(0, resident - held_bytes(cache.blocks.held(), "resident_kv"))
         self._known(cache, prompt)
         return cache, plan if request is asked else self._plan(asked, replaces=self._texts[-1])
@@ -273,6 +280,7 @@ class KeptCache:
             text.full.rest()
             self._texts.remove(text)
             self._texts.append(text)
+            self._cut(text, text.full.length)  # it may be shorter than what it was taken over from
             if text.full.length <= text.full.start:
                 self._empty(text)
 
@@ -281,19 +289,28 @@ class KeptCache:
 
         Args: `broken` is whether a pass was broken off: the newest tokens of a streamed cache may be half done.
         """
-        for text in [text for text in self._texts if text.in_use]:
+        in_use = [text for text in self._texts if text.in_use]
+        passed = [one for one in self._texts if any(one is text or text.builds_on(one) for text in in_use)]
+        for text in in_use:
             self.end(text.tokens)
-            if broken and not text.full.blocks.all_on_device:
+        for text in passed if broken else ():
+            if text in self._texts and not text.full.blocks.all_on_device:
                 self._empty(text)
 
     def _empty(self, text: KnownText) -> None:
-        """Has only the memory of a text that has ended be of use."""
+        """Has only the memory of a text that has ended be of use: it is the first to be dropped."""
         if text.full.prefix:
             self._drop(text)
             return
-        for one in [one for one in self._texts if one.builds_on(text)]:
-            self._drop(one)
+        self._cut(text, 0)
         text.tokens = []
+        self._texts.remove(text)
+        self._texts.insert(0, text)
+
+    def _cut(self, text: KnownText, length: int) -> None:
+        """Drops who builds on more of a text than so many tokens."""
+        for one in [one for one in self._texts if one.start_behind(text) > length]:
+            self._drop(one)
 
     def forget(self, tokens: list[int]) -> None:
         """Sees to it that nobody goes on from what the sequence of these tokens, the very list, has read or written."""
@@ -331,8 +348,8 @@ class KeptCache:
         if not spare:
             return text
         best = self._plan(request, replaces=None if beside else text, without=spare, on_disk=on_disk)
-        if beside or not text:  # else its memory is there
-            best.check()
+        if beside or not text or not (text.full.prefix or text.full.capacity >= request.context):
+            best.check()  # else its memory is there
         while oldest := self._oldest(text):
             found = self._plan(request, replaces=None if beside else text, on_disk=on_disk)
             if self._is_as_good(found, best):
@@ -352,9 +369,17 @@ class KeptCache:
 
     def _take(self, text: KnownText, shared: int) -> None:
         """Has a text be another one, which goes on from its first `shared` tokens: who builds on more is dropped."""
-        for one in [one for one in self._texts if one.start_behind(text) > shared]:
-            self._drop(one)
+        self._cut(text, shared)
         self._texts.remove(text)
+
+    @contextmanager
+    def _taking(self, text: KnownText) -> Iterator[None]:
+        """Within, what a text holds is moved or rolled back; if that fails, nobody is to build on it any more."""
+        try:
+            yield
+        except BaseException:
+            self._cut(text, 0)
+            raise
 
     def _make(
         self, plan: RunPlan, *, prefix: FullCache | None = None, on_memory: Callable[[float], None] | None = None
@@ -423,16 +448,17 @@ class KeptCache:
         `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
         counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        if not self._spare(None) and not any(blocks.spare_bytes for blocks in holders):
+        ranks, may = self._decoder.ranks, bool(self._spare(None)) or any(blocks.spare_bytes for blocks in holders)
+        if not may and ranks.size == 1:
             return
         found = self._system.device_memory(self._decoder.device)
-        if found is None:
+        if found is None or ranks.least([int(not may)])[0]:  # where one did not pack, a rank has more left to move
             return
-        (left,) = self._decoder.ranks.least([found.free - needed()])
+        (left,) = ranks.least([found.free - needed()])
         while left < 0 and (oldest := self._oldest(None)):
             self._drop(oldest)
             found = self._system.device_memory(self._decoder.device) or found
-            (left,) = self._decoder.ranks.least([found.free - needed()])
+            (left,) = ranks.least([found.free - needed()])
         for blocks in holders:
             if left < 0:
                 moved = blocks.offload(-left)
@@ -464,19 +490,24 @@ class KeptCache:
         included, and of those that it is to be `without`; what exceeds host memory may be on a disk, unless it says
         otherwise."""
         decoder = self._decoder
-        given_back = [one.full for one in (replaces, *without) if one]
+        stays = {holder for text in self._texts if text not in without for holder in text.full.holders}
+        given_back = [replaces.full] if replaces else []
+        # With those that nobody else begins with, and that are not known as texts any more.
+        given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
         blocks = [cache.blocks for cache in given_back]
         on_host = self._system.device_memory(decoder.device) is None
+        untouched = sum(one.untouched_bytes for one in blocks) if on_host else 0
         others = (one for one in self._blocks if one not in blocks)
         return plan_here(
             request,
             decoder.device,
             decoder.ranks,
             held=self._held_by_part(),
-            given_back=held_bytes(one for cache in given_back for one in cache.held()),
+            given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
             given_back_on_host=sum(one.host_bytes for one in blocks),
             given_back_on_disk=sum(one.disk_bytes for one in blocks),
             held_on_host=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
+            promised=sum(text.full.blocks.untouched_bytes for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
         )

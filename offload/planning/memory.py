@@ -31,6 +31,7 @@ def plan_here(
     given_back_on_host: int = 0,
     given_back_on_disk: int = 0,
     held_on_host: int = 0,
+    promised: int = 0,
     free_disk: Callable[[], int] | None = None,
     device_memory: Callable[[torch.device], DeviceMemory | None] = device_memory,
 ) -> RunPlan:
@@ -44,6 +45,7 @@ def plan_here(
         given_back, given_back_on_host, given_back_on_disk: bytes on the device, in host memory besides, and on the disk
             that the run will not need any more, or that its plan counts again.
         held_on_host: bytes of host memory that other caches of this process have, which `--host-memory` bounds with it.
+        promised: bytes that other caches of this process will still take, where the CPU computes: they seem to be free.
         free_disk: gives the bytes that are free on the disk for what exceeds host memory; `None`: nothing may.
         device_memory: see `System`.
     """
@@ -70,7 +72,7 @@ def plan_here(
             request, gpu_bytes=free, gpu_total_bytes=total, gpu_bytes_beside=for_others, kernels=bool(everywhere)
         )
     else:
-        host, everywhere = ranks.least([min(host + own, most), int(kernels)])
+        host, everywhere = ranks.least([max(0, min(host + own - promised, most)), int(kernels)])
         request = replace(request, kernels=bool(everywhere))
     plan = make_plan(replace(request, host_bytes=host, local_ranks=1))
     if free_disk is None or plan.host_total <= host:

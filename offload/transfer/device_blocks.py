@@ -57,6 +57,11 @@ class Blocks(Protocol):
         ...
 
     @property
+    def untouched_bytes(self) -> int:
+        """Bytes on the device that no token has come to: a CPU's system counts them as free."""
+        ...
+
+    @property
     def host_bytes(self) -> int:
         """Bytes taken in host memory, where that is not the device's."""
         ...
@@ -179,6 +184,10 @@ class DeviceBlocks:
 
     def held(self) -> Held:
         yield from (("resident_kv", blocks) for blocks in self._layers)
+
+    @property
+    def untouched_bytes(self) -> int:
+        return sum(blocks[clean:].nbytes for blocks, clean in zip(self._layers, self._clean, strict=True))
 
     @property
     def host_bytes(self) -> int:

@@ -116,6 +116,10 @@ class StreamedBlocks:
             yield "prefill", self._workspace
 
     @property
+    def untouched_bytes(self) -> int:
+        return 0
+
+    @property
     def host_bytes(self) -> int:
         return self._away.host_bytes
 

@@ -1,5 +1,6 @@
 """Random histories of requests to one run after another: they join in every round, are ended in every phase, start from
-saved contexts, save them, are refused, and go on from what was answered. Each text is the one it has alone.
+saved contexts, save them, are refused, and go on from what was answered; runs are interrupted, or broken off in a pass.
+Each text is the one it has alone. Of the models one has a sliding window, and one rotates keys by a prompt's length.
 
     python tests/support/simulator/texts.py --histories 2000
     python tests/support/simulator/texts.py --histories 200 --real
@@ -19,25 +20,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 from cuda_simulator import Simulator
-from ledger import LIMITS, request_of, save_models
+from ledger import LIMITS, request_of
+from ledger import save_models as save_pair
 from simulated_gpu import as_on_a_gpu, simulated_system
 from torch import Tensor
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Request, Run, Sampling, Tokens
+from triforce.offload.caches.full import FullCache
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.system import THIS_MACHINE
 from triforce.offload.transfer.host import HOST
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from spmd import run_forks
-from tiny import random_tokens
+from tiny import random_tokens, save_family, save_llama
 
 BOOK = random_tokens(600, seed=5)
 LONGEST = 1600
@@ -45,6 +49,38 @@ LONGEST = 1600
 
 UNKNOWN = 10_000
 """No token of the vocabulary."""
+
+ORIGINAL = 400
+"""Tokens of the longest prompt whose keys do not depend on its length, where RoPE is dynamic."""
+
+
+def save_models(root: Path) -> Path:
+    """Tiny targets, and a tiny draft for them."""
+    save_pair(root)
+    save_family(root / "window", "mistral-window", seed=1)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    kind = {"num_key_value_heads": 2, "max_position_embeddings": ORIGINAL, "rope_parameters": dynamic}
+    save_llama(root / "dynamic", seed=1, **kind)
+    return root
+
+
+class BrokenOff(BaseException):
+    """As Ctrl-C raises it, wherever it comes."""
+
+
+@contextmanager
+def broken_off(after: int | None) -> Iterator[None]:
+    """Within, a pass is broken off once keys and values were added to layers so many times; what comes of it is over
+    with that."""
+    times, append = itertools.count(1), FullCache.append
+
+    def breaks(*given: Any) -> None:
+        if after is not None and next(times) > after:
+            raise BrokenOff
+        append(*given)
+
+    with suppress(BrokenOff), patch.object(FullCache, "append", breaks):
+        yield
 
 
 @dataclass(eq=False)
@@ -99,8 +135,10 @@ class History:
             interrupted=lambda: lasts is not None and next(calls) >= lasts,
         )
         cancels = chance.choice([0.0, 0.05])
-        for event in run:
-            self.note(run, event, cancels)
+        alone = self.engine.target.ranks.size == 1  # else the others would wait in vain
+        with broken_off(chance.choice([None, None, chance.randint(1, 3000)]) if alone and not whole else None):
+            for event in run:
+                self.note(run, event, cancels)
         for one in self.asked:
             one.cancelled |= not one.ended  # interrupted
             one.ended = True
@@ -140,11 +178,17 @@ class History:
         sampling = chance.choice([Sampling(0.0), Sampling(0.8, seed=chance.randint(0, 99))])
         contexts = contexts or chance.choice([None, ContextRequest(name=None, find=False)])
         one = Asked(
-            Request(prompt, sampling, chance.randint(1, 14), ignore_eos=True, contexts=contexts), kind == "refused"
+            Request(prompt, sampling, chance.randint(1, 14), ignore_eos=True, contexts=contexts),
+            kind == "refused" or self._is_not_saved(prompt, contexts),
         )
         one.request = replace(one.request, tag=one)
         self.asked.append(one)
         return one.request
+
+    def _is_not_saved(self, prompt: Sequence[int], contexts: ContextRequest | None) -> bool:
+        """Whether it wants a context of a text that cannot be saved."""
+        named = contexts is not None and bool(contexts.name or contexts.save)
+        return named and self.engine.target.config.rope.type == "dynamic" and len(prompt) > ORIGINAL
 
     def new(self, most: int) -> list[int]:
         return random_tokens(self.chance.randint(1, most), seed=self.chance.randint(100, 10_000))
@@ -252,7 +296,7 @@ def _play(models: Path, seed: int, folder: Path, ranks: int, real: bool) -> int:
             system = simulated_system(simulator, LIMITS, HOST, None)
         system = replace(system, clock=lambda: next(now))
         given = {"device": "cpu", "dtype": "float32", "gpus": ranks, "system": system, "store": ContextStore(folder)}
-        engine = Engine.load(models / "target", **given, **settings)
+        engine = Engine.load(models / chance.choice(["target", "target", "window", "dynamic"]), **given, **settings)
         try:
             if engine.target.ranks.rank:
                 for run in _followed(engine):
