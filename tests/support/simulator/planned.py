@@ -50,13 +50,17 @@ class Planned:
     def __post_init__(self) -> None:
         self._bare = make_plan(replace(self.engine._models.request(1), gpu_bytes=PLENTY, kernels=False))
         self._rope = self._bare.rope
+        config, dtype, ranks = self.engine.target.config, self.engine.target.dtype, self.engine.target.ranks
+        # Of the head each of several ranks has its rows of the vocabulary; plans count all of them.
+        others = config.vocab_size - config.vocab_size // ranks.size
+        self._other_heads = others * config.hidden_size * dtype.itemsize if ranks.size > 1 else 0
 
     def faults(self) -> Iterator[str]:
         """Parts of which more is held than is planned, or, of what lasts, less."""
         held, opened = bytes_by_part(self.engine.held()), dict(self._open())
         plans = [*opened.values(), *self._closed()]
         self._rope = max([self._rope, *(plan.rope for plan in [*plans, *(plan for _, plan in self._read)])])
-        yield from _unlike("weights", held, self._bare.weights)
+        yield from _unlike("weights", held, self._bare.weights, least=self._bare.weights - self._other_heads)
         yield from _unlike("rope", held, self._rope, least=0)
         yield from _unlike("draft_kv", held, sum(plan.draft_kv for plan in plans), least=0)
         yield from _unlike("mass", held, self.and_slack(sum(plan.mass for plan in plans)), least=0)
