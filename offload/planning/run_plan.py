@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...kernels.plain_attention import scratch_bytes
-from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS
+from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS, TILE_ROWS
 from ...tp.errors import CapacityError
 from ...tp.model.rope import rope_bytes
 from ...tp.units import gib
@@ -365,7 +365,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             room_for_unpacked=unpacked + spare_unpacked,
             spare=placement.num_spare * host_block + spare_unpacked,
             tail=tail,
-            retrieval=request.sequences * (budget + tail) * token_bytes,
+            retrieval=request.sequences * (max(budget, chunk_size) + tail) * token_bytes if budget else 0,
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
@@ -376,7 +376,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
             draft_kv=request.sequences * streaming_bytes(request.small, request.dtype) if request.small else 0,
-            rope=rope_bytes(part.head_dim, placement.capacity)
+            rope=rope_bytes(part.head_dim, request.shared + placement.capacity)
             + (rope_bytes(request.small.head_dim, STREAMING_POSITIONS) if request.small else 0),
             streamed_per_pass=placement.streamed_blocks(request.own) * host_block,
             disk_per_pass=placement.disk_blocks(request.own) * host_block,
@@ -513,12 +513,16 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
 
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
     """The attention mass of the last rows over all chunks, where so many draft tokens are verified at most; and what a
-    pass computes it from in one layer: the shares of every query head (float32), by block and joined."""
+    pass computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
+    has them for all of its room, and those of a prefill's last rows stay."""
     part, verified = request.part, draft_tokens + 1
     chunks = _num_chunks(request, placement)
     rows = max(verified, ROOM) + RECENT_ROWS
     mass = part.num_layers * part.num_kv_heads * rows * chunks * request.dtype.itemsize
-    return mass + 2 * part.num_heads * verified * chunks * 4
+    room = max(0, placement.open_tokens - placement.block_size) // request.settings.planned_chunk_size
+    if request.sequences + request.beside > 1:  # whose passes together have shares of their own
+        room *= 2
+    return mass + part.num_heads * max(verified, RECENT_ROWS) * (2 * chunks + room) * 4
 
 
 def _num_chunks(request: RunRequest, placement: Placement) -> int:
@@ -580,8 +584,8 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
 
 
 def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) -> int:
-    """Of the full caches, the retrieval caches and the draft's, where a GPU runs no kernels of this project: passes
-    over few rows, and in float32 a prefill."""
+    """Of the full caches, the retrieval caches and the draft's, and of passes over several full caches together, where
+    a GPU runs no kernels of this project: passes over few rows, and in float32 a prefill."""
     if not request.on_gpu:
         return 0
     part, small, dtype = request.part, request.small, request.dtype
@@ -590,7 +594,10 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
     def few(keys: int, heads: tuple[int, int] = target, head_dim: int = part.head_dim) -> int:
         return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, few_rows=True)
 
-    block = placement.block_size
+    block, piece = placement.block_size, max(placement.block_size, placement.open_tokens)
+    chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
+    own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
     many = scratch_bytes(*target, block, part.head_dim, dtype, few_rows=False) if dtype.itemsize > 2 else 0
     draft = few(STREAMING_POSITIONS, (small.num_heads, small.num_kv_heads), small.head_dim) if small else 0
-    return request.sequences * (max(many, few(block)) + few(retrieved) + draft)
+    together = own if request.sequences + request.beside > 1 else 0
+    return request.sequences * (max(many, own) + few(retrieved) + draft) + together

@@ -4,6 +4,8 @@ them; a run that finds no memory in mid-pass ends with its text so far."""
 import json
 import os
 import random
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +17,19 @@ from profiles import profile_name
 from simulated_gpu import as_on_a_gpu, simulated_system
 from spmd import run_forks
 from tiny import random_tokens, save_llama
+from triforce.kernels.cpu.library import loaded
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.settings import Settings
-from triforce.tp import CapacityError
+from triforce.tp import CapacityError, TriforceError
 from triforce.tp.model.config import ModelConfig
 
 GPU_BYTES = 200 * 2**20
 """Most of which is left free for cuBLAS and others."""
+
+MEMORY_RAN_OUT = r"GPU memory ran out: .* of 200\.0 MiB are taken; .*--resident"
+"""What is said then: the numbers, and what helps."""
 
 NEW_TOKENS = 24
 GREEDY = Sampling(temperature=0.0)
@@ -31,11 +37,12 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return ledger.save_models(tmp_path_factory.mktemp("models"))
+    """With heads that the compiled kernels take."""
+    return ledger.save_models(tmp_path_factory.mktemp("models"), head_dim=32)
 
 
-def histories(first, count):
-    return range(first, first + (500 // 3 if profile_name() == "campaign" else count))
+def histories(first, count, most=500 // 3):
+    return range(first, first + (most if profile_name() == "campaign" else count))
 
 
 @pytest.mark.parametrize("first", [0, 1000, 2000])
@@ -52,7 +59,7 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
             want = engine.generate(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True).token_ids
             run = engine.stream(prompt, Sampling(0.0), NEW_TOKENS, ignore_eos=True, reuse=chance.choice([None, 0]))
             rounds = chance.randint(0, 3)
-            with pytest.raises(CapacityError, match=r"GPU memory ran out: .* of 200\.0 MiB are taken; .*--resident"):
+            with pytest.raises(CapacityError, match=MEMORY_RAN_OUT):
                 for event in run:
                     if event.index == rounds:
                         simulator.limit, simulator.others = (
@@ -72,51 +79,148 @@ def test_memory_that_runs_out_in_a_pass_leaves_the_text_so_far(models, first):
 def test_memory_that_becomes_short_between_rounds_changes_no_token(models, first):
     """Blocks leave the GPU as others take its memory, time and again, in runs alone and in batches that are read in
     slices or at once."""
-    moved = 0
-    for seed in histories(first, 4):
+    assert sum(fall_short(models, seed) for seed in histories(first, 4))
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.slow(keep=())
+def test_memory_that_becomes_short_on_some_of_two_ranks_changes_no_token(models, first):
+    moved = []
+    for seed in histories(first, 2, 10):
+        said = run_forks(lambda seed=seed: print(int(fall_short(models, seed, 2)), flush=True), 2).split()
+        assert said[0] == said[1], seed
+        moved.append(int(said[0]))
+    assert sum(moved)
+
+
+def fall_short(models, seed, ranks=1):
+    """A history on this rank; whether blocks left the GPU."""
+    chance, simulator = random.Random(seed), Simulator()
+    limits = replace(ledger.LIMITS, largest_block=512, spare_share=chance.choice([0.01, 1.0]))
+    settings = {"tiers": chance.choice([1, 2, 3]), "budget": 64, "block_length": chance.choice([None, 6, 24])}
+    settings |= {"dtype": "float32", "draft": models / "draft", "resident": None}
+    length = chance.randint(1600, 2600)
+    prompt, sampling = random_tokens(length, seed=seed), chance.choice([GREEDY, Sampling(0.8, seed=4)])
+    requests = [
+        Request(prompt + random_tokens(chance.randint(1, 200), seed=9 + i), sampling, NEW_TOKENS, ignore_eos=True)
+        for i in range(chance.randint(1, 3))
+    ]
+    in_slices, by_hand, gpu_bytes = chance.random() < 0.5, chance.random() < 0.5, GPU_BYTES
+    compiled = chance.random() < 0.5 and loaded() is not None
+    asked = ledger.request_of(models, settings | {"resident": 0}, length + 300, ranks)
+    asked = replace(asked, limits=limits, gpu_bytes=gpu_bytes, kernels=compiled, sequences=len(requests))
+    streamed = make_plan(asked)
+    resident = int(chance.uniform(0.3, 0.8) * streamed.kv)
+    if by_hand:
+        settings["resident"] = resident / 2**30
+    else:
+        gpu_bytes = ledger.with_reserve(streamed, streamed.weights + streamed.working + resident)
+    simulator.limit = gpu_bytes
+    system = simulated_system(simulator, limits, device_bytes=gpu_bytes)
+    when = random.Random(f"{seed} on {os.environ.get('RANK')}")
+    with nullcontext() if compiled else as_on_a_gpu(), simulator:
+        want, moved = None, False
+        for falls in (False, True):
+            engine = Engine.load(models / "target", device="cpu", system=system, gpus=ranks, **settings)
+            batch = engine.batch(requests, in_slices=in_slices, expected=len(requests))
+            for _ in batch:
+                free = gpu_bytes - simulator.live - simulator.others
+                spare = spare_bytes(engine)
+                begun = all(one.state != "waiting" for one in batch.sequences)
+                if falls and begun and spare and when.random() < 0.3:
+                    simulator.others += max(0, free + when.randint(1, spare) - next_bytes(batch))
+            found = [one.statistics.token_ids for one in batch.sequences]
+            errors = [one.error for one in batch.sequences]
+            assert all(len(tokens) == NEW_TOKENS for tokens in found), (seed, errors)
+            want = want or found
+            assert found == want and not simulator.refused, seed
+            moved = any("GPU memory became short" in line for line in batch.warnings)
+            assert falls or not moved, seed
+            engine.close()
+            del engine, batch
+            simulator.others = 0
+    return moved
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.slow(keep=("0",))
+def test_memory_that_runs_out_beside_others_leaves_all_texts_so_far(models, first):
+    """In a round, which ends the run, or in a prompt that is read, which ends that sequence alone."""
+    ended = 0
+    for seed in histories(first, 3):
         chance, simulator = random.Random(seed), Simulator()
-        limits = replace(ledger.LIMITS, largest_block=512, spare_share=chance.choice([0.01, 1.0]))
+        system = simulated_system(simulator, ledger.LIMITS, device_bytes=GPU_BYTES)
         settings = {"tiers": chance.choice([1, 2, 3]), "budget": 64, "block_length": chance.choice([None, 6, 24])}
-        settings |= {"dtype": "float32", "draft": models / "draft", "resident": None}
-        length = chance.randint(1600, 2600)
-        prompt = random_tokens(length, seed=seed)
-        requests = [
-            Request(prompt + random_tokens(chance.randint(1, 200), seed=9 + i), GREEDY, NEW_TOKENS, ignore_eos=True)
-            for i in range(chance.randint(1, 3))
+        settings |= {"resident": chance.choice([None, 0]), "dtype": "float32", "system": system}
+        text, in_slices = random_tokens(chance.randint(40, 200), seed=seed), chance.random() < 0.5
+        prompts = [
+            chance.choice([text, []]) + random_tokens(chance.randint(20, 150), seed=9 + i)
+            for i in range(chance.randint(2, 4))
         ]
-        in_slices, by_hand, gpu_bytes = chance.random() < 0.5, chance.random() < 0.5, GPU_BYTES
-        asked = ledger.request_of(models, settings | {"resident": 0}, length + 300, 1)
-        streamed = make_plan(replace(asked, limits=limits, gpu_bytes=gpu_bytes, kernels=False, sequences=len(requests)))
-        resident = int(chance.uniform(0.3, 0.8) * streamed.kv)
-        if by_hand:
-            settings["resident"] = resident / 2**30
-        else:
-            gpu_bytes = ledger.with_reserve(streamed, streamed.weights + streamed.working + resident)
-        simulator.limit = gpu_bytes
-        system = simulated_system(simulator, limits, device_bytes=gpu_bytes)
+        requests = [Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True) for prompt in prompts]
         with as_on_a_gpu(), simulator:
-            want = None
-            for falls in (False, True):
-                engine = Engine.load(models / "target", device="cpu", system=system, **settings)
-                batch = engine.batch(requests, in_slices=in_slices, expected=len(requests))
-                for _ in batch:
-                    free = gpu_bytes - simulator.live - simulator.others
-                    spare = spare_bytes(engine)
-                    begun = all(one.state != "waiting" for one in batch.sequences)
-                    if falls and begun and spare and chance.random() < 0.3:
-                        simulator.others += max(0, free + chance.randint(1, spare) - next_bytes(batch))
-                found = [one.statistics.token_ids for one in batch.sequences]
-                errors = [one.error for one in batch.sequences]
-                assert all(len(tokens) == NEW_TOKENS for tokens in found), (seed, errors)
-                want = want or found
-                assert found == want and not simulator.refused, seed
-                said = any("GPU memory became short" in line for line in batch.warnings)
-                assert falls or not said, seed
-                moved += said
-                engine.close()
-                del engine, batch
-                simulator.others = 0
-    assert moved
+            engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+            want = [engine.generate(prompt, GREEDY, NEW_TOKENS, ignore_eos=True).token_ids for prompt in prompts]
+            batch, at, error = engine.batch(requests, in_slices=in_slices), chance.randint(0, 8), ""
+            came = [0] * len(prompts)
+            try:
+                for count, (index, event) in enumerate(batch):
+                    came[index] += len(event.tokens)
+                    if count == at:
+                        simulator.limit = GPU_BYTES
+                        simulator.others = GPU_BYTES - simulator.live - chance.randint(0, 2000)
+            except CapacityError as refusal:
+                error = str(refusal)
+                assert re.search(MEMORY_RAN_OUT, error), seed
+            for one, tokens, right in zip(batch.sequences, came, want, strict=True):
+                found = one.statistics.token_ids
+                assert len(found) == tokens and found == right[:tokens], seed
+                assert error or tokens == NEW_TOKENS or re.search(f"{MEMORY_RAN_OUT}|available", one.error or ""), seed
+            ended += bool(error)
+            simulator.others, simulator.refused = 0, []
+            assert engine.generate(prompts[0], GREEDY, NEW_TOKENS, ignore_eos=True).token_ids == want[0], seed
+            assert not simulator.refused
+            engine.close()
+    assert ended
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000])
+@pytest.mark.slow(keep=())
+def test_memory_that_runs_out_on_one_of_two_ranks_ends_both_with_the_text_so_far(models, first):
+    for seed in histories(first, 1, 8):
+        said = run_forks(lambda seed=seed: run_out_on_a_rank(models, random.Random(seed)), 2)
+        short, other = sorted((json.loads(line) for line in said.splitlines() if line.startswith("{")), key=order_of)
+        for one in (short, other):
+            assert one["found"] == one["want"][: len(one["found"])] and len(one["found"]) > one["rounds"], seed
+        assert short["kind"] == "CapacityError" and re.search(MEMORY_RAN_OUT, short["error"]), seed
+        assert other["kind"] == "PeerError" and "one of them has ended" in other["error"], seed
+
+
+def order_of(report):
+    return not report["short"]
+
+
+def run_out_on_a_rank(models, chance):
+    """A run whose memory runs out in a pass, on one rank alone; prints what it ended with."""
+    simulator, place = Simulator(), int(os.environ["RANK"])
+    system = simulated_system(simulator, ledger.LIMITS, device_bytes=GPU_BYTES)
+    settings = {"tiers": chance.choice([1, 2, 3]), "budget": 64, "block_length": chance.choice([None, 6, 24])}
+    settings |= {"resident": chance.choice([1e-3, 0]), "dtype": "float32", "system": system, "gpus": 2}
+    prompt, short = random_tokens(chance.randint(60, 300), seed=1), chance.randint(0, 1) == place
+    rounds, left, kind, error = chance.randint(0, 3), chance.randint(0, 500), "", ""
+    with as_on_a_gpu(), simulator:
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+        want = engine.generate(prompt, GREEDY, NEW_TOKENS, ignore_eos=True).token_ids
+        run = engine.stream(prompt, GREEDY, NEW_TOKENS, ignore_eos=True)
+        try:
+            for event in run:
+                if event.index == rounds and short:
+                    simulator.limit, simulator.others = GPU_BYTES, GPU_BYTES - simulator.live - left
+        except TriforceError as failure:
+            kind, error = type(failure).__name__, str(failure)
+    found = {"short": short, "rounds": rounds, "want": want, "found": run.statistics.token_ids}
+    print(json.dumps(found | {"kind": kind, "error": error}), flush=True)
+    os._exit(0)  # as a rank ends whose group has lost one
 
 
 def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):

@@ -1,5 +1,5 @@
 """Random histories of whole runs on a simulated GPU whose memory is counted: between rounds what lives there is what
-its owners say they hold (`Engine.held`).
+its owners say they hold (`Engine.held`), by part no more than is planned (`planned`), and in a round no more is taken.
 
     python tests/support/simulator/ledger.py --histories 2000
 
@@ -15,16 +15,19 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import isgenerator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from cuda_simulator import Memory, Simulator
+from planned import Planned
 from simulated_gpu import as_on_a_gpu, simulated_system
 from staged_runs import staged
 from torch import Tensor
@@ -52,7 +55,7 @@ FEW_BUFFERS = replace(LIMITS, ring_buffers=1, staging_buffers=3, disk_buffers=3,
 
 
 class Uncounted(AssertionError):
-    """Memory lives on the device that nobody says he holds."""
+    """Memory lives on the device that nobody says he holds, or that was not planned."""
 
 
 @dataclass
@@ -62,14 +65,21 @@ class Ledger:
     engine: Engine
     simulator: Simulator
     checks: int = 0
+    fullest: float = 0.0
+    """Of what is planned beside what lasts, the largest share that was taken."""
     peaks: dict[str, int] = field(default_factory=dict)
     """Bytes of each part, the most there were at a check."""
+    met: set[str] = field(default_factory=set)
+    """What there was at some check."""
+
+    def __post_init__(self) -> None:
+        self.planned = Planned(self.engine)
 
     def check(self, where: str) -> None:
         """Between rounds.
 
         Raises:
-            Uncounted: what lives on the device is not what is held.
+            Uncounted: what lives on the device is not what is held, or not what is planned.
         """
         held = [*self.engine.held(), *self._of_a_prefill()]
         if isinstance(self.engine._capture, Recorder):
@@ -86,11 +96,60 @@ class Ledger:
                 f"{memory.size} bytes, last used by {use}" for memory, use in zip(lost, uses, strict=True)
             )
             raise Uncounted(f"{where}: nobody holds {found}")
+        self._check_plan(where, held)
         on_disk = sum(cache.blocks.disk_bytes for cache in self.engine._kept.caches)
         sizes = bytes_by_part(held) | {"disk_kv": on_disk}
         for part, size in sizes.items():
             self.peaks[part] = max(size, self.peaks.get(part, 0))
+        self.met.update(self._there())
         self.checks += 1
+
+    def _there(self) -> Iterator[str]:
+        """What there is between two rounds that not every history has."""
+        engine, settings = self.engine, self.engine.settings
+        live = engine._running.live if engine._running else []
+        opened = [one for one in live if one.caches]
+        yield f"{str(engine.target.dtype).removeprefix('torch.')}"
+        yield f"{settings.tiers} tiers"
+        yield f"refresh {settings.refresh}"
+        yield f"block length {settings.block_length}"
+        there = {
+            "sequences together": len(opened) > 1,
+            "a prompt read beside others": {"reading", "running"} <= {one.state for one in opened},
+            "a shared prefix": any(one.opened.full.prefix for one in opened),
+            "a restored context": any(one.order.contexts.prefix for one in opened),
+            "blocks that stream": any(not one.opened.full.all_on_device for one in opened),
+            "blocks on a disk": any(one.opened.full.blocks.disk_bytes for one in opened),
+            "packed blocks": any(one.opened.full.blocks.packed for one in opened),
+            "blocks that have left the GPU": engine._kept.moved > 0,
+            "looked-up drafts": settings.lookup,
+            "captured passes": isinstance(engine._capture, Recorder) and engine._capture.replays > 0,
+            "an answer of a thousand tokens": any(len(one.statistics.token_ids) >= 1000 for one in opened),
+        }
+        yield from (name for name, is_there in there.items() if is_there)
+
+    def _check_plan(self, where: str, held: list[tuple[str, Tensor]]) -> None:
+        """Raises:
+        Uncounted: more is held or was taken than is planned.
+        """
+        sizes, live, peak = bytes_by_part(held), self.simulator.live, self.simulator.peak
+        before = self.planned.live
+        if sum(sizes.values()) != live:
+            raise Uncounted(f"{where}: {sum(sizes.values())} bytes are held and {live} live")
+        if fault := next(self.planned.faults(), None):
+            raise Uncounted(f"{where}: {fault}")
+        most, lasting = self.planned.most(sizes.get("captured", 0), live)
+        self.simulator.peak = live
+        if self.engine.target.dtype != torch.float32:  # in PyTorch's operations 16 bits take more than on a GPU
+            return
+        if peak > self.planned.and_slack(most):
+            raise Uncounted(f"{where}: {peak} bytes were taken where {most} are planned, {lasting} of them last")
+        if isinstance(self.engine._capture, Measuring):
+            captured, left = self.planned.captured(self.engine._capture.taken)
+            if captured > left:
+                raise Uncounted(f"{where}: captured passes have {captured} bytes where {left} are left free for them")
+        if most > lasting and peak > before:
+            self.fullest = max(self.fullest, (peak - lasting) / (most - lasting))
 
     def _beside(self, known: set[int]) -> list[Memory]:
         """What lives on the device besides the storages that are known."""
@@ -107,6 +166,24 @@ class Ledger:
             generators += [one for one in (*values, generator.gi_yieldfrom) if isgenerator(one)]
 
 
+class Measuring(Recorder):
+    """Notes what passes take while they run, which as captured ones they take from their pool."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__()
+        self._simulator = simulator
+        self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Bytes that a pass that is to be captured took at most, beside its result and what lasts."""
+
+    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+        simulator = self._simulator
+        peak, simulator.peak = simulator.peak, simulator.live
+        result = super().warm_up(run)
+        self.taken[getattr(run, "__self__")] = simulator.peak - simulator.live  # noqa: B009 (of a method)
+        simulator.peak = max(peak, simulator.peak)
+        return result
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -117,10 +194,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(value.workspace)
 
 
-def save_models(root: Path) -> Path:
+def save_models(root: Path, **sizes: int) -> Path:
     """A tiny target and a tiny draft."""
-    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
-    save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096)
+    save_llama(root / "draft", seed=9, num_hidden_layers=1, hidden_size=32, **sizes)
+    save_llama(root / "target", seed=1, num_key_value_heads=2, max_position_embeddings=4096, **sizes)
     return root
 
 
@@ -155,7 +232,7 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
         "dtype": chance.choice(["float32", "bfloat16", "float16"]),
         "tiers": chance.choice([1, 2, 3, 3]),
         "resident": chance.choice([None, 0, 0, 1e-4]),
-        "budget": chance.choice([16, 64, 128]),
+        "budget": chance.choice([16, 64, 128, 2048]),
         "refresh": chance.choice(["auto", "round", "never", 3]),
         "block_length": chance.choice([None, 1, 6, 24, 60, 128]),
         "draft_length": chance.choice([None, 1, 4]),
@@ -178,7 +255,7 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
         given = {"device": "cpu", "gpus": ranks, "system": system, "store": ContextStore(folder)} | settings
         engine = Engine.load(models / "target", **given)
         if seed % 3 == 0 and ranks == 1:
-            engine._capture = Recorder()
+            engine._capture = Measuring(simulator)
         ledger = Ledger(engine, simulator)
         history = _History(engine, ledger, chance, length)
         try:
@@ -257,14 +334,17 @@ class _History:
         if kind == "answer":
             self.answer(self.chance.randint(1, 20))
         elif kind == "long":
-            self.answer(max(20, min(60, 1200 // (self.engine.settings.block_length or 24))))
+            settings, most = self.engine.settings, self.engine.settings.block_length or 24
+            accepts_all = settings.block_length in (24, 60, 128) and settings.tiers == 2 and settings.budget == 2048
+            self.answer(1100 if accepts_all and self.chance.random() < 0.2 else max(20, min(60, 1200 // most)))
         elif kind == "talk":
             for _ in range(50 if self.chance.random() < 0.1 else 4):
                 self.ask(self.context + self.new(6), self.chance.randint(1, 6))
         elif kind == "break":
             run = self.engine.stream(self.context, self.sampling(), 30, ignore_eos=True)
+            self.ledger.check("before an answer")
             for _ in islice(run, self.chance.randint(0, 3)):
-                pass
+                self.ledger.check("in an answer")
             run.close()
         elif kind == "batch":
             self.batch()
@@ -274,7 +354,9 @@ class _History:
             self.saved += 1
             self.engine.read(self.context, f"text-{self.saved}")
         else:
-            self.engine.logits(self.context, self.new(5))
+            answer = self.new(5)
+            self.engine.logits(self.context, answer)
+            self.ledger.planned.note_reading(len(self.context) + len(answer))
 
     def sampling(self) -> Sampling:
         return self.chance.choice([Sampling(0.0), Sampling(0.8, top_p=0.9), Sampling(1.0, seed=4, min_p=0.1)])
@@ -335,18 +417,26 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    began, checks = time.perf_counter(), 0
+    began, checks, fullest, met = time.perf_counter(), 0, 0.0, Counter[str]()
     with tempfile.TemporaryDirectory() as directory:
         models = save_models(Path(directory))
         for seed in range(options.first, options.first + options.histories):
             try:
-                checks += sum(play_on_ranks(models, seed)) if seed % 10 == 7 else play(models, seed).checks
+                if seed % 10 == 7:
+                    checks += sum(play_on_ranks(models, seed))
+                    met["two ranks"] += 1
+                else:
+                    found = play(models, seed)
+                    checks, fullest = checks + found.checks, max(fullest, found.fullest)
+                    met.update(found.met)
             except BaseException:
                 print(f"seed {seed}")
                 raise
             if seed % 100 == 99:
                 print(f"{seed + 1 - options.first} histories, {checks:,} checks, {time.perf_counter() - began:.0f} s")
-    print(f"{options.histories} histories: in {checks:,} checks everything on the device was held by somebody")
+    print(f"{options.histories} histories: in {checks:,} checks what is on the device was held by somebody and planned")
+    print(f"of what is planned beside what lasts, {fullest:.1%} was taken at most")
+    print("histories with " + ", ".join(f"{name}: {count}" for name, count in sorted(met.items())))
 
 
 if __name__ == "__main__":
