@@ -11,9 +11,11 @@ from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import random_tokens
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches import recent_mass
 from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.recent_mass import RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
-from triforce.offload.caches.streaming import StreamingCache
+from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.passes import JOINED, _CapturedPass
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import make_plan
@@ -130,6 +132,54 @@ FAULTS = [
     (Tier, kept_behind("step")),
     (_CapturedPass, left_out("captured")),
 ]
+
+
+def made_larger(name, by):
+    """An owner that makes room for more than it is told."""
+
+    def plant(monkeypatch, kind):
+        make = kind.__init__
+
+        def larger(self, *given, **named):
+            make(self, *given, **named)
+            setattr(self, name, by(getattr(self, name)))
+
+        monkeypatch.setattr(kind, "__init__", larger)
+
+    return plant
+
+
+def given_more(**more):
+    """An owner that is told to make room for more."""
+
+    def plant(monkeypatch, kind):
+        make = kind.__init__
+        monkeypatch.setattr(kind, "__init__", lambda self, *given, **named: make(self, *given, **(named | more)))
+
+    return plant
+
+
+def more_rows(monkeypatch, kind):
+    monkeypatch.setattr(recent_mass, "ROOM", 200)
+
+
+BEYOND_THE_PLAN = {
+    "a tail that is too long": (RetrievalCache, made_larger("_tail", lambda tail: tail + 8)),
+    "mass of more rows": (RecentMass, more_rows),
+    "a draft's window that is too long": (StreamingCache, given_more(slack=SLACK + 1)),
+    "a buffer of the ring too many": (Ring, made_larger("buffers", lambda buffers: [*buffers, buffers[0].clone()])),
+}
+"""What is held, but not planned."""
+
+
+@pytest.mark.parametrize("fault", BEYOND_THE_PLAN)
+@pytest.mark.slow(keep=("a tail that is too long",))
+def test_what_nobody_plans_is_noticed(models, monkeypatch, fault):
+    kind, plant = BEYOND_THE_PLAN[fault]
+    plant(monkeypatch, kind)
+    with pytest.raises(ledger.Uncounted, match="planned"):
+        for seed in range(8):
+            ledger.play(models, seed)
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
