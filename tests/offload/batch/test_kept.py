@@ -6,6 +6,7 @@ import itertools
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ class OneOfTwo:
 def test_ranks_take_part_where_another_has_more_left_to_move(spare_bytes):
     """What did not pack on one of them has stayed on its GPU."""
     ranks, moved = OneOfTwo(), []
-    decoder = SimpleNamespace(ranks=ranks, device=torch.device("cpu"))
+    decoder: Any = SimpleNamespace(ranks=ranks, device=torch.device("cpu"))
     kept = KeptCache(decoder, system=System(device_memory=lambda _: DeviceMemory(10, 100, 0)))
 
     class SomeBlocks:
@@ -256,7 +257,8 @@ def test_ranks_take_part_where_another_has_more_left_to_move(spare_bytes):
             moved.append(num_bytes)
             return 0
 
-    kept.make_room([SimpleNamespace(holders=[SimpleNamespace(blocks=SomeBlocks())])], lambda: 50)
+    cache: Any = SimpleNamespace(holders=[SimpleNamespace(blocks=SomeBlocks())])
+    kept.make_room([cache], lambda: 50)
     assert len(ranks.asked) == 2 and ranks.asked[1] == [10 - 50] and moved == [40]
 
 
