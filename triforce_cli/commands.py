@@ -90,4 +90,4 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
-    """Options of the command itself; `app.main` looks for `--debug` among all arguments."""
+    """Options of the command itself; `app.run` looks for `--debug` among all arguments."""

@@ -229,10 +229,10 @@ class Talk:
             progress.prefill(share)
 
         try:
-            with self._interruptible(new_tokens) as progress:
+            with self._with_progress(new_tokens) as progress:
                 session.on_memory, session.on_read = progress.memory, begin
                 event = next(events, None)
-            with self._interruptible(0):
+            with self._with_progress(0):
                 while event is not None:
                     if isinstance(event, Failed):
                         raise event.error
@@ -289,8 +289,8 @@ class Talk:
             self._warned.add(warning)
 
     @contextmanager
-    def _interruptible(self, new_tokens: int) -> Iterator[StartProgress]:
-        """A block with steps of a run, of which the first reads so many tokens."""
+    def _with_progress(self, new_tokens: int) -> Iterator[StartProgress]:
+        """Hides what is typed meanwhile and, where so many new tokens are long to read, shows how they are read."""
         progress = start_progress(self._console, new_tokens) if new_tokens >= _LONG else nullcontext(NO_PROGRESS)
         keys: Any = nullcontext()
         if self._questions.interactive:

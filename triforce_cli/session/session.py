@@ -117,9 +117,9 @@ class Failed:
 Event = Written | Finished | Failed | None
 """`None`: a prompt is being read, or a sequence that was ended has left."""
 
-Source = Callable[[bool], Task | None]
-"""Asked for tasks between rounds, as long as one more may run: the next one, or `None` where there is none now. It is
-called with `True` where nothing else is left to be done: then it may wait, and `None` ends the session's run."""
+NextTask = Callable[[bool], Task | None]
+"""Called between rounds, as long as one more may run, for the next task; `None` where there is none now. It is called
+with `True` where nothing else is running: then it may wait for one, and `None` ends the session's run."""
 
 
 class Session:
@@ -148,8 +148,8 @@ class Session:
         self.run: Run | None = None
         """The engine's run, once there is one."""
 
-    def events(self, source: Source) -> Generator[Event, None, None]:
-        """Does what `source` gives, until that is nothing, the run is interrupted, or this is closed. What is left in
+    def events(self, next_task: NextTask) -> Generator[Event, None, None]:
+        """Does what `next_task` gives, until that is nothing, the run is interrupted, or this is closed. What is left in
         `tasks` then was broken off.
 
         Raises:
@@ -158,7 +158,7 @@ class Session:
         eos_ids = self._engine.target.config.eos_token_ids
 
         def next_request(waits: bool) -> Request | None:
-            task = source(waits)
+            task = next_task(waits)
             if task is None:
                 return None
             self.tasks[task] = None

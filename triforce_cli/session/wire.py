@@ -183,13 +183,13 @@ NEEDED: Any = Field(None, validate_default=True)
 """The default of a field that must be given: `None` is refused in the words of its kind."""
 
 
-class Given(BaseModel, strict=True):
+class ClientObject(BaseModel, strict=True):
     """An object that a client sends."""
 
     @model_validator(mode="before")
     @classmethod
-    def _honoured(cls, given: Any) -> dict[str, Any]:
-        """Its fields without those that change nothing. One that is left and has no place here is refused."""
+    def _refuse_unknown_fields(cls, given: Any) -> dict[str, Any]:
+        """Drops nulls and fields without effect, and refuses every other field that the class does not declare."""
         if not isinstance(given, dict):
             raise ValueError(f"is {_shown(given)}; it must be an object with {' and '.join(cls.model_fields)}")
         honoured = {name: one for name, one in given.items() if one is not None and not cls._is_neutral(name, one)}
@@ -228,7 +228,7 @@ class TextPart(BaseModel, strict=True):
 _PARTS = TypeAdapter(Annotated[list[TextPart], FailFast()])
 
 
-class Message(Given):
+class Message(ClientObject):
     """One of a chat's messages."""
 
     role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)] = NEEDED
@@ -251,7 +251,7 @@ _KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: NotNegati
 _FIELDS: dict[str, Any] = {name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()}
 
 SamplingFields = create_model(
-    "SamplingFields", __base__=Given, __doc__="How tokens are drawn: the fields of `Sampling`.", **_FIELDS
+    "SamplingFields", __base__=ClientObject, __doc__="How tokens are drawn: the fields of `Sampling`.", **_FIELDS
 )
 
 
@@ -323,7 +323,7 @@ class CompletionBody(AnswerBody):
 _BODIES: dict[str, type[ChatBody | CompletionBody]] = {CHAT: ChatBody, COMPLETION: CompletionBody}
 
 
-class StreamOptions(Given):
+class StreamOptions(ClientObject):
     """Of a body's `stream_options`."""
 
     include_usage: bool = False
@@ -331,7 +331,7 @@ class StreamOptions(Given):
     """Changes nothing here."""
 
 
-class Delivery(Given):
+class Delivery(ClientObject):
     """Fields that `serve` takes beside those of a body: how the answer is delivered."""
 
     stream: bool = False
@@ -346,7 +346,7 @@ class Delivery(Given):
         return self
 
 
-class BatchLine(Given):
+class BatchLine(ClientObject):
     """A line of a batch file."""
 
     custom_id: Text
@@ -364,7 +364,7 @@ class BatchLine(Given):
         return f"is not a field of a line; there are {', '.join(cls.model_fields)}"
 
 
-Model = TypeVar("Model", bound=Given)
+Model = TypeVar("Model", bound=ClientObject)
 
 
 def read(kind: type[Model], given: Any) -> Model:
