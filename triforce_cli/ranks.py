@@ -17,9 +17,9 @@ from .terminal.streams import tell
 
 
 def starts_or_follows(request: EngineOptions, call: Call, *, goes_on: bool = False) -> bool:
-    """Runs the command as a rank above 0, where this process is one: returns `True` once that is done, so that the caller
-    returns too. On rank 0, or with one process, it returns `False`, and the command goes on. Signals are for rank 0 alone,
-    which ends a run where all ranks are between two rounds, and then the others.
+    """Runs the command as a rank above 0, where this process is one, and returns `True` once that is done, so that the
+    caller returns too. On rank 0, or with one process, it returns `False`, and the command goes on. Signals are for
+    rank 0 alone, which ends a run where all ranks are between two rounds, and then the others.
 
     Args: `goes_on` is whether the command makes several runs in one process, also after one that did not fit.
 

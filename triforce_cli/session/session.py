@@ -149,7 +149,7 @@ class Session:
         """The engine's run, once there is one."""
 
     def events(self, next_task: NextTask) -> Generator[Event, None, None]:
-        """Does what `next_task` gives, until that is nothing, the run is interrupted, or this is closed. What is left in
+        """Does what `next_task` gives, until that is `None`, a signal ends the run, or this is closed. What is left in
         `tasks` then was broken off.
 
         Raises:

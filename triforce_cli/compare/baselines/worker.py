@@ -89,7 +89,7 @@ def peak_bytes(device: str) -> tuple[int, int]:
 
 
 def _peak_resident() -> int:
-    """Bytes, as `offload.planning.memory.host_peak_bytes`, but without importing PyTorch into a process that does not use it."""
+    """Bytes, as `host_peak_bytes` of the engine, but without importing PyTorch into a process that does not use it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
