@@ -51,8 +51,6 @@ class Answering:
         self._queue = queue
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._session: Session | None = None
-        self._overtaken, self._one_waits = 0, False  # who joined while a prompt waited that must come alone
-        self._just_begun = False  # whether the first was taken where nobody ran, and has not been opened
         self.broken = False
         """Whether it broke off where other ranks, if there are any, go on."""
 
@@ -76,7 +74,6 @@ class Answering:
         try:
             with closing(session.events(self._next)) as events:
                 for event in events:
-                    self._just_begun = False
                     if self._cut_by():
                         session.end_all()
                         continue
@@ -105,18 +102,11 @@ class Answering:
             self._metrics.update(session.run.traffic(), session.run.kv_bytes())
 
     def _next(self, waits: bool) -> Task | None:
-        """What the engine is to do next, and waits for it where it does nothing else. Once several have overtaken a
-        prompt that must come alone, nothing joins until it has come."""
-        if waits:
-            self._overtaken, self._just_begun = 0, True
-        elif self._overtaken >= self._most or (self._just_begun and self._engine.target.config.rope.type == "dynamic"):
-            return None
+        """What the engine is to do next; waits for it where nothing else is running."""
         while True:
-            self._one_waits = False
             found = self._queue.next() if waits else self._queue.pop(self._may_join)
             if found is None:
                 return None
-            self._overtaken += self._one_waits
             if found.abandoned:
                 continue
             try:
@@ -155,14 +145,8 @@ class Answering:
         return Task(work.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
 
     def _may_join(self, work: Job | Upload) -> bool:
-        """Texts that are read come one at a time, as several of the same name would be in each other's way; prompts
-        whose length decides how they are rotated (dynamic RoPE) come alone."""
-        if isinstance(work, Upload) and any(isinstance(task.owner, Upload) for task in self._tasks):
-            return False
-        if self._engine.target.rope.changes_with(work.num_tokens):
-            self._one_waits = True
-            return False
-        return True
+        """Texts that are read come one at a time, as several of the same name would be in each other's way."""
+        return not (isinstance(work, Upload) and any(isinstance(task.owner, Upload) for task in self._tasks))
 
     def _send_piece(self, event: Written) -> None:
         """Hands on what a round brought to an answer."""

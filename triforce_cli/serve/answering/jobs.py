@@ -128,11 +128,6 @@ class Job(_Work):
         """Its answers."""
         return self.request.answers
 
-    @property
-    def num_tokens(self) -> int:
-        """Of what is read."""
-        return len(self.prompt.token_ids)
-
 
 @dataclass(eq=False)
 class Upload(_Work):
@@ -148,10 +143,6 @@ class Upload(_Work):
         if isinstance(error, ContextError):
             error = BodyError(str(error), code="context_not_saved", status=507)
         super().fail(error)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
 
     def missing(self, contexts: ModelContexts) -> int:
         """How many of its tokens are not saved under its name.
