@@ -6,6 +6,7 @@ goes on from there, beside others that run.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -579,6 +580,9 @@ class Run(Iterator[Event]):
 
 
 def _without_frames(error: E) -> E:
-    """An error that is kept, without the frames it came through: they hold caches and activations."""
+    """An error that is kept, without the frames it came through, which hold caches and activations: of one that is not
+    expected they are kept in words."""
+    if error.__traceback__ and not isinstance(error, TriforceError):
+        error.add_note("".join(traceback.format_exception(error)))
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error

@@ -223,6 +223,10 @@ class BatchSequence:
             synchronize(caches.full.blocks.device)
             caches.full.release_prefix()
 
+    def forget_request(self) -> None:
+        """Drops what was asked, once whoever asked has taken note of its end: it may refer to this sequence."""
+        self._request = None
+
     def forget_prompt(self) -> None:
         """Drops the tokens of prompt and answer; the answer is in the statistics."""
         self.order, self.context = replace(self.order, prompt=[]), []

@@ -196,9 +196,11 @@ class Talk:
             try:
                 stop = self._do(task, asked.new_tokens, asked, output)
                 break
-            except CapacityError:
-                dropped = len(asked.dropped)
-                if task.begun or not conversation.trim or dropped >= len(conversation.turns) - bool(asked.attempt):
+            except Exception as error:
+                dropped, turns = len(asked.dropped), len(conversation.turns) - bool(asked.attempt)
+                fits_less = isinstance(error, CapacityError) and not task.begun and conversation.trim
+                if not fits_less or dropped >= turns:
+                    self._write_rest(task, output)
                     raise
                 asked = make(dropped + 1)
         stop = self._write_rest(task, output) or stop

@@ -118,7 +118,7 @@ def run(
         tell(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
     if request.sampling.greedy and request.answers > 1:
         tell("the temperature is 0: all answers to a question will be the same")
-    kind = _OneAnswer if len(answers) == 1 else _SeveralAnswers
+    kind = _OneAnswer if wanted and len(wanted) == 1 else _SeveralAnswers
     kind(request, engine, tokenizer, console, signals, answers, json_file).write(len(longest.token_ids))
     engine.finish()
     engine.close()
@@ -212,8 +212,13 @@ class _Answers:
             with start_progress(self.console, tokens) as progress:
                 self.session.on_memory = progress.memory
                 self.session.on_read = lambda task, share: self._read(task, share, progress)
-                event = next(events, None)
-            with self.display() if self.live and isinstance(event, Written) else nullcontext() as display:
+                event, failed = next(events, None), []
+                while isinstance(event, Failed):
+                    failed.append(event)
+                    event = next(events, None)
+            with self.display() if self.live and event else nullcontext() as display:
+                for one in failed:
+                    self._take(one, display)
                 while event is not None:
                     self._take(event, display)
                     event = next(events, None)
@@ -250,7 +255,7 @@ class _Answers:
     def _take(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
         answer = self.answer_of[event.task]
         if isinstance(event, Failed):
-            if len(self.answers) == 1 or isinstance(event.error, ContextError):  # which all start from
+            if isinstance(self, _OneAnswer) or isinstance(event.error, ContextError):  # which all start from
                 raise event.error
             answer.error = event.error
         answer.complete |= isinstance(event, Finished)
@@ -287,6 +292,7 @@ class _OneAnswer(_Answers):
             ended = ended or stop
         assert task.sequence
         stats = task.sequence.document(session.lengths, [])
+        stats.pop("error", None)  # it is raised
         stats |= {"finish_reason": task.finish_reason, "warnings": session.warnings(task)}
         try:
             self.json_file.write(with_text(stats, task.text.text))

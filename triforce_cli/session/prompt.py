@@ -10,6 +10,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from ...offload.contexts.manifest import NO_FRAME, ContextError, Frame
 from ...tp.errors import CapacityError, TriforceError, UsageError
@@ -99,13 +101,25 @@ def saved_text(name: str, config: ModelConfig) -> tuple[list[int], Frame]:
             f"the context {name!r} is not complete: {manifest.saved:,} of {manifest.tokens:,} tokens are saved; "
             "triforce read goes on with it"
         )
-    token_ids, shape = store.token_ids(name), manifest.shape
-    ours = config.num_layers, config.num_kv_heads, config.head_dim
-    if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or max(token_ids) >= config.vocab_size:
+    token_ids, largest = _token_ids(store.root, name, manifest.created, manifest.saved)
+    shape, ours = manifest.shape, (config.num_layers, config.num_kv_heads, config.head_dim)
+    if (shape.num_layers, shape.num_kv_heads, shape.head_dim) != ours or largest >= config.vocab_size:
         raise ContextError(
             f"the context {name!r} was read by another model than {config.name}: give --model {manifest.model}"
         )
     return token_ids, manifest.frame
+
+
+@lru_cache(maxsize=1)
+def _token_ids(root: Path, name: str, created: float, saved: int) -> tuple[list[int], int]:
+    """The ids of a saved context and the largest of them, kept for the next question about it.
+
+    Args: `created` and `saved` are the manifest's: under its name another text may be saved later.
+    """
+    from ...offload.contexts.store import ContextStore
+
+    token_ids = ContextStore(root).token_ids(name)
+    return token_ids, max(token_ids)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,13 @@ class Task:
         piece, self._piece = self._piece, ""
         return piece + (self.text.finish() if self._text else "")
 
-    def begin(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Request:
-        """The engine's request for it."""
-        self._text = AnswerText(tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
+    def prepare(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Task:
+        """Makes what takes its tokens; the session does where that was not done before. Returns the task."""
+        self._text = self._text or AnswerText(tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
+        return self
+
+    def request(self) -> Request:
+        """What the engine is asked for."""
         options = {"number": self.number, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
         limits = self.max_new_tokens, self.ignore_eos
         return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=self._take, tag=self)
@@ -162,13 +166,15 @@ class Session:
             if task is None:
                 return None
             self.tasks[task] = None
-            return task.begin(self._tokenizer, eos_ids)
+            return task.prepare(self._tokenizer, eos_ids).request()
 
         calls = {"interrupted": self._interrupted, "on_memory": self.on_memory, "on_prefill": self._read}
         run = self.run = self._engine.run(next_request, **self._limits, **calls)
         try:
             for event in run:
                 task = event.sequence.tag
+                if isinstance(event, Ended):
+                    event.sequence.forget_request()  # it refers to the task, which refers to the sequence
                 if task not in self.tasks:
                     yield None
                     continue
@@ -181,7 +187,7 @@ class Session:
                     yield None
         finally:
             for sequence in run.live:
-                if sequence.tag in self.tasks:
+                if sequence.tag in self.tasks and sequence.caches:  # else nothing is known of it
                     sequence.tag.sequence = sequence
             if self._engine.target.ranks.size > 1 and not run.broken:  # other ranks end with it
                 run.end_all()
@@ -223,13 +229,13 @@ class Session:
         whole = task.finish_reason != "interrupted"
         piece = task.finish_text() if whole else task.take_piece()
         yield Written(task, event, piece)
-        if whole:
+        if whole and task in self.tasks:  # it may have been ended meanwhile
             self.tasks.pop(task, None)
             yield Finished(task)
 
     def _ended(self, task: Task) -> Event:
         """What is said of a sequence that has ended before its answer was complete."""
-        del self.tasks[task]
+        self.tasks.pop(task, None)
         assert task.sequence
         if task.sequence.failure is not None:
             return Failed(task, task.sequence.failure)

@@ -105,6 +105,19 @@ def test_a_comment_keeps_a_stream_alive_while_a_prompt_is_read(pair, monkeypatch
     assert reply.body.count(b": keep-alive\n\n") >= 2 and reply.events[-1] == "[DONE]"
 
 
+def test_who_waits_for_an_answer_that_ends_as_all_is_cut_is_told(pair, monkeypatch):
+    send = Answering._send_piece
+    with serving_within(pair) as server:
+
+        def send_and_cut(answering, event):
+            send(answering, event)
+            server.server.worker._cut_by = jobs.stopping()
+
+        monkeypatch.setattr(Answering, "_send_piece", send_and_cut)
+        reply = server.complete(max_tokens=1)
+    assert reply.status == 503 and reply.json["error"]["code"] == "stopping"
+
+
 def test_answers_that_a_lost_rank_cuts_are_told_so(pair, slow_rounds):
     ranks = [0, 1]
     with serving_within(pair, ranks_here=lambda: ranks) as server:

@@ -74,9 +74,13 @@ class Answering:
         try:
             with closing(session.events(self._next)) as events:
                 for event in events:
-                    if self._cut_by():
+                    if why := self._cut_by():
                         session.end_all()
+                        if isinstance(event, Finished | Failed):
+                            self._fail(event.task.owner, why)
                         continue
+                    if event and event.task.owner.abandoned:
+                        event = None
                     if isinstance(event, Written):
                         self._send_piece(event)
                     elif isinstance(event, Finished):
@@ -142,7 +146,8 @@ class Answering:
             return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
         asked = work.request
         options = {"number": work.begun - 1, "top_logprobs": asked.top_logprobs, "owner": work}
-        return Task(work.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
+        task = Task(work.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
+        return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
     def _may_join(self, work: Job | Upload) -> bool:
         """Texts that are read come one at a time, as several of the same name would be in each other's way."""
