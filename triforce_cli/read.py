@@ -30,7 +30,7 @@ from .terminal.stopping import Signals, Stop
 from .terminal.streams import tell
 
 if TYPE_CHECKING:
-    from ..offload import Engine, Generation
+    from ..offload import Engine
     from ..offload.contexts.model import ModelContexts
 
 EPILOG = """[bold]Examples[/]
@@ -118,15 +118,17 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
         Stop: it was interrupted; whole segments are saved.
     """
     from ..offload.checks import check_context
+    from ..offload.contexts.model import ContextRequest
     from ..tp.model.config import ModelConfig
     from ..tp.weights.tokenizer import Tokenizer
     from .session.open import load_engine, stderr_console
-    from .session.prompt import Context
+    from .session.prompt import Context, Prompt
     from .session.report import start_progress
+    from .session.session import Session, Task
 
     tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
     context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
-    token_ids, frame = context.token_ids, context.frame
+    token_ids = context.token_ids
     with signals.allowed():
         check_context(ModelConfig.load(directory), len(token_ids), 1)
         engine = load_engine(request, len(token_ids) + 1)
@@ -138,41 +140,34 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
     seconds = 0.0
     if missing:
         with start_progress(stderr_console(), missing) as progress:
-            generation = engine.reading(
-                token_ids,
-                name,
-                frame=frame,
-                on_memory=progress.memory,
-                on_prefill=progress.prefill,
+            session = Session(
+                engine,
+                tokenizer,
+                in_slices=False,
                 interrupted=signals.pending,
+                on_memory=progress.memory,
+                on_read=lambda _, share: progress.prefill(share),
             )
-            seconds = _run_to_end(generation, contexts, name, signals)
-        for warning in generation.warnings:
+            saved = ContextRequest(save=name, frame=context.frame, required=True)
+            task = Task(Prompt(token_ids), saved, writes=False)
+            try:
+                for _ in session.do(task):
+                    pass
+                with signals.allowed():  # raises what has interrupted the run
+                    pass
+            except Stop:
+                there = contexts.saved_tokens(name)
+                tell(f"{there:,} tokens of the context {name} are saved; the same command goes on from there")
+                raise
+        assert task.sequence
+        seconds = task.sequence.statistics.prefill_s
+        for warning in session.warnings(task):
             tell(warning)
     json_file.write(describe(contexts.store, name) | {"read_tokens": missing, "read_s": seconds})
     done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
     tell(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(request)} --ask TEXT")
     engine.finish()
     engine.close()
-
-
-def _run_to_end(generation: Generation, contexts: ModelContexts, name: str, signals: Signals) -> float:
-    """Reads all tokens and returns the seconds it took.
-
-    Raises:
-        Stop: it was interrupted.
-    """
-    from .terminal.stopping import step
-
-    try:
-        while step(generation, signals) is not None:
-            pass
-    except Stop:
-        generation.close()
-        saved = contexts.saved_tokens(name)
-        tell(f"{saved:,} tokens of the context {name} are saved; the same command goes on from there")
-        raise
-    return generation.statistics.prefill_s
 
 
 def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids: list[int], missing: int) -> None:

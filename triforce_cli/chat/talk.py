@@ -24,7 +24,7 @@ from ..session.report import (
     start_progress,
     with_text,
 )
-from ..session.session import Failed, Session, Task, Written
+from ..session.session import Session, Task, Written
 from ..terminal.output import TextOutput, in_one_line
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
@@ -217,12 +217,10 @@ class Talk:
             TriforceError: it cannot be done.
             Stop: another signal broke it off within a round, where other ranks still are.
         """
-        tasks = [task]
         session = self._session = Session(
             self._engine, self._conversation.tokenizer, in_slices=False, interrupted=self._signals.pending
         )
-        steps = session.events(lambda waits: tasks.pop() if tasks else None)
-        events = filter(None, steps)
+        events = session.do(task)
 
         def begin(_: Task, share: float) -> None:
             if asked and task.sequence:
@@ -236,8 +234,6 @@ class Talk:
                 event = next(events, None)
             with self._with_progress(0):
                 while event is not None:
-                    if isinstance(event, Failed):
-                        raise event.error
                     if isinstance(event, Written) and output:
                         output.write(event.piece)
                     event = next(events, None)
@@ -248,7 +244,7 @@ class Talk:
                 raise
             return stop
         finally:
-            steps.close()
+            events.close()
             self._warn(session.warnings(task))
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,6 +195,20 @@ class Session:
                 for _ in run:
                     pass
             run.close()
+
+    def do(self, task: Task) -> Generator[Written | Finished, None, None]:
+        """Does one task, until it is done, a signal ends the run, or this is closed.
+
+        Raises:
+            Exception: what the task, or the engine, has failed with.
+        """
+        tasks = [task]
+        with closing(self.events(lambda waits: tasks.pop() if tasks else None)) as events:
+            for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                if event is not None:
+                    yield event
 
     def warnings(self, task: Task) -> list[str]:
         """What the run and a task had to do without so far, a line each."""
