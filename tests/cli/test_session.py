@@ -7,7 +7,9 @@ import pytest
 from command import TEXT
 from triforce.cli.session.prompt import Prompt
 from triforce.cli.session.session import Failed, Finished, Session, Task, Written
+from triforce.cli.terminal.stopping import Stop
 from triforce.offload import Engine, Sampling
+from triforce.offload.batch.sequence import BatchSequence
 from triforce.offload.contexts.model import ContextRequest
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -65,6 +67,26 @@ def test_what_fails_fails_alone(engine, tokenizer):
     errors = {event.task: str(event.error) for event in ends if isinstance(event, Failed)}
     assert [event.task for event in ends if isinstance(event, Finished)] == [good]
     assert errors.keys() == {bad} and "positions" in errors[bad]
+
+
+def test_tokens_of_a_round_that_was_broken_off_are_no_part_of_the_text(engine, tokenizer, monkeypatch):
+    record, recorded = BatchSequence.record, []
+
+    def break_the_third(self, statistics):
+        if len(recorded) == 2:
+            raise Stop(130, "interrupted")
+        recorded.append(statistics)
+        record(self, statistics)
+
+    monkeypatch.setattr(BatchSequence, "record", break_the_third)
+    task, shown = task_of(tokenizer, TEXT[:40]), ""
+    with pytest.raises(Stop):
+        for event in Session(engine, tokenizer).events(one_by_one([task])):
+            shown += event.piece if isinstance(event, Written) else ""
+    assert task.sequence is not None
+    token_ids = task.sequence.statistics.token_ids
+    assert 2 <= len(token_ids) == task.text.num_tokens
+    assert shown + task.finish_text() == task.text.text == tokenizer.decode(token_ids)
 
 
 def test_nothing_is_known_of_a_task_that_an_interrupt_kept_from_being_opened(engine, tokenizer):

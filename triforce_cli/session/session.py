@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...offload import Ended, Engine, Request, Round, Run, Sampling, Tokens
@@ -38,6 +39,7 @@ class Task:
     sequence: BatchSequence | None = None
     """What the engine knows of it, from when it has been opened."""
     _text: AnswerText | None = None  # once the engine has asked for it
+    _new_text: Callable[[], AnswerText] | None = None
     _piece: str = ""
     _described: int = 0  # tokens whose log-probabilities were handed out
 
@@ -66,7 +68,8 @@ class Task:
 
     def prepare(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Task:
         """Makes what takes its tokens; the session does where that was not done before. Returns the task."""
-        self._text = self._text or AnswerText(tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
+        self._new_text = partial(AnswerText, tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
+        self._text = self._text or self._new_text()
         return self
 
     def request(self) -> Request:
@@ -74,6 +77,14 @@ class Task:
         options = {"number": self.number, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
         limits = self.max_new_tokens, self.ignore_eos
         return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=self._take, tag=self)
+
+    def drop_unrecorded(self) -> None:
+        """Takes back the tokens of a round that was broken off before it was recorded; none of their text was handed
+        out."""
+        recorded = self.sequence.statistics.token_ids if self.sequence else []
+        if self._text and self._new_text and self._text.num_tokens > len(recorded):
+            self._text, self._piece = self._new_text(), ""
+            self._text.update(recorded)
 
     def take_piece(self) -> str:
         """The text that can be shown since the last call."""
@@ -190,6 +201,7 @@ class Session:
             for sequence in run.live:
                 if sequence.tag in self.tasks and sequence.caches:  # else nothing is known of it
                     sequence.tag.sequence = sequence
+                    sequence.tag.drop_unrecorded()
             if self._engine.target.ranks.size > 1 and not run.broken:  # other ranks end with it
                 run.end_all()
                 for _ in run:
