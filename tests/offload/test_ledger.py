@@ -197,15 +197,18 @@ def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
     system = simulated_system(simulator, limits=ledger.LIMITS)
     engine = Engine.load(models / "target", models / "draft", device="cpu", dtype="float32", budget=64, system=system)
     with as_on_a_gpu(), simulator:
+        counted = ledger.Ledger(engine, simulator)
         run = engine.stream(random_tokens(90), Sampling(0.0), 40, ignore_eos=True)
         for _ in range(3):
             next(run)
+            counted.check("in a run")
         before = run.stats()
         run.close()
-        ledger.Ledger(engine, simulator).check("with a closed run")
+        counted.check("with a closed run")
         assert "retrieval" not in bytes_by_part(engine.held())
-        engine.generate(random_tokens(40), Sampling(0.0), 4)
-        ledger.Ledger(engine, simulator).check("with a closed run that the caller still has")
+        for _ in engine.stream(random_tokens(40), Sampling(0.0), 4):
+            counted.check("beside a closed run")
+        counted.check("with a closed run that the caller still has")
     after = run.stats()
     assert {**after, "memory": None} == {**before, "memory": None}
     assert run.statistics.token_ids == after["token_ids"] and run.warnings == []
@@ -239,5 +242,7 @@ def test_sequences_that_looked_up_are_gone_with_their_batch(models):
             next(batch)
         batch.close()
         del batch
-        engine.generate(random_tokens(40), Sampling(0.0), 4)
-        ledger.Ledger(engine, simulator).check("after the next run")
+        simulator.peak, counted = simulator.live, ledger.Ledger(engine, simulator)
+        for _ in engine.stream(random_tokens(40), Sampling(0.0), 4):
+            counted.check("in the next run")
+        counted.check("after the next run")
