@@ -11,7 +11,6 @@ from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import random_tokens
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.caches import recent_mass
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.recent_mass import RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -160,7 +159,12 @@ def given_more(**more):
 
 
 def more_rows(monkeypatch, kind):
-    monkeypatch.setattr(recent_mass, "ROOM", 200)
+    make = kind._make_room
+
+    def larger(self, layer, kept, rows, device):
+        return make(self, layer, kept, rows + 200, device)
+
+    monkeypatch.setattr(kind, "_make_room", larger)
 
 
 BEYOND_THE_PLAN = {
