@@ -13,8 +13,9 @@ from ...offload.contexts.manifest import ContextError
 from ...offload.contexts.model import ContextRequest
 from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
-from ..session.prompt import Prompt, request_prompt
+from ..session.prompt import Prompt
 from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
+from ..session.request_prompt import request_prompt
 from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task
 from ..session.wire import AnswerRequest, BodyError

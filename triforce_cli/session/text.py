@@ -20,6 +20,11 @@ class StopTexts:
         self._texts = tuple(text for text in texts if text)
         self._begun = [0] * len(self._texts)  # of each: where in the answer the earliest one may have begun
 
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._texts)
+
     def first(self, text: str, searched: int) -> int | None:
         """Where the first of them begins in `text`, of which the first `searched` letters had none."""
         starts = (text.find(stop, max(0, searched - len(stop))) for stop in self._texts)
@@ -51,7 +56,7 @@ class AnswerText:
         self._stream.flush()
         self._text = ""
         self._ids: list[int] = []
-        self._lengths: list[int] = []  # of the text after each of these tokens
+        self._lengths: list[int] = []  # of the text after each of these tokens, where there are stops
         self._stop_at: int | None = None
         self._shown = 0
         self.num_tokens = 0
@@ -89,14 +94,14 @@ class AnswerText:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Takes further tokens; returns the text that can be shown in addition."""
-        for token in token_ids:
-            if self.stopped:
-                break
-            self.num_tokens += 1
-            if token not in self._eos_ids:
-                self._extend(self._stream.push([token]))
-                self._ids.append(token)
-                self._lengths.append(len(self._text))
+        if self._stops.any:
+            for token in token_ids:
+                if self.stopped:
+                    break
+                self._take([token])
+                self._lengths += [len(self._text)] * (len(self._ids) - len(self._lengths))
+        else:  # all at once, which is sooner decoded
+            self._take(token_ids)
         end = len(self._text) - self._stops.undecided(self._text) if self._stop_at is None else self._stop_at
         return self._show(end)
 
@@ -112,6 +117,13 @@ class AnswerText:
         Args: `found` are those of all tokens.
         """
         return entries(found[first : self.num_tokens], self._tokenizer.decode, self._eos_ids)
+
+    def _take(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens += len(token_ids)
+        own = [token for token in token_ids if token not in self._eos_ids]
+        if own:
+            self._ids += own
+            self._extend(self._stream.push(own))
 
     def _extend(self, piece: str) -> None:
         before = len(self._text)

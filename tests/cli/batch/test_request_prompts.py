@@ -6,7 +6,7 @@ import pytest
 from command import TEXT, run_here
 from templates import with_template
 from transformers import AutoTokenizer
-from triforce.cli.session.prompt import request_prompt
+from triforce.cli.session.request_prompt import request_prompt
 from triforce.cli.session.wire import CHAT, COMPLETION, AnswerRequest, BodyError, Message
 from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError

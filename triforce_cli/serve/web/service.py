@@ -14,7 +14,8 @@ from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
-from ...session.prompt import Context, request_prompt
+from ...session.prompt import Context
+from ...session.request_prompt import request_prompt
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, answer_request, read
 from ..answering.fair_queue import FairQueue
