@@ -126,7 +126,7 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
     from .session.report import start_progress
     from .session.session import Session, Task
 
-    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
+    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args)
     context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
     token_ids = context.token_ids
     with signals.allowed():
@@ -153,8 +153,7 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
             try:
                 for _ in session.do(task):
                     pass
-                with signals.allowed():  # raises what has interrupted the run
-                    pass
+                signals.raise_pending()
             except Stop:
                 there = contexts.saved_tokens(name)
                 tell(f"{there:,} tokens of the context {name} are saved; the same command goes on from there")

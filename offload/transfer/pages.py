@@ -2,7 +2,7 @@
 
 A system finds the pages of a direct read, or of memory that it locks, one by one: with pages of 2 MiB instead of 4 KiB
 a disk was read into buffers of that size 1.5 times as fast (1.7 against 1.1 GB/s). A processor finds them one by one
-too: attention of 1 to 16 rows to 32,768 keys took 7 to 17 % less time (AMD EPYC, Zen 4).
+too: attention of 1 to 16 rows to 32,768 keys took 5 to 11 % less time (AMD EPYC, Zen 4).
 """
 
 from __future__ import annotations

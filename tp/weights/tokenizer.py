@@ -59,7 +59,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer in {directory} cannot be loaded: {reason[0]}") from error
 
     def with_arguments(
-        self, arguments: Mapping[str, Any] | Iterable[tuple[str, Any]], name: str = "--template-arg"
+        self, arguments: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, name: str = "--template-arg"
     ) -> Tokenizer:
         """The same, whose chat template is given these variables.
 
@@ -68,7 +68,7 @@ class Tokenizer:
         Raises:
             UsageError: there is no template, or it has no such variable.
         """
-        arguments = dict(arguments)
+        arguments = dict(arguments or ())
         if not arguments:
             return self
         if self.render is None:

@@ -130,8 +130,7 @@ class Runner:
                         self._display.draw_if_due()
                     else:
                         self._tell_progress()
-            with self._signals.allowed():  # raises what has interrupted the run
-                pass
+            self._signals.raise_pending()
         except (Stop, Exception) as error:
             if (session.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
                 self._keep_unfinished()

@@ -237,8 +237,7 @@ class Talk:
                     if isinstance(event, Written) and output:
                         output.write(event.piece)
                     event = next(events, None)
-            with self._signals.allowed():  # raises what has interrupted the run
-                pass
+            self._signals.raise_pending()
         except Stop as stop:
             if session.broken and self._engine.target.ranks.size > 1:
                 raise

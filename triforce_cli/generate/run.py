@@ -156,9 +156,9 @@ def _answers(
         if isinstance(prompt, TriforceError):
             answers.append(Answer(one, None, prompt))
             continue
-        given = contexts if prompt is found[0] and not any(answer.task for answer in answers) else ContextRequest()
         limits = request.max_new_tokens, request.ignore_eos, one.number
-        answers.append(Answer(one, Task(prompt, given, request.sampling, *limits)))
+        answers.append(Answer(one, Task(prompt, contexts, request.sampling, *limits)))
+        contexts = ContextRequest()
     return answers
 
 
@@ -177,6 +177,9 @@ def _log_answers(request: GenerateRequest, source: Source, tokenizer: Tokenizer,
 
 class _Answers:
     """Answers that are being written: what the engine does, and what goes to screen and files."""
+
+    others_go_on = True
+    """Whether there are others where one fails."""
 
     def __init__(
         self,
@@ -222,8 +225,7 @@ class _Answers:
                 while event is not None:
                     self._take(event, display)
                     event = next(events, None)
-            with self.signals.allowed():  # raises what has interrupted the run
-                pass
+            self.signals.raise_pending()
         except (Stop, Exception) as error:
             steps.close()
             if not (self.first.sequence and isinstance(error, Stop)) and not any(task.begun for task in self.answer_of):
@@ -255,7 +257,7 @@ class _Answers:
     def _take(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
         answer = self.answer_of[event.task]
         if isinstance(event, Failed):
-            if isinstance(self, _OneAnswer) or isinstance(event.error, ContextError):  # which all start from
+            if not self.others_go_on or isinstance(event.error, ContextError):  # which all start from
                 raise event.error
             answer.error = event.error
         answer.complete |= isinstance(event, Finished)
@@ -264,6 +266,8 @@ class _Answers:
 
 class _OneAnswer(_Answers):
     """One answer, whose text goes out as it grows."""
+
+    others_go_on = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

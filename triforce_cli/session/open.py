@@ -40,7 +40,7 @@ def open_pair(
         ModelError: they do not, or one cannot be read.
         UsageError: the template has no such variable.
     """
-    return check_pair(*directories), Tokenizer.load(directories[0]).with_arguments(template_args or ())
+    return check_pair(*directories), Tokenizer.load(directories[0]).with_arguments(template_args)
 
 
 def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:

@@ -1,4 +1,4 @@
-"""Prompts: texts, questions, messages and saved contexts become token ids. The only place where they do.
+"""Prompts: texts, questions and saved contexts become token ids, by one rule for all commands.
 
 A text and a question that are given as two (options, a saved context, two parts of a message) are encoded apart, the
 text as `triforce read` encodes it; what is given as one is encoded whole. A question is put by the model's chat

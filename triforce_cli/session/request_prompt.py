@@ -60,14 +60,15 @@ def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: 
         tokenizer = tokenizer.with_arguments(arguments, name)
     except UsageError as error:
         raise BodyError(str(error), name) from error
-    if context is None and tokenizer.render is not None and not _has_text(messages):
+    has_text = context is None and _has_text(messages)
+    if context is None and tokenizer.render is not None and not has_text:
         text = tokenizer.render([(one.role, one.text) for one in messages])
         return Prompt(tokenizer.encode(text, False), answers=True)
     system, exchanges, question = _turns(messages)
     if system is not None and (context is not None or tokenizer.render is None):
         where = "a saved context begins with its own" if context else "this model has no chat template"
         raise BodyError(f"messages has a system message, but {where}; put it into the question", "messages")
-    if context is None and _has_text(messages):
+    if has_text:
         text, *rest = next(one.content for one in messages if one.role == "user")
         context, asked = Context.read(text, "", tokenizer, system=system), "".join(rest)
         exchanges, question = ([(asked, exchanges[0][1]), *exchanges[1:]], question) if exchanges else ([], asked)

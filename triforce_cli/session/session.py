@@ -63,8 +63,7 @@ class Task:
 
     def finish_text(self) -> str:
         """The rest of its text, once nothing follows."""
-        piece, self._piece = self._piece, ""
-        return piece + (self.text.finish() if self._text else "")
+        return self.take_piece() + (self.text.finish() if self._text else "")
 
     def prepare(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Task:
         """Makes what takes its tokens; the session does where that was not done before. Returns the task."""

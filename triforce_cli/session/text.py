@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens arrive, up to where it stops: the only place where tokens become text."""
+"""The text of an answer while its tokens arrive, up to where it stops: for all commands."""
 
 from __future__ import annotations
 

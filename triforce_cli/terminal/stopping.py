@@ -45,8 +45,7 @@ def step(rounds: Iterator[T], signals: Signals) -> T | None:
     """
     event = next(rounds, None)
     if event is None:
-        with signals.allowed():
-            pass
+        signals.raise_pending()
     return event
 
 
@@ -152,6 +151,13 @@ class Signals:
     def pending(self) -> bool:
         """Whether a signal was received while they were held, and waits to be raised."""
         return self._stop is not None
+
+    def raise_pending(self) -> None:
+        """Raises:
+        Stop: a signal waits, such as the one that has ended a run.
+        """
+        with self.allowed():
+            pass
 
     def hold(self) -> None:
         self._held = True

@@ -37,7 +37,7 @@ class Service:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits
         self.name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
-        self._tokenizer = Tokenizer.load(directory).with_arguments(request.template_args or ())
+        self._tokenizer = Tokenizer.load(directory).with_arguments(request.template_args)
         self._options, self._models = request, {self.name, self.name.rpartition("/")[2]}
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
