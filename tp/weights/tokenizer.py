@@ -68,16 +68,16 @@ class Tokenizer:
         Raises:
             UsageError: there is no template, or it has no such variable.
         """
-        arguments = dict(arguments or ())
-        if not arguments:
+        given: dict[str, Any] = dict(arguments or ())
+        if not given:
             return self
         if self.render is None:
             raise UsageError(f"{name} is given, but this model has no chat template; leave it out")
-        unknown = sorted(arguments.keys() - self.template_arguments)
+        unknown = sorted(given.keys() - self.template_arguments)
         if unknown:
             known = ", ".join(sorted(self.template_arguments)) or "nothing"
             raise UsageError(f"{name} has {unknown[0]}, but the model's chat template asks for {known}")
-        render = partial(self.render, **arguments)
+        render = partial(self.render, **given)
         return replace(self, render=render, chat=_chat(render))
 
 
