@@ -1,5 +1,6 @@
 """What a rank says where a call to the others fails, and how long it waits for them: real ranks on CPUs."""
 
+import contextlib
 import json
 import os
 import resource
@@ -63,10 +64,24 @@ def attempt(act):
 def no_memory_for_a_message():
     """Rank 1 may take no more memory than it has, and a little, when rank 0 sends it a large object."""
     ranks = joined()
+    held = []
     if ranks.rank:
         taken = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY // 16, resource.RLIM_INFINITY))
+        held = free_pieces(MEMORY // 4)
     attempt(lambda: ranks.share(bytes(MEMORY) if ranks.rank == 0 else None))
+    del held
+
+
+def free_pieces(size):
+    """All memory that can still be had in pieces of `size` bytes: a process that has tested much has some left over
+    in its heap, which no limit of its addresses counts.
+    """
+    pieces = []
+    with contextlib.suppress(MemoryError):
+        while True:
+            pieces.append(bytearray(size))
+    return pieces
 
 
 def no_memory_on_a_gpu():
