@@ -284,9 +284,11 @@ class Simulator:
             torch.OutOfMemoryError: there is not so much.
         """
         self.live += size
+        if size <= 0:
+            return
         self.peak = max(self.peak, self.live)
         others = self.others + self.workspaces + self.outside
-        if size > 0 and self.live + others > self.limit:
+        if self.live + others > self.limit:
             self.refused.append(f"{size} bytes beside {self.live - size} and others' {others} of {self.limit}")
             raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
 
@@ -312,14 +314,15 @@ class Simulator:
 
     def access(self, tensor: Tensor, stream: int, clock: Clock, writes: bool, what: str) -> None:
         """Notes an access at `clock[stream]` and checks it against those before."""
-        if not tensor.numel():
+        extent = tensor.numel()
+        if not extent:
             return
         self.operations += 1
         memory = self.memory(tensor)
         size = tensor.element_size()
-        start, extent = int(tensor.storage_offset()) * size, 1
-        for n, step in zip(tensor.shape, tensor.stride(), strict=True):
-            extent += (n - 1) * step
+        start = int(tensor.storage_offset()) * size
+        if not tensor.is_contiguous():
+            extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         stop = start + int(extent) * size
         time = clock[stream]
         kept = []

@@ -79,6 +79,11 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._simulator = simulator
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks; nothing is compiled here, and saying so takes longer than most of the operations."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = _kind(func)
@@ -94,13 +99,13 @@ class Operations(TorchDispatchMode):
         on_host = bool(hosts) and all(hosts)
         if any(hosts) and not on_host and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host):
             raise Race(f"{func} mixes memory of host and device")
-        written = [
-            x for i, name in kind.writes for x in _tensors([kwargs.get(name, args[i] if i < len(args) else None)])
-        ]
+        written = {
+            id(x) for i, name in kind.writes for x in _tensors([kwargs.get(name, args[i] if i < len(args) else None)])
+        }
         stream = HOST if on_host else simulator.current.number
         clock = simulator.tick_host() if on_host else simulator.tick(simulator.current)
         for x in given:
-            simulator.access(x, stream, clock, any(x is y for y in written), kind.name)
+            simulator.access(x, stream, clock, id(x) in written, kind.name)
         result = func(*args, **kwargs)
         known = {x.untyped_storage()._cdata for x in given}
         for x in _tensors([result]):
