@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from triforce.cli.session.prompt import build_prompt
 from triforce.cli.session.source import read_source
+from triforce.cli.terminal.frame import AnswerRow
 from triforce.cli.terminal.live import LiveDisplay
 from triforce.offload import Engine, Sampling
 from triforce.tp.weights.registry import find_pair
@@ -37,7 +38,16 @@ def main() -> None:
     prompt = build_prompt(source, None, tokenizer, engine.target.config, options.max_new_tokens, "tail")
     run = engine.stream(prompt.token_ids, Sampling(seed=options.seed), options.max_new_tokens, ignore_eos=True)
     console = Console(file=io.StringIO(), record=True, force_terminal=True, width=width, height=height)
-    display = LiveDisplay(console, run.sequence, lambda: run.lengths, Path(options.model).name)
+    stats = run.sequence.document(run.lengths, [])
+    display = LiveDisplay(
+        console,
+        f"triforce · {options.model} · {len(prompt.token_ids):,} tokens read · {stats['device']} {stats['dtype']}",
+        lambda: [AnswerRow.of("", run.sequence, options.max_new_tokens, ended=False)],
+        lambda: run.lengths,
+        single=True,
+        budget=stats["settings"]["budget"],
+        device=engine.target.device,
+    )
     text = TextStream(tokenizer.decode)
     for event in run:
         display.note(text.push(event.tokens), event)

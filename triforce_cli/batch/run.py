@@ -19,7 +19,7 @@ from ...tp.weights.tokenizer import Tokenizer
 from ..session.open import engine_in_words, load_engine, open_pair, stderr_console
 from ..session.report import describe_link, describe_memory, print_rows
 from ..session.wire import BodyError, answer_request
-from ..terminal.batch_live import BatchDisplay
+from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
@@ -65,7 +65,7 @@ def run(
             file.add(refused_line(line, error))
         if loaded and jobs:
             tokenizer, engine = loaded
-            ended = _answer(request, Runner(engine, tokenizer, file, totals, signals, request), jobs, console)
+            ended = _answer(request, engine, Runner(engine, tokenizer, file, totals, signals, request), jobs, console)
     document = totals.document(torch.get_num_threads())
     try:
         json_file.write(document)
@@ -108,13 +108,16 @@ def _tell_start(engine: Engine, request: BatchRequest, work: Work, wanted: int) 
     tell(f"{wanted:,} requests of {work.name}, up to {request.max_sequences:,} answers at a time{before}")
 
 
-def _answer(request: BatchRequest, runner: Runner, jobs: Sequence[Job], console: Console) -> BaseException | None:
+def _answer(
+    request: BatchRequest, engine: Engine, runner: Runner, jobs: Sequence[Job], console: Console
+) -> BaseException | None:
     """Answers all; the error or interrupt that ended it, if any did."""
     later: list[str] = []  # lines that a live display would draw over
-    live = request.live and BatchDisplay.possible(console)
-    title = f"triforce · {Path(request.model).name} · {len(jobs):,} requests"
-    display = BatchDisplay(console, title, runner.rows, runner.lengths, runner.others) if live else None
-    if display:
+    display = None
+    if request.live and LiveDisplay.possible(console):
+        title = f"triforce · {Path(request.model).name} · {len(jobs):,} requests · {engine.target.device.type}"
+        device, others = engine.target.device, runner.others
+        display = LiveDisplay(console, title, runner.rows, runner.lengths, device=device, others=others)
         runner.totals.note = later.append
     try:
         with display or nullcontext():

@@ -17,11 +17,10 @@ from ..session.prompt import Prompt
 from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
 from ..session.request_prompt import request_prompt
 from ..session.response import FinishedAnswer, Timings, response_body
-from ..session.session import Failed, Finished, Session, Task
+from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
-from ..terminal.batch_frame import SequenceRow
-from ..terminal.batch_live import row_of
-from ..terminal.live_screen import LiveScreen
+from ..terminal.frame import AnswerRow
+from ..terminal.live import LiveDisplay
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
 from .lines import RequestLine
@@ -66,13 +65,13 @@ class Runner:
         self._model, self._most = request.model, request.max_sequences
         self._waiting: deque[tuple[Job, int]] = deque()
         self._session: Session | None = None
-        self._display: LiveScreen | None = None
+        self._display: LiveDisplay | None = None
         self._reading: dict[Task, Callable[[float], None]] = {}
         self._told_at = time.monotonic()
         self._to_come = 0  # answers that are not begun
         self._done = 0
 
-    def run(self, jobs: Sequence[Job], display: LiveScreen | None) -> None:
+    def run(self, jobs: Sequence[Job], display: LiveDisplay | None) -> None:
         """Answers all, those about one saved context after one another.
 
         Raises:
@@ -89,7 +88,7 @@ class Runner:
         while self._waiting:
             self._answer()
 
-    def rows(self) -> list[SequenceRow]:
+    def rows(self) -> list[AnswerRow]:
         """The lines of the live display."""
         return [row(task) for task in self._tasks]
 
@@ -126,10 +125,12 @@ class Runner:
                         self._complete(event.task)
                     elif isinstance(event, Failed):
                         self._fail(event.task.owner, _as_body_error(str(event.error)))
-                    if self._display:
-                        self._display.draw_if_due()
-                    else:
+                    if self._display is None:
                         self._tell_progress()
+                    elif isinstance(event, Written):
+                        self._display.note(event.piece, event.round)
+                    else:
+                        self._display.draw_if_due()
             self._signals.raise_pending()
         except (Stop, Exception) as error:
             if (session.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
@@ -215,7 +216,7 @@ class Runner:
             return
         self._told_at = now
         totals, rows = self.totals, self.rows()
-        tokens = totals.new_tokens + sum(row.new_tokens for row in rows)
+        tokens = totals.new_tokens + sum(len(row.statistics.token_ids) for row in rows)
         totals.note(
             f"{totals.answered:,} answered, {len(totals.failures):,} failed; {len(rows):,} being written, "
             f"{self._to_come:,} to come; {tokens / totals.elapsed_s:.1f} tokens/s"
@@ -233,11 +234,11 @@ def name_of(task: Task) -> str:
     return f"{task.owner.line.custom_id}" + (f" (answer {task.number + 1} of {count})" if count > 1 else "")
 
 
-def row(task: Task) -> SequenceRow:
+def row(task: Task) -> AnswerRow:
     """Its line of the live display."""
     if task.sequence is None:
-        return SequenceRow(name_of(task), "waiting", max_new_tokens=task.max_new_tokens)
-    return row_of(name_of(task), task.sequence, task.max_new_tokens, ended=False)
+        return AnswerRow(name_of(task), "waiting", task.max_new_tokens)
+    return AnswerRow.of(name_of(task), task.sequence, task.max_new_tokens, ended=False)
 
 
 def finished_answer(task: Task) -> FinishedAnswer:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,8 @@ from ..session.report import (
 )
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.source import Source, cut_log
-from ..terminal.batch_frame import SequenceRow
-from ..terminal.batch_live import BatchDisplay, row_of
+from ..terminal.frame import AnswerRow
 from ..terminal.live import LiveDisplay
-from ..terminal.live_screen import LiveScreen
 from ..terminal.output import JsonFile, TextOutput, same_terminal
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import tell
@@ -75,13 +72,12 @@ class Answer:
         """So far."""
         return self.task.text.text if self.task and self.task.begun else ""
 
-    def row(self, max_new_tokens: int) -> SequenceRow:
+    def row(self, max_new_tokens: int) -> AnswerRow:
         """Its line of the live display."""
+        name, text = self.wanted.name, self.text[-SHOWN_CHARACTERS:]
         if self.task is None or self.task.sequence is None:
-            state = "failed" if self.error else "waiting"
-            return SequenceRow(self.wanted.name, state, max_new_tokens=max_new_tokens, note=str(self.error or ""))
-        row = row_of(self.wanted.name, self.task.sequence, max_new_tokens, ended=self.complete)
-        return replace(row, text=self.text[-SHOWN_CHARACTERS:])
+            return AnswerRow(name, "failed" if self.error else "waiting", max_new_tokens, note=str(self.error or ""))
+        return AnswerRow.of(name, self.task.sequence, max_new_tokens, ended=self.complete, text=text)
 
 
 def run(
@@ -193,7 +189,7 @@ class _Answers:
     ) -> None:
         self.request, self.engine, self.console, self.signals = request, engine, console, signals
         self.answers, self.json_file = answers, json_file
-        self.live = request.live and LiveScreen.possible(console)
+        self.live = request.live and LiveDisplay.possible(console)
         self.on_one_terminal = self.live and same_terminal(sys.stdout, sys.stderr)
         self.answer_of = {answer.task: answer for answer in answers if answer.task}
         self.first = next(iter(self.answer_of))
@@ -219,7 +215,7 @@ class _Answers:
                 while isinstance(event, Failed):
                     failed.append(event)
                     event = next(events, None)
-            with self.display() if self.live and event else nullcontext() as display:
+            with self._display() if self.live and event else nullcontext() as display:
                 for one in failed:
                     self._take(one, display)
                 while event is not None:
@@ -234,17 +230,29 @@ class _Answers:
         if (ended := self.finish(ended)) is not None:
             raise ended
 
-    def display(self) -> LiveScreen:
-        """What shows them while they are written."""
-        raise NotImplementedError
-
-    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
-        """Writes and shows what is new."""
+    def output(self, event: Written | Finished | Failed) -> None:
+        """Writes what is new to stdout."""
         raise NotImplementedError
 
     def finish(self, ended: BaseException | None) -> BaseException | None:
         """Writes what is left, the JSON and statistics, even if one of them fails; the first error or interrupt."""
         raise NotImplementedError
+
+    def _display(self) -> LiveDisplay:
+        """What shows them while they are written."""
+        request, sequence, session = self.request, self.first.sequence, self.session
+        assert sequence
+        started, single = sequence.document(session.lengths, []), len(self.answers) == 1
+        what = f"{started['prompt_tokens']:,} tokens read" if single else f"{len(self.answers)} answers"
+        return LiveDisplay(
+            self.console,
+            f"triforce · {Path(request.model).name} · {what} · {started['device']} {started['dtype']}",
+            lambda: [answer.row(request.max_new_tokens) for answer in self.answers],
+            lambda: session.lengths,
+            single=single,
+            budget=started["settings"]["budget"],
+            device=self.engine.target.device,
+        )
 
     def _read(self, task: Task, share: float, progress: StartProgress) -> None:
         if task is not self.first:
@@ -254,14 +262,16 @@ class _Answers:
         self._read_begun = True
         progress.prefill(share)
 
-    def _take(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+    def _take(self, event: Written | Finished | Failed, display: LiveDisplay | None) -> None:
         answer = self.answer_of[event.task]
         if isinstance(event, Failed):
             if not self.others_go_on or isinstance(event.error, ContextError):  # which all start from
                 raise event.error
             answer.error = event.error
         answer.complete |= isinstance(event, Finished)
-        self.note(event, display)
+        self.output(event)
+        if isinstance(event, Written) and display:
+            display.note(event.piece, event.round)
 
 
 class _OneAnswer(_Answers):
@@ -273,18 +283,9 @@ class _OneAnswer(_Answers):
         super().__init__(*given)
         self._output = None if self.json_file.on_stdout else TextOutput(deferred=self.on_one_terminal)
 
-    def display(self) -> LiveScreen:
-        sequence, request = self.first.sequence, self.request
-        assert sequence
-        return LiveDisplay(self.console, sequence, lambda: self.session.lengths, Path(request.model).name)
-
-    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
-        if not isinstance(event, Written):
-            return
-        if self._output:
+    def output(self, event: Written | Finished | Failed) -> None:
+        if isinstance(event, Written) and self._output:
             self._output.write(event.piece)
-        if isinstance(display, LiveDisplay):
-            display.note(event.piece, event.round)
 
     def finish(self, ended: BaseException | None) -> BaseException | None:
         task, session = self.first, self.session
@@ -313,17 +314,9 @@ class _SeveralAnswers(_Answers):
         super().__init__(*given)
         self._output = None if self.json_file.on_stdout else TextOutput(deferred=False)
 
-    def display(self) -> LiveScreen:
-        device, largest = self.engine.target.device.type, self.request.max_new_tokens
-        title = f"triforce · {Path(self.request.model).name} · {len(self.answers)} answers · {device}"
-        rows = [partial(answer.row, largest) for answer in self.answers]
-        return BatchDisplay(self.console, title, lambda: [row() for row in rows], lambda: self.session.lengths)
-
-    def note(self, event: Written | Finished | Failed, display: LiveScreen | None) -> None:
+    def output(self, event: Written | Finished | Failed) -> None:
         if not self.on_one_terminal:
             self._write_complete(headings=not self.live)
-        if display:
-            display.draw_if_due()
 
     def finish(self, ended: BaseException | None) -> BaseException | None:
         for task in self.answer_of:

@@ -6,16 +6,24 @@ several times a second by the process that computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 
-from .segments import DIM, LABEL, Line, bar, fit, framed, labelled, memory_line, padded, spans
+from ...offload.batch.sequence import BatchSequence
+from ...offload.statistics import Statistics
+from .output import printable
+from .segments import DIM, LABEL, PLAIN, Line, bar, fit, framed, labelled, memory_line, padded, spans
 from .wrapping import WrappedText
 
 SIDE_BY_SIDE = 144
-"""Columns from which the numbers stand beside the text instead of below it."""
+"""Columns from which the numbers stand beside a text instead of below it."""
 
 _SIDE_WIDTH = 66
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -30,55 +38,135 @@ _PARTS = {
 }
 """How each part of a round looks; the glyphs differ as well, for terminals without colours."""
 
+_ADDED = (
+    *("rounds", "decode_s", "draft_s", "retrieval_s", "verify_s", "refresh_s", "kv_read_bytes", "kv_read_s"),
+    *("draft_accepted", "draft_tested", "retrieval_accepted", "retrieval_tested"),
+)
+"""Of statistics, what is added up where there are several answers."""
+
+_LEAST_NAME = 8
+"""Cells below which a name is left out: figures come first."""
+
+_WIDE = 64
+"""Cells of a line from which on the limit of tokens stands beside their number."""
+
+_LEAST_TEXT = 4
+"""Lines of a text, or of a list of answers, that no numbers take the place of."""
+
+_NUMBERS = 6
+"""Lines of numbers that no longer list takes the place of, where there are lines enough."""
+
+_STATES = {
+    "reading": Style.parse("cyan"),
+    "running": Style.parse("green"),
+    "waiting": Style.parse("yellow"),
+    "failed": Style.parse("red"),
+    "ended": DIM,
+}
+"""In the order in which answers keep their line where there are more of them than lines."""
+
+
+@dataclass(frozen=True)
+class AnswerRow:
+    """An answer, as one line shows it."""
+
+    name: str
+    state: str
+    """`waiting`, `reading`, `running`, `ended` or `failed`."""
+    max_new_tokens: int
+    statistics: Statistics = field(default_factory=Statistics)
+    read: float = 0.0
+    """The share of its prompt that is read."""
+    note: str = ""
+    """Why it waits, or has failed."""
+    text: str = ""
+    """What it has written, or the end of that."""
+
+    @staticmethod
+    def of(name: str, sequence: BatchSequence, max_new_tokens: int, *, ended: bool, text: str = "") -> AnswerRow:
+        """The line of a sequence.
+
+        Args: `ended` is whether its answer is complete.
+        """
+        state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
+        note = sequence.error or sequence.waits_for or ""
+        return AnswerRow(name, state, max_new_tokens, sequence.statistics, sequence.read_share, note, text)
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the display shows besides the text. Seconds, bytes, tokens; `None` where there is nothing to say."""
+    """What the display shows. Seconds, bytes, tokens; `None` where there is nothing to say."""
 
     title: str
-    new_tokens: int
-    max_new_tokens: int
-    context_tokens: int
+    rows: Sequence[AnswerRow]
+    text: WrappedText | None
+    """Of the only answer, which then has no line; `None` where there are several."""
     elapsed_s: float
     tbt_now_s: float
-    tbt_mean_s: float
     tbt_p95_s: float
     tbt_history_s: tuple[float, ...]
     """Of each round lately, the oldest first."""
-    tokens_per_s: float
-    tokens_per_round: float
-    accepted_draft: float | None
-    """Accepted ÷ tested, as is the next."""
-    accepted_retrieval: float | None
     draft_length: int
     block_length: int
     budget: int
-    time_s: dict[str, float]
-    """Since decoding began, by part of a round: `draft, retrieval, verify, refresh, other`."""
-    bytes_read: int
-    gb_per_s: float | None
     process_bytes: int
     available_bytes: int
     device_bytes: int = 0
+    """Taken on a GPU at most so far; 0 on a CPU."""
+    done: int = 0
+    """Answers that ended and have no line any more."""
+    done_tokens: int = 0
+    """Theirs."""
+    to_come: int = 0
+    """Answers that have no line yet."""
+
+    @cached_property
+    def statistics(self) -> Statistics:
+        """Counts and times of all rows, added up."""
+        all_rows = [row.statistics for row in self.rows]
+        if len(all_rows) == 1:
+            return all_rows[0]
+        added: dict[str, Any] = {name: sum(getattr(s, name) for s in all_rows) for name in _ADDED}
+        return Statistics(
+            token_ids=[token for s in all_rows for token in s.token_ids],
+            token_s=[seconds for s in all_rows for seconds in s.token_s],
+            **added,
+        )
+
+    @property
+    def new_tokens(self) -> int:
+        """Written so far."""
+        return self.done_tokens + len(self.statistics.token_ids)
+
+    @property
+    def time_s(self) -> dict[str, float]:
+        """Since decoding began, by part of a round."""
+        s = self.statistics
+        times = s.draft_s, s.retrieval_s, s.verify_s, s.refresh_s, s.other_s
+        return dict(zip(_PARTS, times, strict=True))
 
 
-def draw(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
+def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """The display as `height` lines of exactly `width` cells."""
+    text = snapshot.text
     if width < 20 or height < 4:
-        return [fit([Segment(line)], width) for line in padded(text.last_lines(max(1, width), height), height)]
+        small = [_state_words(snapshot)] if text is None else text.last_lines(max(1, width), height)
+        return [fit([Segment(line)], width) for line in padded(small, height)[:height]]
     inner, rows = width - 4, height - 2
-    if width >= SIDE_BY_SIDE:
+    if text is not None and width >= SIDE_BY_SIDE:
         body = _side_by_side(snapshot, text, inner, rows)
     else:
-        body = _stacked(snapshot, text, inner, rows)
-    return framed(snapshot.title, body, "Ctrl-C stops and keeps the text", width)
+        body = _stacked(snapshot, inner, rows)
+    what = "answers" if text is None else "text"
+    return framed(snapshot.title, body, f"Ctrl-C stops and keeps the {what}", width)
 
 
-def _stacked(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
-    """Text above, numbers below; a low terminal loses numbers from the end."""
+def _stacked(snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Text or answers above, numbers below; a low terminal loses numbers from the end."""
     numbers = [
         _with_spark(_tbt(snapshot), snapshot, width),
         _speed(snapshot),
+        *_states(snapshot),
         _accepted(snapshot),
         _lengths(snapshot),
         labelled("a round", _time_bar(snapshot, width - LABEL)),
@@ -86,9 +174,17 @@ def _stacked(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> 
         _read(snapshot),
         _memory(snapshot, width),
     ]
-    numbers = numbers[: max(0, height - 5)]
-    lines: list[Line] = [[Segment(line)] for line in padded(text.last_lines(width, height - len(numbers) - 1), height)]
-    return [*lines[: height - len(numbers) - 1], [Segment("─" * width, DIM)], *numbers]
+    above = _LEAST_TEXT
+    if snapshot.text is None:
+        above = min(len(snapshot.rows) + 1, max(_LEAST_TEXT, height - 1 - _NUMBERS))
+    numbers = numbers[: max(0, height - 1 - above)]
+    room = height - 1 - len(numbers)
+    if snapshot.text is None:
+        lines = [_titles(snapshot, width), *_answer_lines(snapshot, width, room - 1)]
+    else:
+        lines = [[Segment(line)] for line in snapshot.text.last_lines(width, room)]
+    lines += [[]] * (room - len(lines))
+    return [*lines[:room], [Segment("─" * width, DIM)], *numbers]
 
 
 def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int) -> list[Line]:
@@ -116,7 +212,7 @@ def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int
 
 
 def _tbt(s: Snapshot) -> Line:
-    now, mean, p95 = (f"{seconds * 1e3:.1f}" for seconds in (s.tbt_now_s, s.tbt_mean_s, s.tbt_p95_s))
+    now, mean, p95 = (f"{seconds * 1e3:.1f}" for seconds in (s.tbt_now_s, s.statistics.tbt_s, s.tbt_p95_s))
     return labelled("TBT", spans("now ", now, "  mean ", mean, "  p95 ", p95, " ms"))
 
 
@@ -126,32 +222,51 @@ def _with_spark(line: Line, snapshot: Snapshot, width: int) -> Line:
 
 
 def _speed(s: Snapshot) -> Line:
-    done = f"  ·  {s.new_tokens:,} of {s.max_new_tokens:,} tokens in {s.elapsed_s:.0f} s"
-    return labelled("speed", spans("", f"{s.tokens_per_s:.1f}", f" tokens/s{done}"))
+    """Of one answer while it is decoded, of several together with all that takes time."""
+    if s.text is None:
+        speed, most = s.new_tokens / s.elapsed_s if s.elapsed_s > 0 else 0.0, ""
+    else:
+        speed, most = s.statistics.tokens_per_s, f" of {_max_new_tokens(s):,}"
+    done = f"  ·  {s.new_tokens:,}{most} tokens in {s.elapsed_s:.0f} s"
+    return labelled("speed", spans("", f"{speed:.1f}", f" tokens/s{done}"))
+
+
+def _max_new_tokens(s: Snapshot) -> int:
+    return sum(row.max_new_tokens for row in s.rows)
 
 
 def _progress(s: Snapshot, width: int) -> Line:
-    return labelled("", bar(s.new_tokens / max(1, s.max_new_tokens), width - LABEL))
+    return labelled("", bar(s.new_tokens / max(1, _max_new_tokens(s)), width - LABEL))
+
+
+def _states(s: Snapshot) -> list[Line]:
+    """How many answers are in each state, and what one waits for, where there are several."""
+    if s.text is not None:
+        return []
+    waits = next((row.note for row in s.rows if row.state == "waiting" and row.note), "")
+    words = labelled("answers", [Segment(_state_words(s))])
+    return [words, labelled("waits for", [Segment(printable(waits))])] if waits else [words]
 
 
 def _accepted(s: Snapshot) -> Line:
-    draft, retrieval = ("-" if share is None else f"{share:.0%}" for share in (s.accepted_draft, s.accepted_retrieval))
-    found = spans(
-        "draft ", draft, "  retrieval ", retrieval, " of tested  ·  ", f"{s.tokens_per_round:.1f}", " tokens/round"
-    )
+    shares = s.statistics.draft_acceptance, s.statistics.retrieval_acceptance
+    draft, retrieval = ("-" if share is None else f"{share:.0%}" for share in shares)
+    tokens = f"{s.statistics.tokens_per_round:.1f}"
+    found = spans("draft ", draft, "  retrieval ", retrieval, " of tested  ·  ", tokens, " tokens/round")
     return labelled("accepted", found)
 
 
 def _lengths(s: Snapshot) -> Line:
-    seen = f"  ·  budget {s.budget:,} of {s.context_tokens:,}" if s.budget else f"  ·  context {s.context_tokens:,}"
+    context = max((row.statistics.prompt_tokens + len(row.statistics.token_ids) for row in s.rows), default=0)
+    seen = f"  ·  budget {s.budget:,} of {context:,}" if s.budget else f"  ·  context {context:,}"
     if s.budget and not s.block_length:
         return labelled("lengths", spans("", "no draft", ": plain decoding is faster now"))
     return labelled("lengths", spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}", seen))
 
 
 def _read(s: Snapshot) -> Line:
-    rate = () if s.gb_per_s is None else (" at ", f"{s.gb_per_s:.1f} GB/s")
-    return labelled("KV read", spans("", f"{s.bytes_read / 1e9:.2f} GB", *rate))
+    gb, seconds = s.statistics.kv_read_bytes / 1e9, s.statistics.kv_read_s
+    return labelled("KV read", spans("", f"{gb:.2f} GB", *((" at ", f"{gb / seconds:.1f} GB/s") if seconds else ())))
 
 
 def _memory(s: Snapshot, width: int) -> Line:
@@ -160,14 +275,12 @@ def _memory(s: Snapshot, width: int) -> Line:
 
 def _time_bar(s: Snapshot, width: int) -> Line:
     """One bar of `width` cells, divided like the time of a round; ends are rounded, so that the parts add up."""
-    total = sum(s.time_s.values())
-    if total <= 0:
-        return []
     line: Line = []
     passed, drawn = 0.0, 0
-    for name, (glyph, style) in _PARTS.items():
-        passed += s.time_s.get(name, 0.0)
-        end = round(passed / total * width)
+    for name, share in _shares(s):
+        glyph, style = _PARTS[name]
+        passed += share
+        end = round(passed * width)
         line.append(Segment(glyph * (end - drawn), style))
         drawn = end
     return line
@@ -189,18 +302,18 @@ def _time_legend(s: Snapshot, width: int) -> list[Line]:
 
 
 def _time_rows(s: Snapshot, width: int) -> list[Line]:
-    rounds = max(1.0, (s.new_tokens - 1) / s.tokens_per_round) if s.tokens_per_round else 1.0
     rows: list[Line] = []
     for name, share in _shares(s):
         glyph, style = _PARTS[name]
-        each = s.time_s.get(name, 0.0) / rounds * 1e3
+        each = s.time_s[name] / max(1, s.statistics.rounds) * 1e3
         rows.append(labelled("", [Segment(f"{glyph} ", style), Segment(f"{name:<10}{share:>5.0%}{each:>9.1f} ms")]))
     return rows
 
 
 def _shares(s: Snapshot) -> list[tuple[str, float]]:
+    """Of the time of a round, 0 to 1, by part."""
     total = sum(s.time_s.values())
-    return [(name, s.time_s.get(name, 0.0) / total if total > 0 else 0.0) for name in _PARTS]
+    return [(name, seconds / total if total > 0 else 0.0) for name, seconds in s.time_s.items()]
 
 
 def _sparkline(values: tuple[float, ...], width: int, height: int) -> list[Line]:
@@ -212,3 +325,81 @@ def _sparkline(values: tuple[float, ...], width: int, height: int) -> list[Line]
         [Segment("".join(_BLOCKS[min(8, max(0, level - 8 * row))] for level in levels), _SPARK)]
         for row in reversed(range(height))
     ]
+
+
+def _state_words(s: Snapshot) -> str:
+    """How many answers are in each state."""
+    counts = Counter(row.state for row in s.rows)
+    counts["ended"] += s.done
+    counts["waiting"] += s.to_come
+    return ", ".join(f"{counts[state]:,} {state}" for state in _STATES if counts[state]) or "none"
+
+
+def _answer_lines(s: Snapshot, width: int, room: int) -> list[Line]:
+    """A line for each answer; where there are more than `room`, those that are at work keep theirs."""
+    if room <= 0:
+        return []
+    shown = range(len(s.rows))
+    rest: list[Line] = []
+    if len(s.rows) > room:
+        ranks = {state: rank for rank, state in enumerate(_STATES)}
+        likely = sorted(shown, key=lambda i: (ranks[s.rows[i].state], i))
+        shown = sorted(likely[: room - 1])
+        rest = [[Segment(f"and {len(s.rows) - len(shown):,} more", DIM)]]
+    return [_answer_line(i, s.rows[i], _digits(s), width) for i in shown] + rest
+
+
+def _digits(s: Snapshot) -> int:
+    return max(2, len(str(len(s.rows))))
+
+
+def _titles(s: Snapshot, width: int) -> Line:
+    digits, tokens = _digits(s), _tokens_width(width)
+    words = f"{'':>{digits}} {'state':<7} {'tokens':>{tokens}} {'TBT ms':>6} {'accepted':>8}"
+    return [Segment(words + ("  request" if _name_width(digits, width) else ""), DIM)]
+
+
+def _answer_line(index: int, row: AnswerRow, digits: int, width: int) -> Line:
+    statistics = row.statistics
+    tokens, share = f"{len(statistics.token_ids):,}", statistics.retrieval_acceptance
+    if row.state == "reading":
+        tokens = f"{row.read:.0%}"
+    elif width >= _WIDE and row.max_new_tokens:
+        tokens += f"/{row.max_new_tokens:,}"
+    tbt = f"{statistics.tbt_s * 1e3:.1f}" if statistics.tbt_s else "-"
+    accepted = "-" if share is None else f"{share:.0%}"
+    line = [
+        Segment(f"{index + 1:>{digits}} ", DIM),
+        Segment(f"{row.state:<7} ", _STATES[row.state]),
+        Segment(f"{tokens:>{_tokens_width(width)}} {tbt:>6} {accepted:>8}", PLAIN),
+    ]
+    room = _name_width(digits, width)
+    if room:
+        name = printable(" ".join(row.name.split()) + (f": {row.note}" if row.state == "failed" and row.note else ""))
+        text = printable(" ".join(row.text.split()))
+        name_room = room - min(cell_len(text) + 1, room // 2) if text else room
+        name = name if cell_len(name) <= name_room else set_cell_size(name, name_room - 1) + "…"
+        line.append(Segment(f"  {name}"))
+        if text:
+            line.append(Segment(f" {_end(text, room - cell_len(name) - 1)}", DIM))
+    return line
+
+
+def _end(text: str, room: int) -> str:
+    """The end of a text, where it does not fit as a whole."""
+    if cell_len(text) <= room:
+        return text
+    text = text[-room:]
+    while cell_len(text) > room - 1:
+        text = text[1:]
+    return "…" + text
+
+
+def _tokens_width(width: int) -> int:
+    return 13 if width >= _WIDE else 6
+
+
+def _name_width(digits: int, width: int) -> int:
+    """Cells that are left for a name; 0 where there are too few."""
+    left = width - (digits + 1 + 8 + _tokens_width(width) + 1 + 6 + 1 + 8 + 2)
+    return left if left >= _LEAST_NAME else 0

@@ -1,97 +1,179 @@
-"""The live display of a run: its text and statistics on stderr, drawn several times a second."""
+"""The live display of a run on stderr, drawn several times a second."""
 
 from __future__ import annotations
 
-from bisect import insort
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
-from rich.console import Console
+import psutil
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.segment import Segment
 
 from ...offload import Round
-from ...offload.batch.sequence import BatchSequence
-from ...offload.statistics import ratio
-from .frame import Snapshot, draw
-from .live_screen import LiveScreen
-from .segments import Line
+from ...offload.planning.memory import device_peak_bytes
+from .frame import AnswerRow, Snapshot, draw
 from .wrapping import WrappedText
+
+PICTURES_PER_S = 4
+
+QUIET_S = 0.5
+"""Where no round ends for so long, a thread draws, so that the display of a slow model follows a resize too. Otherwise
+pictures are drawn between rounds, as a thread that draws while the model runs takes a core from it."""
+
+LARGEST_SHARE = 0.01
+"""The largest share of time for drawing: slower drawing means fewer pictures, not slower decoding."""
+
+_MEMORY_EVERY_S = 1.0
 
 _NOW_S = 1.0
 """The length of time that "now" is averaged over."""
 
 
-class LiveDisplay(LiveScreen):
-    """The text of a run as it grows, and its figures."""
+class LiveDisplay:
+    """The answers of a run as they are written, and figures: fills the terminal while the block runs, and gives it back
+    as it was. The text is shown of a single answer, of several a line each.
+
+    It draws on the terminal's alternate screen, so that a resize or a scroll leaves nothing behind.
+    """
 
     def __init__(
-        self, console: Console, sequence: BatchSequence, lengths: Callable[[], dict[str, int]], model: str
+        self,
+        console: Console,
+        title: str,
+        rows: Callable[[], Sequence[AnswerRow]],
+        lengths: Callable[[], dict[str, int]],
+        *,
+        single: bool = False,
+        budget: int = 0,
+        device: torch.device,
+        others: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         """Args:
-        sequence: the one that is written.
+        rows: the answers as they are now.
         lengths: `draft_length` and `block_length` in force.
-        model: its name.
+        single: whether there is one answer, whose text `note` is given.
+        budget: tokens of the retrieval cache, if there is one.
+        others: answers without a line: how many have ended, their tokens, and how many are to come.
         """
-        super().__init__(console)
-        self._sequence, self._lengths = sequence, lengths
-        self._max_new_tokens = sequence.order.max_new_tokens
-        stats = sequence.document(lengths(), [])
-        self._budget: int = stats["settings"]["budget"]
-        self._title = (
-            f"triforce · {model} · {stats['prompt_tokens']:,} tokens read · {stats['device']} {stats['dtype']}"
-        )
-        self._text = WrappedText()
-        self._history: deque[tuple[float, int]] = deque(maxlen=512)
+        self._title, self._rows, self._lengths, self._others = title, rows, lengths, others
+        self._budget, self._device = budget, device
+        self._text = WrappedText() if single else None
+        self._history: deque[tuple[float, int]] = deque(maxlen=512)  # seconds and tokens of rounds
         self._sorted_tbt: list[float] = []
-        self._seen = 0
+        self._process = psutil.Process()
+        self._memory = (0, 0)
+        self._memory_at = float("-inf")
+        self._began = time.perf_counter()
+        self._live = Live(
+            self,
+            console=console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._closing = threading.Event()
+        self._drawing = threading.Lock()
+        self._drawn_at = self._began
+        self._pause = 1 / PICTURES_PER_S
+        self._thread = threading.Thread(target=self._keep_drawing, name="live display", daemon=True)
+        self.drawing_s = 0.0
+        """Processor time spent on drawing so far."""
 
-    def note(self, piece: str, event: Round | None) -> None:
-        """Adds the text of a round, and the round; draws if a picture is due."""
-        self._text.add(piece)
-        if event is not None and event.index:
+    @staticmethod
+    def possible(console: Console) -> bool:
+        """Whether `console` is a terminal that can show it."""
+        return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._closing.set()
+        try:
+            self._thread.join()
+        finally:
+            self._live.stop()
+
+    def draw_if_due(self) -> None:
+        """To be called between rounds."""
+        if time.perf_counter() - self._drawn_at >= self._pause and not self._closing.is_set():
+            self._draw()
+
+    def note(self, piece: str, event: Round) -> None:
+        """Adds what a round has brought to an answer; draws if a picture is due."""
+        if self._text:
+            self._text.add(piece)
+        if event.index:
             self._history.append((event.seconds, len(event.tokens)))
+            self._sorted_tbt += [event.seconds / len(event.tokens)] * len(event.tokens)
         self.draw_if_due()
-
-    def picture(self, width: int, height: int) -> list[Line]:
-        return draw(self.snapshot(), self._text, width, height)
 
     def snapshot(self) -> Snapshot:
         """The state of the run now."""
-        s, lengths = self._sequence.statistics, self._lengths()
-        for seconds in s.token_s[self._seen :]:
-            insort(self._sorted_tbt, seconds)
-        self._seen = count = len(self._sorted_tbt)
-        history = tuple(self._history)
-        process_bytes, available_bytes = self.memory()
+        self._sorted_tbt.sort()  # only the end of it is new
+        tbt, history, lengths = self._sorted_tbt, tuple(self._history), self._lengths()
+        done, done_tokens, to_come = self._others()
+        process_bytes, available_bytes = self._memory_now()
         return Snapshot(
             title=self._title,
-            new_tokens=len(s.token_ids),
-            max_new_tokens=self._max_new_tokens,
-            context_tokens=s.prompt_tokens + len(s.token_ids),
-            elapsed_s=self.elapsed_s,
+            rows=self._rows(),
+            text=self._text,
+            elapsed_s=time.perf_counter() - self._began,
             tbt_now_s=_recent(history),
-            tbt_mean_s=s.tbt_s,
-            tbt_p95_s=self._sorted_tbt[-(-95 * count // 100) - 1] if count else 0.0,
+            tbt_p95_s=tbt[-(-95 * len(tbt) // 100) - 1] if tbt else 0.0,
             tbt_history_s=tuple(seconds / tokens for seconds, tokens in history),
-            tokens_per_s=s.tokens_per_s,
-            tokens_per_round=s.tokens_per_round,
-            accepted_draft=ratio(s.draft_accepted, s.draft_tested),
-            accepted_retrieval=ratio(s.retrieval_accepted, s.retrieval_tested),
             draft_length=lengths["draft_length"],
             block_length=lengths["block_length"],
             budget=self._budget,
-            time_s={
-                "draft": s.draft_s,
-                "retrieval": s.retrieval_s,
-                "verify": s.verify_s,
-                "refresh": s.refresh_s,
-                "other": s.other_s,
-            },
-            bytes_read=s.kv_read_bytes,
-            gb_per_s=s.kv_read_bytes / s.kv_read_s / 1e9 if s.kv_read_s else None,
             process_bytes=process_bytes,
             available_bytes=available_bytes,
-            device_bytes=s.device_peak_bytes,
+            device_bytes=device_peak_bytes(self._device),
+            done=done,
+            done_tokens=done_tokens,
+            to_come=to_come,
         )
+
+    def _memory_now(self) -> tuple[int, int]:
+        """Bytes that this process holds, and that are available beside them; looked up once a second."""
+        now = time.perf_counter()
+        if now - self._memory_at > _MEMORY_EVERY_S:
+            self._memory = (self._process.memory_info().rss, psutil.virtual_memory().available)
+            self._memory_at = now
+        return self._memory
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.size
+        for index, line in enumerate(draw(self.snapshot(), width, height)):
+            if index:
+                yield Segment.line()
+            yield from line
+
+    def _keep_drawing(self) -> None:
+        while not self._closing.wait(max(QUIET_S, self._pause) / 2):
+            if time.perf_counter() - self._drawn_at >= max(QUIET_S, self._pause):
+                self._draw()
+
+    def _draw(self) -> None:
+        with self._drawing:
+            began = time.thread_time()
+            try:
+                self._live.refresh()
+            except OSError:
+                self._closing.set()  # the terminal is gone; the run goes on
+            took = time.thread_time() - began
+            self.drawing_s += took
+            self._drawn_at = time.perf_counter()
+            self._pause = max(1 / PICTURES_PER_S, took / LARGEST_SHARE)
 
 
 def _recent(history: tuple[tuple[float, int], ...]) -> float:

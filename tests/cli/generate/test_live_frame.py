@@ -1,53 +1,65 @@
-"""The live display of one run: what it draws, in any size, where, and how often."""
+"""The live display of a run: what it draws, in any size, where, and how often."""
 
 import os
 import pty
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 from rich.cells import cell_len
 from rich.console import Console
-from triforce.cli.terminal.frame import Snapshot, draw
+from triforce.cli.terminal.frame import AnswerRow, Snapshot, draw
 from triforce.cli.terminal.live import LiveDisplay
 from triforce.cli.terminal.output import same_terminal
 from triforce.cli.terminal.wrapping import WrappedText
 from triforce.offload.statistics import Statistics
 
-SNAPSHOT = Snapshot(
-    title="triforce · embedded · 13,000 tokens read · cpu bfloat16",
-    new_tokens=120,
-    max_new_tokens=256,
-    context_tokens=13_120,
-    elapsed_s=3.2,
-    tbt_now_s=0.0112,
-    tbt_mean_s=0.0123,
-    tbt_p95_s=0.0301,
-    tbt_history_s=tuple(0.01 + 0.001 * (i % 13) for i in range(300)),
-    tokens_per_s=81.3,
-    tokens_per_round=9.7,
-    accepted_draft=0.61,
-    accepted_retrieval=0.94,
-    draft_length=4,
-    block_length=12,
-    budget=1024,
-    time_s={"draft": 0.3, "retrieval": 0.9, "verify": 1.6, "refresh": 0.1, "other": 0.1},
-    bytes_read=3_210_000_000,
-    gb_per_s=20.1,
-    process_bytes=700 * 2**20,
-    available_bytes=20 * 2**30,
+STATISTICS = Statistics(
+    prompt_tokens=13_000,
+    token_ids=[0] * 120,
+    token_s=[0.0123] * 119,
+    decode_s=0.0123 * 119,
+    rounds=12,
+    draft_tested=100,
+    draft_accepted=61,
+    retrieval_tested=100,
+    retrieval_accepted=94,
+    draft_s=0.15,
+    retrieval_s=0.45,
+    verify_s=0.7637,
+    refresh_s=0.05,
+    kv_read_bytes=3_210_000_000,
+    kv_read_s=0.1597,
 )
 
-LABELS = ("TBT", "now 11.2", "mean 12.3", "p95 30.1", "81.3 tokens/s", "draft 61%", "retrieval 94%", "9.7 tokens/round",
+
+def snapshot(text, statistics=STATISTICS, **changed):
+    given = {
+        "title": "triforce · embedded · 13,000 tokens read · cpu bfloat16",
+        "rows": (AnswerRow("", "running", 256, statistics),),
+        "text": text,
+        "elapsed_s": 3.2,
+        "tbt_now_s": 0.0112,
+        "tbt_p95_s": 0.0301,
+        "tbt_history_s": tuple(0.01 + 0.001 * (i % 13) for i in range(300)),
+        "draft_length": 4,
+        "block_length": 12,
+        "budget": 1024,
+        "process_bytes": 700 * 2**20,
+        "available_bytes": 20 * 2**30,
+    }
+    return Snapshot(**given | changed)
+
+
+LABELS = ("TBT", "now 11.2", "mean 12.3", "p95 30.1", "81.3 tokens/s", "draft 61%", "retrieval 94%", "9.9 tokens/round",
           "draft 4", "block 12", "budget 1,024", "a round", "verify", "3.21 GB", "20.1 GB/s", "memory", "20.68 GiB",
           "▅", "Ctrl-C")  # fmt: skip
 
 
-def picture(snapshot, text, width, height):
-    return ["".join(segment.text for segment in line) for line in draw(snapshot, text, width, height)]
+def picture(snapshot, width, height):
+    return ["".join(segment.text for segment in line) for line in draw(snapshot, width, height)]
 
 
 @pytest.fixture
@@ -60,7 +72,7 @@ def text():
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (143, 40), (144, 40), (200, 50)])
 def test_everything_is_shown_in_usual_sizes(text, width, height):
-    lines = picture(SNAPSHOT, text, width, height)
+    lines = picture(snapshot(text), width, height)
     assert [cell_len(line) for line in lines] == [width] * height
     for label in LABELS:
         assert any(label in line for line in lines), (label, lines)
@@ -69,23 +81,24 @@ def test_everything_is_shown_in_usual_sizes(text, width, height):
 
 def test_it_says_where_nothing_is_drafted(text):
     for width in (80, 200):
-        shown = "\n".join(picture(replace(SNAPSHOT, block_length=0), text, width, 40))
+        shown = "\n".join(picture(snapshot(text, block_length=0), width, 40))
         assert "no draft: plain decoding is faster now" in shown
-        plain = "\n".join(picture(replace(SNAPSHOT, block_length=0, draft_length=0, budget=0), text, width, 40))
+        plain = "\n".join(picture(snapshot(text, block_length=0, draft_length=0, budget=0), width, 40))
         assert "draft 0" in plain and "faster" not in plain, "nothing was to be drafted"
 
 
 def test_every_size_gives_a_picture_of_that_size(text):
     for width in (1, 2, 10, 19, 20, 21, 40, 79, 81, 119, 150, 300):
         for height in (1, 2, 3, 4, 5, 8, 13, 24, 60):
-            for snapshot in (SNAPSHOT, replace(SNAPSHOT, tbt_history_s=(), time_s={}, accepted_draft=None, budget=0)):
-                lines = picture(snapshot, text, width, height)
+            for shown in (snapshot(text), snapshot(text, Statistics(), tbt_history_s=(), budget=0)):
+                lines = picture(shown, width, height)
                 assert [cell_len(line) for line in lines] == [width] * height, (width, height)
 
 
 def test_parts_of_a_round_fill_the_bar():
-    for snapshot in (SNAPSHOT, replace(SNAPSHOT, time_s={"draft": 1.0, "retrieval": 1.0, "verify": 1.0})):
-        bar = next(line for line in picture(snapshot, WrappedText(), 80, 24) if "a round" in line)
+    for statistics in (STATISTICS, Statistics(decode_s=3.0, draft_s=1.0, retrieval_s=1.0, verify_s=1.0)):
+        shown = picture(snapshot(WrappedText(), statistics), 80, 24)
+        bar = next(line for line in shown if "a round" in line)
         assert len(re.findall("[░▒▓█·]", bar)) == 66
 
 
@@ -105,6 +118,75 @@ def test_text_wraps_the_same_however_it_comes(width):
     wider = WrappedText()
     wider.add(whole)
     assert at_once.last_lines(width + 5, 4) == wider.last_lines(width + 5, 10_000)[-4:], "a new width wraps all again"
+
+
+def written(tokens, tbt_s, accepted):
+    return Statistics(
+        token_ids=[0] * tokens,
+        token_s=[tbt_s] * (tokens - 1),
+        decode_s=tbt_s * (tokens - 1),
+        rounds=tokens // 4,
+        verify_s=tbt_s,
+        retrieval_tested=100,
+        retrieval_accepted=accepted,
+        kv_read_bytes=10**9,
+    )
+
+
+ROWS = (
+    AnswerRow("Who is Levin?", "ended", 256, written(40, 0.0123, 94)),
+    AnswerRow("Where does he live, and with whom?\nSay it briefly.", "running", 256, written(17, 0.0131, 90)),
+    AnswerRow("北京北京 \x1b[2J", "reading", 256, read=0.43),
+    AnswerRow("Why?", "failed", 256, note="the prompt has 9,000 tokens"),
+    AnswerRow("How?", "waiting", 256, note="memory: 1.2 GiB more are needed"),
+)
+NAMES = ("Who is", "Where does")
+WRITING = replace(ROWS[0], text="A landowner.\n"), replace(ROWS[1], text="At 北京, " * 40 + "all summer\nlong.")
+
+
+def several(rows=ROWS, **changed):
+    return snapshot(None, **{"rows": rows, "elapsed_s": 2.0, "done": 3, "to_come": 90} | changed)
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 24), (80, 24), (144, 40)])
+def test_state_tokens_tbt_and_acceptance_of_each_answer_are_shown(width, height):
+    lines = picture(several(), width, height)
+    assert [cell_len(line) for line in lines] == [width] * height
+    shown = "\n".join(lines)
+    for words in ("running +17", "ended +40", "reading +43%", "failed +0", "waiting +0", "13.1 +90%", "12.3 +94%"):
+        assert re.search(words.replace(" +", "[^\n]* "), shown), words
+    for words in ("28.5 tokens/s", "draft 4  block 12", "1 reading", "memory: 1.2 GiB", "Ctrl-C", "now 11.2  mean 12.5",
+                  "retrieval 92%", "verify"):  # fmt: skip
+        assert words in shown, words
+    assert "2.00 GB" in "\n".join(picture(several(to_come=0, rows=ROWS[:2]), width, height)), "of both"
+    assert "\x1b" not in shown
+    if width >= 80:
+        for words in ("Who is Levin?", "17/256", "Why?: the prompt has", "1 reading, 1 running, 91 waiting, 1 failed"):
+            assert words in shown, words
+
+
+def test_every_size_gives_a_list_of_that_size():
+    for width in (1, 2, 10, 19, 20, 21, 39, 40, 41, 67, 68, 80, 200):
+        for height in (1, 2, 3, 4, 5, 8, 13, 24, 60):
+            for shown in (several(), several(ROWS * 30), several(WRITING), several((), elapsed_s=0.0)):
+                lines = picture(shown, width, height)
+                assert [cell_len(line) for line in lines] == [width] * height, (width, height)
+
+
+def test_what_an_answer_has_so_far_stands_beside_its_name():
+    for width in (100, 144):
+        answered, running = (
+            next(line for line in picture(several(WRITING), width, 24) if words in line) for words in NAMES
+        )
+        assert "Who is Levin? A landowner." in answered
+        assert re.search("Where does he.* ….*all summer long. │", running)
+
+
+def test_answers_at_work_keep_their_lines_where_there_are_too_few():
+    rows = [*ROWS[:1]] * 40 + [ROWS[1]] + [ROWS[4]] * 40 + [ROWS[2]]
+    lines = picture(several(rows), 80, 16)
+    shown = "\n".join(lines)
+    assert "41 running" in shown and "82 reading" in shown and re.search(r"and \d+ more", shown)
 
 
 def test_one_terminal_is_known_without_its_name(monkeypatch):
@@ -135,10 +217,7 @@ def test_no_display_where_stderr_is_no_terminal_or_a_dumb_one():
 
 @pytest.mark.slow
 def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatch):
-    document = {"settings": {"budget": 0}, "prompt_tokens": 1, "device": "cpu", "dtype": "float32"}
-    order = SimpleNamespace(max_new_tokens=8)
-    sequence: Any = SimpleNamespace(statistics=Statistics(), order=order, document=lambda *_: document)
-    lengths = {"draft_length": 1, "block_length": 1}
+    rows, lengths = [AnswerRow("", "running", 8)], {"draft_length": 1, "block_length": 1}
 
     def draw_slowly():
         end = time.thread_time() + 0.03
@@ -147,7 +226,9 @@ def test_slow_drawing_makes_fewer_pictures_instead_of_slower_decoding(monkeypatc
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         console = Console(file=nowhere, force_terminal=True, width=80, height=24)
-        display = LiveDisplay(console, sequence, lambda: lengths, "a model")
+        display = LiveDisplay(
+            console, "a model", lambda: rows, lambda: lengths, single=True, device=torch.device("cpu")
+        )
         with display:
             monkeypatch.setattr(display._live, "refresh", draw_slowly)
             began = time.perf_counter()
