@@ -15,7 +15,7 @@ from ..tp.parallel.launch import must_not_finalize, record
 from ..tp.parallel.place import Place
 from .call import Call
 from .terminal.stopping import Signals, Stop
-from .terminal.streams import abandon, tell
+from .terminal.streams import abandon, print_note
 
 
 def main() -> None:
@@ -68,30 +68,30 @@ def _run(arguments: list[str], signals: Signals) -> int:
         return exit_.code if isinstance(exit_.code, int) else 0
     except Stop as stop:
         if stop.message:
-            tell(stop.message)
+            print_note(stop.message)
         return stop.exit_code
     except TriforceError as error:
         if debug:
             _print_traceback()
         if not _left_to_launcher(error):
-            tell(f"error: {error}")
+            print_note(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if type(error).__name__ == "Abort":  # how the parser reports that a question was interrupted
-            tell("interrupted")
+            print_note("interrupted")
             return 130
         usage = _usage_message(error)
         if usage is not None:
             if usage:
-                tell(usage)
+                print_note(usage)
             return 2
         if debug:
             _print_traceback()
         if _left_to_launcher(error):
             return 1
-        tell(f"error: {type(error).__name__}: {_one_line(error)}")
+        print_note(f"error: {type(error).__name__}: {_one_line(error)}")
         if not debug:
-            tell("this is not an error that triforce expects; run again with --debug for the traceback")
+            print_note("this is not an error that triforce expects; run again with --debug for the traceback")
         return 1
 
 
@@ -135,7 +135,7 @@ def _flushed(code: int) -> int:
         abandon(sys.stdout)
     except (OSError, ValueError) as error:
         abandon(sys.stdout)
-        tell(f"error: standard output cannot be written: {error}")
+        print_note(f"error: standard output cannot be written: {error}")
         return code or 1
     return code
 

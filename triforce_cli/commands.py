@@ -10,27 +10,27 @@ from typer.core import TyperCommand
 
 from .batch.command import EPILOG as BATCH_EPILOG
 from .batch.command import batch
-from .batch.request import BatchRequest
+from .batch.options import BatchOptions
 from .bench.command import EPILOG as BENCH_EPILOG
-from .bench.command import BenchRequest, bench
+from .bench.command import BenchOptions, bench
 from .chat.command import EPILOG as CHAT_EPILOG
 from .chat.command import chat
-from .chat.request import ChatRequest
+from .chat.options import ChatOptions
 from .compare.command import EPILOG as COMPARE_EPILOG
-from .compare.command import CompareRequest, compare
+from .compare.command import CompareOptions, compare
 from .contexts import app as contexts
 from .doctor import doctor
 from .generate.command import EPILOG, generate
-from .generate.request import GenerateRequest
+from .generate.options import GenerateOptions
 from .models import models
-from .options import ReportRequest, command
+from .options import ReportOptions, command
 from .plan.command import EPILOG as PLAN_EPILOG
-from .plan.command import PlanRequest, plan
+from .plan.command import PlanOptions, plan
 from .read import EPILOG as READ_EPILOG
-from .read import ReadRequest, read
+from .read import ReadOptions, read
 from .serve.command import EPILOG as SERVE_EPILOG
 from .serve.command import serve
-from .serve.request import ServeRequest
+from .serve.options import ServeOptions
 
 
 class _BareJson(TyperCommand):
@@ -60,21 +60,21 @@ app = typer.Typer(
     "distribution over its full context, but several are verified at a time.",
     epilog="Start with [bold]triforce generate[/]: it needs no option, no network and no GPU.",
 )
-app.command("generate", epilog=EPILOG)(command(GenerateRequest, generate))
-app.command("chat", epilog=CHAT_EPILOG)(command(ChatRequest, chat))
-app.command("batch", epilog=BATCH_EPILOG)(command(BatchRequest, batch))
-app.command("serve", epilog=SERVE_EPILOG)(command(ServeRequest, serve))
-app.command("read", epilog=READ_EPILOG)(command(ReadRequest, read))
+app.command("generate", epilog=EPILOG)(command(GenerateOptions, generate))
+app.command("chat", epilog=CHAT_EPILOG)(command(ChatOptions, chat))
+app.command("batch", epilog=BATCH_EPILOG)(command(BatchOptions, batch))
+app.command("serve", epilog=SERVE_EPILOG)(command(ServeOptions, serve))
+app.command("read", epilog=READ_EPILOG)(command(ReadOptions, read))
 app.add_typer(contexts, name="contexts")
 app.command("bench", epilog=BENCH_EPILOG, context_settings=_renamed(new_tokens="max-new-tokens"))(
-    command(BenchRequest, bench)
+    command(BenchOptions, bench)
 )
-app.command("compare", epilog=COMPARE_EPILOG)(command(CompareRequest, compare))
-app.command("models", cls=_BareJson)(command(ReportRequest, models))
+app.command("compare", epilog=COMPARE_EPILOG)(command(CompareOptions, compare))
+app.command("models", cls=_BareJson)(command(ReportOptions, models))
 app.command("plan", epilog=PLAN_EPILOG, context_settings=_renamed(acceptance="assume-acceptance"))(
-    command(PlanRequest, plan)
+    command(PlanOptions, plan)
 )
-app.command("doctor", cls=_BareJson)(command(ReportRequest, doctor))
+app.command("doctor", cls=_BareJson)(command(ReportOptions, doctor))
 
 
 def _print_version(asked: bool) -> None:

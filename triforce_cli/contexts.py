@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +14,11 @@ from typer.core import TyperGroup
 from ..tp.errors import TriforceError
 from ..tp.units import gib
 from .call import Call
-from .options import OUTPUT, ReportRequest, argument, command, option
+from .options import OUTPUT, ReportOptions, argument, command, option
 from .parameters import SIZE
 from .terminal.output import JsonFile
-from .terminal.streams import tell
-from .terminal.tables import make_table, print_lines
+from .terminal.streams import print_note
+from .terminal.tables import Column, print_lines, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NameRequest(ReportRequest):
+class NameOptions(ReportOptions):
     """The options of the commands for one saved context."""
 
     name: Annotated[str, argument("NAME", "The name of a saved context.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneRequest(ReportRequest):
+class PruneOptions(ReportOptions):
     """The options of `triforce contexts prune`."""
 
     keep: Annotated[int, option(OUTPUT, SIZE, "Maximum disk space of all contexts together.")]
     """Bytes."""
 
 
-def list_contexts(request: ReportRequest, call: Call) -> None:
+def list_contexts(options: ReportOptions, call: Call) -> None:
     """Lists the saved contexts."""
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         store = _user_store()
         described = describe_all(store)
         json_file.write(described)
@@ -50,50 +51,50 @@ def list_contexts(request: ReportRequest, call: Call) -> None:
             show_list(described, store)
 
 
-def show(request: NameRequest, call: Call) -> None:
+def show(options: NameOptions, call: Call) -> None:
     """Shows one saved context: model, tokens, bytes and files."""
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         store = _user_store()
-        described = describe(store, request.name)
+        described = describe(store, options.name)
         json_file.write(described)
         if not json_file.on_stdout:
             _show_one(described, store)
 
 
-def verify(request: NameRequest, call: Call) -> None:
+def verify(options: NameOptions, call: Call) -> None:
     """Checks every checksum of a saved context; exits 1 where one is wrong."""
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         damaged = []
-        with call.signals.allowed():
-            for segment, reason in _user_store().verify(request.name):
-                tell(f"positions {segment.first:,} to {segment.stop:,}: {reason or 'as they were written'}")
+        with call.signals.interruptible():
+            for segment, reason in _user_store().verify(options.name):
+                print_note(f"positions {segment.first:,} to {segment.stop:,}: {reason or 'as they were written'}")
                 if reason:
                     damaged.append({"first": segment.first, "tokens": segment.tokens, "reason": reason})
-        json_file.write({"name": request.name, "damaged": damaged})
+        json_file.write({"name": options.name, "damaged": damaged})
     if damaged:
         raise TriforceError(
-            f"the context {request.name!r} is damaged from position {damaged[0]['first']:,} on; read its text again "
+            f"the context {options.name!r} is damaged from position {damaged[0]['first']:,} on; read its text again "
             "under this name to mend it"
         )
 
 
-def remove(request: NameRequest, call: Call) -> None:
+def remove(options: NameOptions, call: Call) -> None:
     """Removes a saved context. What it shares with others stays theirs."""
-    with JsonFile.prepare(request.json) as json_file:
-        _user_store().remove(request.name)
-        json_file.write({"removed": [request.name]})
-        tell(f"removed the context {request.name}")
+    with JsonFile.prepare(options.json) as json_file:
+        _user_store().remove(options.name)
+        json_file.write({"removed": [options.name]})
+        print_note(f"removed the context {options.name}")
 
 
-def prune(request: PruneRequest, call: Call) -> None:
+def prune(options: PruneOptions, call: Call) -> None:
     """Removes contexts, the one used longest ago first, until all others take no more than --keep."""
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         store = _user_store()
-        removed = store.prune(request.keep)
+        removed = store.prune(options.keep)
         json_file.write({"removed": removed})
         for name in removed:
-            tell(f"removed the context {name}")
-        tell(f"{len(store.names())} contexts take {gib(store.disk_bytes())}")
+            print_note(f"removed the context {name}")
+        print_note(f"{len(store.names())} contexts take {gib(store.disk_bytes())}")
 
 
 def _user_store() -> ContextStore:
@@ -152,18 +153,28 @@ def show_list(described: list[dict[str, Any]], store: ContextStore, console: Con
     if not described:
         print_lines(console, [f"no contexts in {store.root}; triforce read FILE saves one"])
         return
-    titles = ("name", "model", "tokens", "on disk", "used")
-    console.print(make_table(titles, map(_cells, described), left=("name", "model", "used")))
+    print_table(console, _COLUMNS, described)
     quota = f" of {gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX)" if store.most_bytes is not None else ""
     total = f"{gib(store.disk_bytes())}{quota} in {store.root}, {gib(store.free_bytes())} free"
     print_lines(console, ["", f"{total}; what several share counts once"])
 
 
-def _cells(one: dict[str, Any]) -> list[str]:
-    if "damaged" in one:
-        return [one["name"], "damaged", "-", "-", "-"]
-    tokens = f"{one['tokens']:,}" + ("" if one["complete"] else f" of {one['planned_tokens']:,}")
-    return [one["name"], f"{one['model']}, {one['dtype']}", tokens, gib(one["disk_bytes"]), _local_time(one["used"])]
+def _column(title: str, cell: Callable[[dict[str, Any]], str], left: bool = False, damaged: str = "-") -> Column:
+    """A column of the list; `damaged` is what stands in it for a context that cannot be read."""
+    return Column(title, lambda one: damaged if "damaged" in one else cell(one), left)
+
+
+def _tokens(one: dict[str, Any]) -> str:
+    return f"{one['tokens']:,}" + ("" if one["complete"] else f" of {one['planned_tokens']:,}")
+
+
+_COLUMNS = (
+    Column("name", lambda one: one["name"], left=True),
+    _column("model", lambda one: f"{one['model']}, {one['dtype']}", left=True, damaged="damaged"),
+    _column("tokens", _tokens),
+    _column("on disk", lambda one: gib(one["disk_bytes"])),
+    _column("used", lambda one: _local_time(one["used"]), left=True),
+)
 
 
 def _show_one(one: dict[str, Any], store: ContextStore) -> None:
@@ -202,8 +213,8 @@ app = typer.Typer(
     no_args_is_help=False,
     help="Lists, shows, checks and removes saved contexts (texts that [bold]triforce read[/] has read).",
 )
-app.command("list")(command(ReportRequest, list_contexts))
-app.command("show")(command(NameRequest, show))
-app.command("verify")(command(NameRequest, verify))
-app.command("rm")(command(NameRequest, remove))
-app.command("prune")(command(PruneRequest, prune))
+app.command("list")(command(ReportOptions, list_contexts))
+app.command("show")(command(NameOptions, show))
+app.command("verify")(command(NameOptions, verify))
+app.command("rm")(command(NameOptions, remove))
+app.command("prune")(command(PruneOptions, prune))

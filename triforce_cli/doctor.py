@@ -19,7 +19,7 @@ from ..tp.gpu_links import GpuPair, PcieLink
 from ..tp.units import gib
 from ..tp.weights.registry import EMBEDDED, find_pair
 from .call import Call
-from .options import ReportRequest
+from .options import ReportOptions
 from .terminal.output import JsonFile
 
 _OPTIONAL = {
@@ -72,12 +72,12 @@ class Findings:
     missing: list[str] = field(default_factory=list)
 
 
-def doctor(request: ReportRequest, call: Call) -> None:
+def doctor(options: ReportOptions, call: Call) -> None:
     """Says what this machine has (versions, processor, GPUs, memory), what is missing, and the command that adds it.
 
     Exits 1 if something that [cyan]triforce generate[/] needs is broken.
     """
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         findings = examine()
         json_file.write(asdict(findings))
     if not json_file.on_stdout:

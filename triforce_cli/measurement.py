@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,12 +22,11 @@ from ..tp.errors import UsageError
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
 from .call import Call
-from .options import CONTEXT, MEASURING, WITHOUT_TIERS, TextRequest, option
+from .options import CONTEXT, MEASURING, WITHOUT_TIERS, TextOptions, option
 from .parameters import whole
 from .terminal.output import JsonFile, result_console
 from .terminal.stopping import Stop
-from .terminal.streams import tell
-from .terminal.tables import make_table
+from .terminal.streams import print_note
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +47,7 @@ NEW_TOKENS = "Tokens of each answer, which is written to the full length."
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuringRequest(TextRequest):
+class MeasuringOptions(TextOptions):
     """The options that `bench` and `compare` share."""
 
     settings: Annotated[Settings, WITHOUT_TIERS] = Settings()  # noqa: RUF009 - frozen
@@ -87,7 +86,7 @@ class Subject(NamedTuple):
 
 
 @contextmanager
-def subject_of(request: MeasuringRequest, call: Call) -> Iterator[Subject]:
+def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
     """Finds what is to be measured, downloading it if need be. Within the block signals are held.
 
     Raises:
@@ -95,9 +94,9 @@ def subject_of(request: MeasuringRequest, call: Call) -> Iterator[Subject]:
     """
     from .session.source import read_source
 
-    source = read_source(request.prompt_file, request.prompt, tell, request.context)
-    target, draft = find_pair(request.model, request.wanted_draft, tell)
-    with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+    source = read_source(options.prompt_file, options.prompt, print_note, options.context)
+    target, draft = find_pair(options.model, options.wanted_draft, print_note)
+    with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
         from ..offload.speculation.vocabulary import check_pair
         from ..tp.weights.tokenizer import Tokenizer
 
@@ -178,24 +177,6 @@ def sampling_in_words(sampling: dict[str, Any]) -> str:
     filters = {name: value for name, value in sampling.items() if value != OFF.get(name, value)}
     words += [f"{name.replace('_', '-')} {value}" for name, value in filters.items()]
     return ", ".join(words)
-
-
-class Column(NamedTuple):
-    """A column of a table."""
-
-    title: str
-    cell: Callable[[Any], str]
-    """The text for one row."""
-    left: bool = False
-    """Whether it is aligned left and may wrap."""
-
-
-def print_table(console: Console, columns: Iterable[Column], rows: Iterable[Any]) -> None:
-    """Args: `rows` are whatever the columns' cells are made from."""
-    columns = list(columns)
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    left = [column.title for column in columns if column.left]
-    console.print(make_table([column.title for column in columns], cells, left))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from ..tp.errors import ModelError
 from ..tp.units import gib
 from ..tp.weights.registry import PRESETS, Preset, published_cache
 from .call import Call
-from .options import ReportRequest
+from .options import ReportOptions
 from .terminal.output import JsonFile
 from .terminal.tables import make_table, print_lines
 
@@ -38,12 +38,12 @@ class ModelRow:
     """Why it cannot be used on this machine, other than that it is not downloaded."""
 
 
-def models(request: ReportRequest, call: Call) -> None:
+def models(options: ReportOptions, call: Call) -> None:
     """Lists the models that have a short name, what each needs, and whether this machine has it. Nothing is downloaded.
 
     Any other model is given as a directory or by its name on the hub: [cyan]triforce generate --model OWNER/NAME[/].
     """
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         rows = [describe(preset) for preset in PRESETS.values()]
         json_file.write([asdict(row) for row in rows])
     if not json_file.on_stdout:

@@ -1,7 +1,7 @@
 """Options as fields of dataclasses: a command states its options once, as the dataclass that it is called with.
 
 A field's annotation says type, help and group; its default is the option's. A field can also be a dataclass that the
-engine takes, annotated with the options that its own fields are. `Request` has what the commands that run an engine
+engine takes, annotated with the options that its own fields are. `RunOptions` has what the commands that run an engine
 share.
 """
 
@@ -66,17 +66,17 @@ def flag(name: str, group: str, help: str) -> Any:
     return typer.Option(name, help=help, rich_help_panel=group)
 
 
-def command(request_type: type[Options], function: Callable[[Options, Call], None]) -> Callable[..., None]:
-    """`function` as the option parser wants it: a parameter for each option of `request_type`."""
-    declared = sorted(_declared(request_type), key=lambda one: _place(one.info))
+def command(options_type: type[Options], function: Callable[[Options, Call], None]) -> Callable[..., None]:
+    """`function` as the option parser wants it: a parameter for each option of `options_type`."""
+    declared = sorted(_declared(options_type), key=lambda one: _place(one.info))
 
     def call(parser_context: typer.Context, **given: Any) -> None:
         parts: dict[str, dict[str, Any]] = {}
         for one in declared:
             if one.part is not None:
                 parts.setdefault(one.part, {})[one.name] = given.pop(one.name)
-        composed = {part: replace(getattr(request_type, part), **values) for part, values in parts.items()}
-        function(request_type(**given, **composed), parser_context.obj)
+        composed = {part: replace(getattr(options_type, part), **values) for part, values in parts.items()}
+        function(options_type(**given, **composed), parser_context.obj)
 
     parameters = [inspect.Parameter("parser_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for one in declared:
@@ -97,30 +97,30 @@ def command(request_type: type[Options], function: Callable[[Options, Call], Non
     return call
 
 
-def changed(request: Any) -> list[str]:
-    """The names of the options of a request that are not at their defaults."""
-    return [one.name for one in _declared(type(request)) if one.value(request) != one.default]
+def changed(options: Any) -> list[str]:
+    """The names of the options that are not at their defaults."""
+    return [one.name for one in _declared(type(options)) if one.value(options) != one.default]
 
 
 class _Declared(NamedTuple):
-    """An option of a request."""
+    """An option of a command."""
 
     part: str | None
-    """The field that is a dataclass with this option; `None` where the option is a field of the request itself."""
+    """The field that is a dataclass with this option; `None` where the option is a field itself."""
     name: str
     type: Any
     info: Any
     """What `option`, `flag` or `argument` gave."""
     default: Any
 
-    def value(self, request: Any) -> Any:
-        return getattr(request if self.part is None else getattr(request, self.part), self.name)
+    def value(self, options: Any) -> Any:
+        return getattr(options if self.part is None else getattr(options, self.part), self.name)
 
 
-def _declared(request_type: Any) -> Iterator[_Declared]:
-    """The options of a request, in the order of its fields."""
-    hints = get_type_hints(request_type, include_extras=True)
-    for field in fields(request_type):
+def _declared(options_type: Any) -> Iterator[_Declared]:
+    """The options of a command, in the order of its fields."""
+    hints = get_type_hints(options_type, include_extras=True)
+    for field in fields(options_type):
         annotation = hints[field.name]
         info = getattr(annotation, "__metadata__", (None,))[0]
         if isinstance(info, dict):
@@ -157,7 +157,7 @@ class EngineOptions(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportRequest:
+class ReportOptions:
     """What every command can be asked for."""
 
     json: Annotated[
@@ -292,7 +292,7 @@ def some_settings(*names: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRequest(ReportRequest):
+class ModelOptions(ReportOptions):
     """What every command can be asked for that plans or runs a model; `None` is `auto`, or not given."""
 
     model: Annotated[str, TARGET] = EMBEDDED
@@ -311,7 +311,7 @@ class ModelRequest(ReportRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
+class RunOptions(ModelOptions):
     """What every command can be asked for that runs a model on texts."""
 
     device: Annotated[str, DEVICE] = "auto"
@@ -325,7 +325,7 @@ class Request(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRequest(Request):
+class TextOptions(RunOptions):
     """What the commands can be asked for that run a model on one text."""
 
     prompt_file: Annotated[
@@ -346,7 +346,7 @@ def new_tokens(least: int, help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnsweringRequest(Request):
+class AnsweringOptions(RunOptions):
     """What the commands can be asked for that answer requests in OpenAI's form. Sampling options, lengths and the
     context are for requests that do not say."""
 

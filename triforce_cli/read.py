@@ -18,7 +18,7 @@ from .options import (
     PROMPT,
     TARGET,
     TEMPLATE_ARG,
-    ReportRequest,
+    ReportOptions,
     argument,
     flag,
     option,
@@ -27,7 +27,7 @@ from .options import (
 from .parameters import NAME, TEXT
 from .terminal.output import JsonFile
 from .terminal.stopping import Signals, Stop
-from .terminal.streams import tell
+from .terminal.streams import print_note
 
 if TYPE_CHECKING:
     from ..offload import Engine
@@ -45,7 +45,7 @@ EPILOG = """[bold]Examples[/]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadRequest(ReportRequest):
+class ReadOptions(ReportOptions):
     """The options of `triforce read`."""
 
     files: Annotated[
@@ -80,7 +80,7 @@ class ReadRequest(ReportRequest):
         return self.draft
 
 
-def read(request: ReadRequest, call: Call) -> None:
+def read(options: ReadOptions, call: Call) -> None:
     """Reads a text once and saves its keys and values as a context, from which answers start at once.
 
     Interrupted, killed or out of disk space, the same command goes on where it was.
@@ -90,17 +90,17 @@ def read(request: ReadRequest, call: Call) -> None:
     from .ranks import starts_or_follows
     from .session.source import read_file, read_option
 
-    name = request.name or _default_name(request.files[0])
+    name = options.name or _default_name(options.files[0])
     user_store().directory(name)
-    if request.system is not None:
-        request = replace(request, system=read_option("--system", request.system, tell))
-    if starts_or_follows(request, call):
+    if options.system is not None:
+        options = replace(options, system=read_option("--system", options.system, print_note))
+    if starts_or_follows(options, call):
         return
-    with JsonFile.prepare(request.json) as json_file:
-        text = "".join(read_file(path, "FILE", tell).text for path in request.files)
-        directory, _ = find_pair(request.model, "none", tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-            _read(request, name, text, directory, json_file, call.signals)
+    with JsonFile.prepare(options.json) as json_file:
+        text = "".join(read_file(path, "FILE", print_note).text for path in options.files)
+        directory, _ = find_pair(options.model, "none", print_note)
+        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+            _read(options, name, text, directory, json_file, call.signals)
 
 
 def _default_name(file: Path) -> str:
@@ -110,7 +110,7 @@ def _default_name(file: Path) -> str:
     return kept[:100].rstrip() or "text"
 
 
-def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file: JsonFile, signals: Signals) -> None:
+def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file: JsonFile, signals: Signals) -> None:
     """Reads `text` with the model in `directory` and saves it as the context `name`.
 
     Raises:
@@ -126,12 +126,12 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
     from .session.report import start_progress
     from .session.session import Session, Task
 
-    tokenizer = Tokenizer.load(directory).with_arguments(request.template_args)
-    context = Context.read(text, name, tokenizer, system=request.system, raw=request.raw)
+    tokenizer = Tokenizer.load(directory).with_arguments(options.template_args)
+    context = Context.read(text, name, tokenizer, system=options.system, raw=options.raw)
     token_ids = context.token_ids
-    with signals.allowed():
+    with signals.interruptible():
         check_context(ModelConfig.load(directory), len(token_ids), 1)
-        engine = load_engine(request, len(token_ids) + 1)
+        engine = load_engine(options, len(token_ids) + 1)
         contexts = engine.contexts
         assert contexts
         missing = contexts.missing(name, token_ids)
@@ -156,15 +156,15 @@ def _read(request: ReadRequest, name: str, text: str, directory: Path, json_file
                 signals.raise_pending()
             except Stop:
                 there = contexts.saved_tokens(name)
-                tell(f"{there:,} tokens of the context {name} are saved; the same command goes on from there")
+                print_note(f"{there:,} tokens of the context {name} are saved; the same command goes on from there")
                 raise
         assert task.sequence
         seconds = task.sequence.statistics.prefill_s
         for warning in session.warnings(task):
-            tell(warning)
+            print_note(warning)
     json_file.write(describe(contexts.store, name) | {"read_tokens": missing, "read_s": seconds})
     done = f"read {missing:,} tokens in {seconds:.1f} s" if missing else "nothing to read: all of it was saved already"
-    tell(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(request)} --ask TEXT")
+    print_note(f"{done}; ask it with: triforce generate --context '{name}'{_model_options(options)} --ask TEXT")
     engine.finish()
     engine.close()
 
@@ -175,18 +175,18 @@ def _report_start(engine: Engine, contexts: ModelContexts, name: str, token_ids:
 
     tokens = len(token_ids)
     before = f"; {tokens - missing:,} of them are saved already" if missing < tokens else ""
-    tell(f"context {name}: {tokens:,} tokens{before}")
+    print_note(f"context {name}: {tokens:,} tokens{before}")
     seconds = reading_seconds(engine.target, tokens - missing, missing)
     about = "" if seconds is None else f", about {_duration(seconds)}"
     size, free = contexts.bytes_to_write(token_ids, missing), contexts.store.free_bytes()
-    tell(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
+    print_note(f"writes {gib(size)} to {contexts.store.root}, which has {gib(free)} free{about}")
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _model_options(request: ReadRequest) -> str:
+def _model_options(options: ReadOptions) -> str:
     """The options by which `triforce generate` finds the same model."""
-    model = f" --model {request.model}" if request.model != type(request).model else ""
-    return model + (f" --dtype {request.dtype}" if request.dtype != "auto" else "")
+    model = f" --model {options.model}" if options.model != type(options).model else ""
+    return model + (f" --dtype {options.dtype}" if options.dtype != "auto" else "")

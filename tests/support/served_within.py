@@ -10,7 +10,7 @@ from typing import Any
 from served import Client
 from triforce.cli.serve.access import Access, listener
 from triforce.cli.serve.limits import ServerLimits
-from triforce.cli.serve.request import ServeRequest
+from triforce.cli.serve.options import ServeOptions
 from triforce.cli.serve.run import Server
 
 
@@ -27,7 +27,7 @@ class ServerWithin(Client):
         **options: Any,
     ) -> None:
         fixed = {"model": str(pair[0]), "draft": "none", "device": "cpu", "dtype": "float32", "port": 0}
-        request = ServeRequest(**(fixed | options))
+        request = ServeOptions(**(fixed | options))
         self.log: list[str] = []
         self.listening = listener(request)
         given = ServerLimits(**(limits or {}))  # pyright: ignore[reportArgumentType]

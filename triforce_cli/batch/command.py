@@ -8,7 +8,7 @@ from ...tp.errors import UsageError
 from ...tp.parallel.place import Place
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import BatchRequest
+from .options import BatchOptions
 
 EPILOG = """[bold]Examples[/]
 
@@ -25,7 +25,7 @@ EPILOG = """[bold]Examples[/]
 """
 
 
-def batch(request: BatchRequest, call: Call) -> None:
+def batch(options: BatchOptions, call: Call) -> None:
     """Answers a file of requests, several at a time, and writes each answer as a line when it is complete.
 
     Lines are in OpenAI's batch form. Requests that have an answer are skipped, failed ones are tried again.
@@ -33,35 +33,35 @@ def batch(request: BatchRequest, call: Call) -> None:
     """
     from ..ranks import starts_or_follows
     from ..terminal.output import JsonFile
-    from ..terminal.streams import tell
+    from ..terminal.streams import print_note
     from .work import Work
 
     place = Place.from_environment()
-    launches = place is None and request.gpus > 1
+    launches = place is None and options.gpus > 1
     work = None
-    if (place is None or place.rank == 0) and not (launches and request.requests == Path("-")):
-        _check_options(request)
-        work = Work.read(request.requests, request.output)
-    if not (launches and work and not work.wanted) and starts_or_follows(request, call):
+    if (place is None or place.rank == 0) and not (launches and options.requests == Path("-")):
+        _check_options(options)
+        work = Work.read(options.requests, options.output)
+    if not (launches and work and not work.wanted) and starts_or_follows(options, call):
         return
     assert work  # rank 0 has read it
-    with JsonFile.prepare(request.json) as json_file:
-        directories = find_pair(request.model, request.wanted_draft, tell) if work.wanted else None
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+    with JsonFile.prepare(options.json) as json_file:
+        directories = find_pair(options.model, options.wanted_draft, print_note) if work.wanted else None
+        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
-            run(request, work, directories, json_file, call.signals)
+            run(options, work, directories, json_file, call.signals)
 
 
-def _check_options(request: BatchRequest) -> None:
+def _check_options(options: BatchOptions) -> None:
     """Raises:
     UsageError: an impossible name, or one file for two things.
     """
-    if request.context is not None:
+    if options.context is not None:
         from ...offload.contexts.home import user_store
 
-        user_store().directory(request.context)
-    if request.output == Path("-"):
+        user_store().directory(options.context)
+    if options.output == Path("-"):
         raise UsageError("--output is -, but answers that are on a file need not be computed again; give a file")
-    if request.output.exists() and request.requests.exists() and request.output.samefile(request.requests):
-        raise UsageError(f"--output {request.output} is the file of requests; give another one")
+    if options.output.exists() and options.requests.exists() and options.output.samefile(options.requests):
+        raise UsageError(f"--output {options.output} is the file of requests; give another one")

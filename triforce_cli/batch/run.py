@@ -22,16 +22,16 @@ from ..session.wire import BodyError, answer_request
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .lines import RequestLine
-from .request import BatchRequest
-from .runner import Job, Runner
+from .options import BatchOptions
+from .runner import BatchItem, Runner
 from .totals import Totals, malformed_line, refused_line
 from .work import Work
 
 
 def run(
-    request: BatchRequest,
+    options: BatchOptions,
     work: Work,
     directories: tuple[Path, Path | None] | None,
     json_file: JsonFile,
@@ -47,25 +47,25 @@ def run(
         typer.Exit: a request has got no answer.
     """
     console = stderr_console()
-    totals = Totals(work, tell)
+    totals = Totals(work, print_note)
     for line in work.malformed:
         totals.fail(line, line.error or "")
-    jobs, refused = _checked(request, work, totals)
+    items, refused = _checked(options, work, totals)
     loaded: tuple[Tokenizer, Engine] | None = None
     ended: BaseException | None = None
-    if directories is not None and (jobs or _with_other_ranks()):
-        with signals.allowed():
-            _, tokenizer = open_pair(directories, request.template_args)
-            loaded = tokenizer, load_engine(request, None)
-        _tell_start(loaded[1], request, work, len(jobs))
+    if directories is not None and (items or _with_other_ranks()):
+        with signals.interruptible():
+            _, tokenizer = open_pair(directories, options.template_args)
+            loaded = tokenizer, load_engine(options, None)
+        _print_start(loaded[1], options, work, len(items))
     with work.answers as file:
         for line in work.malformed:
             file.add(malformed_line(work, line))
         for line, error in refused:
             file.add(refused_line(line, error))
-        if loaded and jobs:
+        if loaded and items:
             tokenizer, engine = loaded
-            ended = _answer(request, engine, Runner(engine, tokenizer, file, totals, signals, request), jobs, console)
+            ended = _answer(options, engine, Runner(engine, tokenizer, file, totals, signals, options), items, console)
     document = totals.document(torch.get_num_threads())
     try:
         json_file.write(document)
@@ -82,18 +82,18 @@ def run(
 
 
 def _checked(
-    request: BatchRequest, work: Work, totals: Totals
-) -> tuple[list[Job], list[tuple[RequestLine, BodyError]]]:
+    options: BatchOptions, work: Work, totals: Totals
+) -> tuple[list[BatchItem], list[tuple[RequestLine, BodyError]]]:
     """The requests to be answered, and those that cannot be, with the reasons."""
-    models = {request.model, Path(request.model).name}
-    jobs, refused = [], []
+    models = {options.model, Path(options.model).name}
+    items, refused = [], []
     for line in work.wanted:
         try:
-            jobs.append(Job(line, answer_request(line.body, line.endpoint, request, models)))
+            items.append(BatchItem(line, answer_request(line.body, line.endpoint, options, models)))
         except BodyError as error:
             refused.append((line, error))
             totals.fail(line, str(error))
-    return jobs, refused
+    return items, refused
 
 
 def _with_other_ranks() -> bool:
@@ -102,31 +102,31 @@ def _with_other_ranks() -> bool:
     return place is not None and place.size > 1
 
 
-def _tell_start(engine: Engine, request: BatchRequest, work: Work, wanted: int) -> None:
-    tell(engine_in_words(engine, request.model))
+def _print_start(engine: Engine, options: BatchOptions, work: Work, wanted: int) -> None:
+    print_note(engine_in_words(engine, options.model))
     before = f"; {work.skipped:,} have an answer already" if work.skipped else ""
-    tell(f"{wanted:,} requests of {work.name}, up to {request.max_sequences:,} answers at a time{before}")
+    print_note(f"{wanted:,} requests of {work.name}, up to {options.max_sequences:,} answers at a time{before}")
 
 
 def _answer(
-    request: BatchRequest, engine: Engine, runner: Runner, jobs: Sequence[Job], console: Console
+    options: BatchOptions, engine: Engine, runner: Runner, items: Sequence[BatchItem], console: Console
 ) -> BaseException | None:
     """Answers all; the error or interrupt that ended it, if any did."""
     later: list[str] = []  # lines that a live display would draw over
     display = None
-    if request.live and LiveDisplay.possible(console):
-        title = f"triforce · {Path(request.model).name} · {len(jobs):,} requests · {engine.target.device.type}"
+    if options.live and LiveDisplay.possible(console):
+        title = f"triforce · {Path(options.model).name} · {len(items):,} requests · {engine.target.device.type}"
         device, others = engine.target.device, runner.others
         display = LiveDisplay(console, title, runner.rows, runner.lengths, device=device, others=others)
         runner.totals.note = later.append
     try:
         with display or nullcontext():
-            runner.run(jobs, display)
+            runner.run(items, display)
     except (Stop, Exception) as error:
         return error
     finally:
         for line in later:
-            tell(line)
+            print_note(line)
     return None
 
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 from ...offload import Engine
 from ...offload.contexts.manifest import ContextError
-from ...offload.contexts.model import ContextRequest
 from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
 from ..session.prompt import Prompt
 from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
-from ..session.request_prompt import request_prompt
+from ..session.request_prompt import request_prompt, request_task
 from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
@@ -24,7 +23,7 @@ from ..terminal.live import LiveDisplay
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
 from .lines import RequestLine
-from .request import BatchRequest
+from .options import BatchOptions
 from .totals import Totals, answer_line, refused_line
 
 _LONG = 4096
@@ -32,7 +31,7 @@ _LONG = 4096
 
 
 @dataclass(eq=False)
-class Job:
+class BatchItem:
     """A request that is to be answered."""
 
     line: RequestLine
@@ -58,12 +57,12 @@ class Runner:
         file: AnswersFile,
         totals: Totals,
         signals: Signals,
-        request: BatchRequest,
+        options: BatchOptions,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._file, self.totals, self._signals = file, totals, signals
-        self._model, self._most = request.model, request.max_sequences
-        self._waiting: deque[tuple[Job, int]] = deque()
+        self._model, self._most = options.model, options.max_sequences
+        self._waiting: deque[tuple[BatchItem, int]] = deque()
         self._session: Session | None = None
         self._display: LiveDisplay | None = None
         self._reading: dict[Task, Callable[[float], None]] = {}
@@ -71,7 +70,7 @@ class Runner:
         self._to_come = 0  # answers that are not begun
         self._done = 0
 
-    def run(self, jobs: Sequence[Job], display: LiveDisplay | None) -> None:
+    def run(self, items: Sequence[BatchItem], display: LiveDisplay | None) -> None:
         """Answers all, those about one saved context after one another.
 
         Raises:
@@ -79,12 +78,12 @@ class Runner:
             Stop: it was interrupted; what came of each answer is written.
         """
         self._display, self.totals.began = display, time.perf_counter()
-        self._to_come = sum(job.request.answers for job in jobs)
-        groups: dict[str | None, list[Job]] = {}
-        for job in jobs:
-            groups.setdefault(job.request.context, []).append(job)
+        self._to_come = sum(item.request.answers for item in items)
+        groups: dict[str | None, list[BatchItem]] = {}
+        for item in items:
+            groups.setdefault(item.request.context, []).append(item)
         for group in groups.values():
-            self._waiting.extend((job, number) for job in group for number in range(job.request.answers))
+            self._waiting.extend((item, number) for item in group for number in range(item.request.answers))
         while self._waiting:
             self._answer()
 
@@ -126,7 +125,7 @@ class Runner:
                     elif isinstance(event, Failed):
                         self._fail(event.task.owner, _as_body_error(str(event.error)))
                     if self._display is None:
-                        self._tell_progress()
+                        self._print_progress()
                     elif isinstance(event, Written):
                         self._display.note(event.piece, event.round)
                     else:
@@ -136,8 +135,8 @@ class Runner:
             if (session.broken and self._engine.target.ranks.size > 1) or not self._is_of_requests(error):
                 self._keep_unfinished()
                 raise
-            for job in {task.owner for task in self._tasks}:
-                self._fail(job, _as_body_error(str(error)))
+            for item in {task.owner for task in self._tasks}:
+                self._fail(item, _as_body_error(str(error)))
         finally:
             if session.run:
                 self.totals.add_run(session.run.stats())
@@ -151,56 +150,53 @@ class Runner:
     def _complete(self, task: Task) -> None:
         """Takes over an answer, and writes the line of its request with the last one of it."""
         self._reading.pop(task, None)
-        answer, job = finished_answer(task), task.owner
+        answer, item = finished_answer(task), task.owner
         self.totals.add_answer(answer, task.sequence.warnings if task.sequence else ())
         self._done += 1
-        job.finished[task.number] = answer
-        if job.complete:
-            answers = [job.finished[number] for number in range(job.request.answers)]
-            self._file.add(answer_line(job.line, 200, response_body(job.request, self._model, answers)))
+        item.finished[task.number] = answer
+        if item.complete:
+            answers = [item.finished[number] for number in range(item.request.answers)]
+            self._file.add(answer_line(item.line, 200, response_body(item.request, self._model, answers)))
             self.totals.answered += 1
-            job.finished, job.prompt = {}, None
+            item.finished, item.prompt = {}, None
 
     def _next(self, waits: bool) -> Task | None:
         """The next answer to be begun; requests whose prompt cannot be made fail on the way."""
         while self._waiting:
-            job, number = self._waiting.popleft()
+            item, number = self._waiting.popleft()
             self._to_come -= 1
-            if job.failed:
+            if item.failed:
                 continue
-            asked = job.request
             try:
-                job.prompt = job.prompt or request_prompt(asked, self._tokenizer, self._engine.target.config)
+                item.prompt = item.prompt or request_prompt(item.request, self._tokenizer, self._engine.target.config)
             except TriforceError as error:
-                self._fail(job, error if isinstance(error, BodyError) else BodyError(str(error)))
+                self._fail(item, error if isinstance(error, BodyError) else BodyError(str(error)))
                 continue
-            contexts = ContextRequest(name=asked.context, find=asked.context is None)
-            options = {"number": number, "top_logprobs": asked.top_logprobs, "owner": job}
-            return Task(job.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
+            return request_task(item.request, item.prompt, number, item)
         return None
 
-    def _fail(self, job: Job, error: BodyError) -> None:
+    def _fail(self, item: BatchItem, error: BodyError) -> None:
         """Writes why a request gets no answer; what was begun of it is ended."""
-        job.failed = True
+        item.failed = True
         for task in self._tasks:
-            if self._session and task.owner is job:
+            if self._session and task.owner is item:
                 self._session.end(task)
-        self._file.add(refused_line(job.line, error))
-        self.totals.fail(job.line, str(error))
+        self._file.add(refused_line(item.line, error))
+        self.totals.fail(item.line, str(error))
 
     def _keep_unfinished(self) -> None:
         """Writes what came of answers that were broken off; they are asked for again by the next run."""
-        unfinished = {job: dict(job.finished) for job, _ in self._waiting if job.finished and not job.failed}
+        unfinished = {item: dict(item.finished) for item, _ in self._waiting if item.finished and not item.failed}
         for task in self._tasks:
             kept = unfinished.setdefault(task.owner, dict(task.owner.finished))
             if task.begun:
                 kept[task.number] = finished_answer(task)
-        for job, answers in unfinished.items():
+        for item, answers in unfinished.items():
             if answers:
                 self.totals.interrupted += 1
-                body = response_body(job.request, self._model, [answers[number] for number in sorted(answers)])
+                body = response_body(item.request, self._model, [answers[number] for number in sorted(answers)])
                 error = {"code": "interrupted", "message": "the run was stopped before the answer was complete"}
-                self._file.add(answer_line(job.line, 499, body, error))
+                self._file.add(answer_line(item.line, 499, body, error))
 
     def _read(self, task: Task, share: float) -> None:
         """Takes note of a share of a prompt that is read."""
@@ -210,7 +206,7 @@ class Runner:
         elif tokens >= _LONG:
             self._reading.setdefault(task, progress_lines(f"{name_of(task)}: reading {tokens:,} tokens"))(share)
 
-    def _tell_progress(self) -> None:
+    def _print_progress(self) -> None:
         now = time.monotonic()
         if now - self._told_at < SECONDS_BETWEEN_LINES:
             return
@@ -229,7 +225,7 @@ def _as_body_error(message: str) -> BodyError:
 
 
 def name_of(task: Task) -> str:
-    """An answer that is being written, in words. Its owner is a `Job`."""
+    """An answer that is being written, in words. Its owner is a `BatchItem`."""
     count = task.owner.request.answers
     return f"{task.owner.line.custom_id}" + (f" (answer {task.number + 1} of {count})" if count > 1 else "")
 

@@ -16,7 +16,7 @@ from ..measurement import (
     NEW_TOKENS,
     QUESTION_TOKENS,
     REPEAT,
-    MeasuringRequest,
+    MeasuringOptions,
     Subject,
     check_sequences,
     check_single_process,
@@ -26,7 +26,7 @@ from ..measurement import (
 from ..options import MEASURING, OUTPUT, SAMPLING_OPTIONS, changed, new_tokens, option
 from ..parameters import CHANCES, FILE, Kind, Numbers, whole_numbers
 from ..terminal.output import JsonFile, ResultFile
-from ..terminal.streams import BestEffortStream, tell
+from ..terminal.streams import BestEffortStream, print_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ _OPTIONS_OF_RUNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(MeasuringRequest):
+class BenchOptions(MeasuringOptions):
     """The options of `triforce bench`."""
 
     contexts: Annotated[
@@ -123,7 +123,7 @@ class BenchRequest(MeasuringRequest):
     ] = None
 
 
-def bench(request: BenchRequest, call: Call) -> None:
+def bench(options: BenchOptions, call: Call) -> None:
     """Measures this machine: the time between tokens at several context lengths, with and without speculation.
 
     For each length the prompt is read once; then every number of tiers writes an answer, one after another, several
@@ -131,58 +131,58 @@ def bench(request: BenchRequest, call: Call) -> None:
     """
     from ..ranks import starts_or_follows
 
-    request = replace(request, settings=replace(request.settings, tiers=request.tiers[-1]))
-    if request.shape is None:
-        _check_runs(request)
+    options = replace(options, settings=replace(options.settings, tiers=options.tiers[-1]))
+    if options.shape is None:
+        _check_runs(options)
     else:
-        _check_shape(request)
-    if request.plot is not None:
-        _check_plot(request.plot)
-    if request.shape is None and starts_or_follows(request, call):
+        _check_shape(options)
+    if options.plot is not None:
+        _check_plot(options.plot)
+    if options.shape is None and starts_or_follows(options, call):
         return
-    with JsonFile.prepare(request.json) as json_file, ResultFile.prepare(request.plot, "--plot") as plot_file:
-        if request.shape is None:
-            with subject_of(request, call) as subject:
-                _measure_runs(request, subject, json_file, plot_file, call)
+    with JsonFile.prepare(options.json) as json_file, ResultFile.prepare(options.plot, "--plot") as plot_file:
+        if options.shape is None:
+            with subject_of(options, call) as subject:
+                _measure_runs(options, subject, json_file, plot_file, call)
         else:
-            with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
-                _measure_shape(request, request.shape, json_file, plot_file, call)
+            with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
+                _measure_shape(options, options.shape, json_file, plot_file, call)
 
 
-def _check_runs(request: BenchRequest) -> None:
+def _check_runs(options: BenchOptions) -> None:
     """Raises:
     UsageError: options of a shape, too many sequences, or no room for a prompt.
     """
-    if request.assume_acceptance is not None:
+    if options.assume_acceptance is not None:
         raise UsageError("--assume-acceptance is for --shape; a run measures its acceptance")
-    if request.batch:
-        check_sequences(request.batch[-1])
-    if request.batch and request.contexts and request.contexts[0] <= request.max_new_tokens + QUESTION_TOKENS:
+    if options.batch:
+        check_sequences(options.batch[-1])
+    if options.batch and options.contexts and options.contexts[0] <= options.max_new_tokens + QUESTION_TOKENS:
         raise UsageError(
-            f"--contexts has {request.contexts[0]:,}, prompt and answer together, which has no room for a question of "
-            f"{QUESTION_TOKENS} tokens and --max-new-tokens {request.max_new_tokens:,}; raise one or lower the other"
+            f"--contexts has {options.contexts[0]:,}, prompt and answer together, which has no room for a question of "
+            f"{QUESTION_TOKENS} tokens and --max-new-tokens {options.max_new_tokens:,}; raise one or lower the other"
         )
-    if request.contexts and request.contexts[0] <= request.max_new_tokens:
+    if options.contexts and options.contexts[0] <= options.max_new_tokens:
         raise UsageError(
-            f"--contexts has {request.contexts[0]:,}, prompt and answer together, but --max-new-tokens is "
-            f"{request.max_new_tokens:,}; raise the one or lower the other"
+            f"--contexts has {options.contexts[0]:,}, prompt and answer together, but --max-new-tokens is "
+            f"{options.max_new_tokens:,}; raise the one or lower the other"
         )
 
 
-def _check_shape(request: BenchRequest) -> None:
+def _check_shape(options: BenchOptions) -> None:
     """Raises:
     UsageError: options were given that mean nothing for a shape, or that a shape cannot be measured with.
     """
-    unused = next((name for name in changed(request) if name in _OPTIONS_OF_RUNS), None)
+    unused = next((name for name in changed(options) if name in _OPTIONS_OF_RUNS), None)
     if unused:
         raise UsageError(
             f"--{unused.replace('_', '-')} and --shape are both given; a shape has random weights and writes no text, "
             "only its steps are timed: leave one out"
         )
-    if {2, 3} <= set(request.tiers):
+    if {2, 3} <= set(options.tiers):
         raise UsageError("--tiers has 2 and 3, but --shape measures the steps of one of them, beside 1; give one")
-    if request.gpus > 1:
-        raise UsageError(f"--gpus is {request.gpus}, but --shape measures one device; leave it out")
+    if options.gpus > 1:
+        raise UsageError(f"--gpus is {options.gpus}, but --shape measures one device; leave it out")
     check_single_process("--shape measures one device")
 
 
@@ -212,7 +212,7 @@ def _published(
 
 
 def _measure_runs(
-    request: BenchRequest, subject: Subject, json_file: JsonFile, plot_file: ResultFile, call: Call
+    options: BenchOptions, subject: Subject, json_file: JsonFile, plot_file: ResultFile, call: Call
 ) -> None:
     """Measures runs of an engine.
 
@@ -229,19 +229,19 @@ def _measure_runs(
     from .progress import Display
     from .report import as_document, head_of_document
 
-    answer_tokens = request.max_new_tokens
-    contexts = _contexts(request, subject.config, answer_tokens + (QUESTION_TOKENS if request.batch else 0))
+    answer_tokens = options.max_new_tokens
+    contexts = _contexts(options, subject.config, answer_tokens + (QUESTION_TOKENS if options.batch else 0))
     prompt = long_prompt(subject.source, subject.tokenizer, subject.config, contexts[-1] - answer_tokens)
-    with call.signals.allowed():
-        engine = load_engine(request, contexts[-1])
-        tiers = _tiers(request, engine)
-        bandwidth = machine_bandwidth(engine.target, request.settings)
-        head = head_of_document(request, call.command, engine.target, engine.draft is not None, bandwidth)
+    with call.signals.interruptible():
+        engine = load_engine(options, contexts[-1])
+        tiers = _tiers(options, engine)
+        bandwidth = machine_bandwidth(engine.target, options.settings)
+        head = head_of_document(options, call.command, engine.target, engine.draft is not None, bandwidth)
     head |= {
-        "sampling": asdict(request.sampling),
+        "sampling": asdict(options.sampling),
         "new_tokens": answer_tokens,
-        "repeats": request.repeat,
-        "batches": list(request.batch) if request.batch else None,
+        "repeats": options.repeat,
+        "batches": list(options.batch) if options.batch else None,
         "prompt": {
             "name": prompt.name,
             "text_tokens": prompt.text_tokens,
@@ -249,7 +249,7 @@ def _measure_runs(
         },
     }
     console = Console(file=cast(IO[str], BestEffortStream(sys.stderr)), highlight=False)
-    order = steps(contexts, tiers, request.repeat, request.batch or (None,))
+    order = steps(contexts, tiers, options.repeat, options.batch or (None,))
     results: list[ContextRuns] = []
 
     def document(interrupted: bool) -> dict[str, Any] | None:
@@ -261,18 +261,18 @@ def _measure_runs(
             engine,
             prompt.token_ids,
             order,
-            request.sampling,
+            options.sampling,
             answer_tokens,
             results=results,
             observer=display,
             advance=partial(step, signals=call.signals),
-            saved=request.context,
+            saved=options.context,
         )
     engine.finish()
     engine.close()
 
 
-def _measure_shape(request: BenchRequest, shape: str, json_file: JsonFile, plot_file: ResultFile, call: Call) -> None:
+def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_file: ResultFile, call: Call) -> None:
     """Measures steps of a model of which only the shape is there.
 
     Raises:
@@ -290,20 +290,20 @@ def _measure_shape(request: BenchRequest, shape: str, json_file: JsonFile, plot_
     from .report import as_document, head_of_document
     from .shape import context_document, shape_document
 
-    set_threads(request.settings.threads)
-    request = replace(request, model=shape)
-    target, draft = shapes(shape, request.wanted_draft)
-    tiers = tuple(sorted({min(count, 3 if draft else 2) for count in request.tiers}))
-    settings = replace(request.settings, tiers=tiers[-1]).with_defaults(published_cache(shape, 1))
-    contexts = _contexts(request, target, 0)
-    device, dtype = resolve_device(request.device), resolve_dtype(request.dtype, target)
-    assumed = Assumptions(*(request.assume_acceptance or ()))
-    tell(f"making random weights of the shape of {shape} ...")
-    with call.signals.allowed():
+    set_threads(options.settings.threads)
+    options = replace(options, model=shape)
+    target, draft = shapes(shape, options.wanted_draft)
+    tiers = tuple(sorted({min(count, 3 if draft else 2) for count in options.tiers}))
+    settings = replace(options.settings, tiers=tiers[-1]).with_defaults(published_cache(shape, 1))
+    contexts = _contexts(options, target, 0)
+    device, dtype = resolve_device(options.device), resolve_dtype(options.dtype, target)
+    assumed = Assumptions(*(options.assume_acceptance or ()))
+    print_note(f"making random weights of the shape of {shape} ...")
+    with call.signals.interruptible():
         small = draft if tiers[-1] == 3 else None
         steps = ShapeSteps(target, small, settings, dtype=dtype, device=device, context=contexts[-1])
         bandwidth = machine_bandwidth(steps.target, settings)
-        head = head_of_document(request, call.command, steps.target, steps.draft is not None, bandwidth)
+        head = head_of_document(options, call.command, steps.target, steps.draft is not None, bandwidth)
     results: list[dict[str, Any]] = []
 
     def document(interrupted: bool) -> dict[str, Any] | None:
@@ -312,14 +312,14 @@ def _measure_shape(request: BenchRequest, shape: str, json_file: JsonFile, plot_
 
     with _published(document, json_file, plot_file):
         for context in contexts:
-            tell(f"{context:,} tokens: steps ...")
-            with call.signals.allowed():
+            print_note(f"{context:,} tokens: steps ...")
+            with call.signals.interruptible():
                 times = steps.at(context, assumed)
             results.append(context_document(times, tiers, assumed, head))
-            tell(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
+            print_note(f"{context:,} tokens: a pass over all of them takes {1e3 * median(times.plain):.1f} ms")
 
 
-def _contexts(request: BenchRequest, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
+def _contexts(options: BenchOptions, config: ModelConfig, new_tokens: int) -> tuple[int, ...]:
     """The lengths to measure, ascending.
 
     Args: `new_tokens` is how many of a context's tokens are not its text.
@@ -328,7 +328,7 @@ def _contexts(request: BenchRequest, config: ModelConfig, new_tokens: int) -> tu
         CapacityError: one is beyond the model's last position.
         UsageError: so are all that are measured by default.
     """
-    if request.contexts is None:
+    if options.contexts is None:
         fitting = tuple(n for n in AUTO_CONTEXTS if new_tokens < n <= config.max_position_embeddings)
         if not fitting:
             raise UsageError(
@@ -336,17 +336,17 @@ def _contexts(request: BenchRequest, config: ModelConfig, new_tokens: int) -> tu
                 f"--max-new-tokens is {new_tokens:,}; say with --contexts what to measure"
             )
         return fitting
-    if request.contexts[-1] > config.max_position_embeddings:
+    if options.contexts[-1] > config.max_position_embeddings:
         raise CapacityError(
-            f"--contexts asks for {request.contexts[-1]:,} tokens, but {config.name} has "
+            f"--contexts asks for {options.contexts[-1]:,} tokens, but {config.name} has "
             f"{config.max_position_embeddings:,} positions{config.positions_note}; leave the longer ones out"
         )
-    return request.contexts
+    return options.contexts
 
 
-def _tiers(request: BenchRequest, engine: Engine) -> tuple[int, ...]:
+def _tiers(options: BenchOptions, engine: Engine) -> tuple[int, ...]:
     """The numbers of tiers to measure, ascending: at most two without a draft."""
-    if engine.draft is not None or engine.settings.lookup or request.tiers[-1] < 3:
-        return request.tiers
-    tell("there is no draft: two tiers take the place of three (--draft D gives one)")
-    return tuple(sorted({min(count, 2) for count in request.tiers}))
+    if engine.draft is not None or engine.settings.lookup or options.tiers[-1] < 3:
+        return options.tiers
+    print_note("there is no draft: two tiers take the place of three (--draft D gives one)")
+    return tuple(sorted({min(count, 2) for count in options.tiers}))

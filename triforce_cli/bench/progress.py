@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .measure import Run, Step
 
 DRAW_EVERY_S = 2.0
@@ -101,7 +101,7 @@ class Display:
         self._words = f"{step.context:,} tokens: {what}"
         self._prefill_left = self._run_left = 1.0
         if not self._progress and not step.repeat:
-            tell(f"{self._words} ...")
+            print_note(f"{self._words} ...")
         self._draw(now=True)
 
     def prefill(self, share: float) -> None:
@@ -120,7 +120,7 @@ class Display:
         left = self._forecast.left_s(self._index + 1)
         speed = f"{run.tokens_per_s:.1f} tokens/s" if step.sequences else f"TBT {run.tbt_ms:.1f} ms"
         result = speed if step.repeat else f"{prefill_s:.1f} s"
-        tell(f"{self._words}: {result}" + (f"; about {_duration(left)} left" if left and left >= 1 else ""))
+        print_note(f"{self._words}: {result}" + (f"; about {_duration(left)} left" if left and left >= 1 else ""))
 
     def _draw(self, *, now: bool) -> None:
         if self._progress is None or (not now and time.monotonic() - self._drawn_at < DRAW_EVERY_S):

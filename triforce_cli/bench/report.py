@@ -13,17 +13,15 @@ from ...offload.planning.measured import BENCH
 from ...tp.devices import device_name
 from ...tp.model.decoder import Decoder
 from ..measurement import (
-    Column,
     first_difference,
     machine,
     machine_in_words,
-    print_table,
     provenance,
     sampling_in_words,
     spread,
 )
-from ..options import Request
-from ..terminal.tables import print_lines
+from ..options import RunOptions
+from ..terminal.tables import Column, print_lines, print_table
 from .measure import ContextRuns, Run
 
 if TYPE_CHECKING:
@@ -71,7 +69,7 @@ def derived_floor(read_bytes: int, streamed_bytes: int, disk_bytes: int, head: d
 
 
 def head_of_document(
-    options: Request, command: str, target: Decoder, drafts: bool, bandwidth: dict[str, float | None]
+    options: RunOptions, command: str, target: Decoder, drafts: bool, bandwidth: dict[str, float | None]
 ) -> dict[str, Any]:
     """What is known before anything is measured: the model, the machine and its bandwidths.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...tp.errors import UsageError
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import ChatRequest
+from .options import ChatOptions
 
 EPILOG = """[bold]Examples[/]
 
@@ -25,7 +25,7 @@ EPILOG = """[bold]Examples[/]
 """
 
 
-def chat(request: ChatRequest, call: Call) -> None:
+def chat(options: ChatOptions, call: Call) -> None:
     """A conversation, about a text or about anything: only what is new is read for each question.
 
     Answers go to stdout as they are accepted. [bold]Ctrl-C[/] ends an answer and keeps it, [bold]Ctrl-D[/] leaves;
@@ -34,36 +34,36 @@ def chat(request: ChatRequest, call: Call) -> None:
     from ..ranks import starts_or_follows
     from ..session.source import read_file, read_option
     from ..terminal.output import JsonFile
-    from ..terminal.streams import tell
+    from ..terminal.streams import print_note
 
-    if request.system is not None:
-        request = replace(request, system=read_option("--system", request.system, tell).strip() or None)
-    _check_options(request)
-    if starts_or_follows(request, call, goes_on=True):
+    if options.system is not None:
+        options = replace(options, system=read_option("--system", options.system, print_note).strip() or None)
+    _check_options(options)
+    if starts_or_follows(options, call, goes_on=True):
         return
-    with JsonFile.prepare(request.json) as json_file:
-        text = read_file(request.prompt_file, "--prompt-file", tell) if request.prompt_file else None
-        directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+    with JsonFile.prepare(options.json) as json_file:
+        text = read_file(options.prompt_file, "--prompt-file", print_note) if options.prompt_file else None
+        directories = find_pair(options.model, options.wanted_draft, print_note)
+        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
-            run(request, text, directories, json_file, call.signals)
+            run(options, text, directories, json_file, call.signals)
 
 
-def _check_options(request: ChatRequest) -> None:
+def _check_options(options: ChatOptions) -> None:
     """Raises:
     UsageError: options that exclude each other, or an impossible name.
     """
-    if request.context is not None:
+    if options.context is not None:
         from ...offload.contexts.home import user_store
 
-        user_store().directory(request.context)
-        if request.prompt_file is not None:
+        user_store().directory(options.context)
+        if options.prompt_file is not None:
             raise UsageError("--context and --prompt-file are both given, but one text starts a conversation; give one")
-        if request.system is not None:
+        if options.system is not None:
             raise UsageError(
                 "--context and --system are both given, but the system message is part of a saved context; give it to "
                 "triforce read"
             )
-    if request.prompt_file == Path("-"):
+    if options.prompt_file == Path("-"):
         raise UsageError("--prompt-file is -, but standard input has the questions; give a file")

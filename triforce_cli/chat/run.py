@@ -18,14 +18,14 @@ from ..session.report import AS_PLAIN_TEXT
 from ..session.source import Source
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .conversation import Conversation
-from .request import ChatRequest
+from .options import ChatOptions
 from .talk import Lines, Talk
 
 
 def run(
-    request: ChatRequest,
+    options: ChatOptions,
     text: Source | None,
     directories: tuple[Path, Path | None],
     json_file: JsonFile,
@@ -39,25 +39,25 @@ def run(
         typer.Exit: without a terminal: not every question was answered.
     """
     console = stderr_console()
-    config, tokenizer = open_pair(directories, request.template_args)
+    config, tokenizer = open_pair(directories, options.template_args)
     if sys.stdin is None or sys.stdin.closed:
         raise TriforceError("there is no standard input to read questions from")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not json_file.on_stdout
-    with signals.allowed():
-        context = _context(request, text, tokenizer, config)
-        form = QuestionForm.of(tokenizer, context, None if context else request.system)
+    with signals.interruptible():
+        context = _context(options, text, tokenizer, config)
+        form = QuestionForm.of(tokenizer, context, None if context else options.system)
         conversation = Conversation(
             form,
             tokenizer,
             positions=config.max_position_embeddings,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=options.max_new_tokens,
             context=context,
-            seed=request.sampling.seed,
-            trim=request.trim,
+            seed=options.sampling.seed,
+            trim=options.trim,
         )
         conversation.ask("?")  # the text alone may be too long, which is known before weights load
-        engine = load_engine(request, len(conversation.token_ids) + request.max_new_tokens, ROOM)
-    _introduce(engine, request, context, form.template is None, tokenizer.render is not None)
+        engine = load_engine(options, len(conversation.token_ids) + options.max_new_tokens, ROOM)
+    _introduce(engine, options, context, form.template is None, tokenizer.render is not None)
     if on_terminal:
         from .screen import Screen
 
@@ -65,8 +65,8 @@ def run(
     else:
         questions = Lines(signals)
         if sys.stdin.isatty():
-            tell("type questions, a line each; Ctrl-D ends")
-    talk = Talk(engine, conversation, request, signals, console, questions, silent=json_file.on_stdout)
+            print_note("type questions, a line each; Ctrl-D ends")
+    talk = Talk(engine, conversation, options, signals, console, questions, silent=json_file.on_stdout)
     try:
         talk.until_the_end()
     finally:
@@ -77,24 +77,24 @@ def run(
         raise typer.Exit(1)
 
 
-def _context(request: ChatRequest, text: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Context | None:
+def _context(options: ChatOptions, text: Source | None, tokenizer: Tokenizer, config: ModelConfig) -> Context | None:
     """What the conversation is about.
 
     Raises:
         ContextError: the saved context cannot be used.
         UsageError: no token, or a system message that has no place.
     """
-    if request.context is not None:
-        return Context.saved(request.context, tokenizer, config)
+    if options.context is not None:
+        return Context.saved(options.context, tokenizer, config)
     if text is None:
         return None
-    return Context.read(text.text, text.name, tokenizer, system=request.system)
+    return Context.read(text.text, text.name, tokenizer, system=options.system)
 
 
-def _introduce(engine: Engine, request: ChatRequest, context: Context | None, plain: bool, has_template: bool) -> None:
+def _introduce(engine: Engine, options: ChatOptions, context: Context | None, plain: bool, has_template: bool) -> None:
     """What talks here, on stderr."""
     about = f"; about {context.name}, {len(context.token_ids):,} tokens" if context else ""
-    tell(engine_in_words(engine, request.model) + about)
+    print_note(engine_in_words(engine, options.model) + about)
     if plain:
         reason = "the context stands outside the chat template" if has_template else "this model has no chat template"
-        tell(f"{reason}: {AS_PLAIN_TEXT}")
+        print_note(f"{reason}: {AS_PLAIN_TEXT}")

@@ -60,7 +60,7 @@ class Screen:
                         pre_run=lambda: get_app().create_background_task(self._watch()) and None,
                         handle_sigint=False,
                     )
-                stop = self._signals.take()
+                stop = self._signals.take_stop()
                 if stop and stop.exit_code != 128 + signal.SIGINT:
                     raise stop
         except EOFError:
@@ -105,7 +105,8 @@ class _Commands(Completer):
             found = [(f"/{name}", len(command)) for name in COMMANDS]
             start = command
         else:
-            found = [(name, len(argument)) for name in self._contexts()] if command == "/save" else []
+            named = command[1:] in COMMANDS and COMMANDS[command[1:]].argument
+            found = [(name, len(argument)) for name in self._contexts()] if named else []
             start = argument
         for word, typed in found:
             if word.startswith(start):

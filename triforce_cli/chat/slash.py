@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command, without its name."""
+
+    what: str
+    """What it does, for `/help`."""
+    argument: bool = False
+    """Whether something must follow it: the name of a context."""
+
 
 COMMANDS = {
-    "help": "lists these commands",
-    "undo": "takes the last question and its answer back",
-    "retry": "answers the last question again, with a new seed",
-    "save": "saves the whole conversation as a context: /save NAME; triforce chat --context NAME goes on from there",
-    "contexts": "lists the saved contexts",
-    "stats": "statistics of the last answer",
-    "quit": "leaves, as Ctrl-D does",
+    "help": Command("lists these commands"),
+    "undo": Command("takes the last question and its answer back"),
+    "retry": Command("answers the last question again, with a new seed"),
+    "save": Command(
+        "saves the whole conversation as a context: /save NAME; triforce chat --context NAME goes on from there",
+        argument=True,
+    ),
+    "contexts": Command("lists the saved contexts"),
+    "stats": Command("statistics of the last answer"),
+    "quit": Command("leaves, as Ctrl-D does"),
 }
+"""By name. What each does is the method `command_NAME` of `Talk`."""
 
 KEYS = (
     "Alt-Enter, or a backslash at a line's end, begins a new line; Ctrl-C ends an answer and keeps it, or clears what "

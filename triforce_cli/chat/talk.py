@@ -27,9 +27,9 @@ from ..session.report import (
 from ..session.session import Session, Task, Written
 from ..terminal.output import TextOutput, in_one_line
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .conversation import Conversation, NextTurn
-from .request import ChatRequest
+from .options import ChatOptions
 from .slash import COMMANDS, KEYS, parse
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Lines:
             TriforceError: it is not UTF-8.
             Stop: a signal came.
         """
-        with self._signals.allowed():
+        with self._signals.interruptible():
             line = sys.stdin.buffer.readline()
         self._number += 1
         try:
@@ -82,7 +82,7 @@ class Talk:
         self,
         engine: Engine,
         conversation: Conversation,
-        request: ChatRequest,
+        options: ChatOptions,
         signals: Signals,
         console: Console,
         questions: Questions,
@@ -94,7 +94,7 @@ class Talk:
         silent: whether stdout is not for answers.
         """
         self._engine, self._conversation = engine, conversation
-        self._request, self._signals, self._console = request, signals, console
+        self._options, self._signals, self._console = options, signals, console
         self._questions, self._silent = questions, silent
         self._warned: set[str] = set()
         self._session: Session | None = None  # of what the engine did last
@@ -109,7 +109,7 @@ class Talk:
             Stop: a signal ends it, or nobody reads the answers any more.
         """
         if self._questions.interactive:
-            tell("/help lists commands and keys; Ctrl-D leaves")
+            print_note("/help lists commands and keys; Ctrl-D leaves")
         while True:
             self._forget_interrupt()
             try:
@@ -119,7 +119,7 @@ class Talk:
             except PeerError:
                 raise
             except TriforceError as error:
-                tell(f"error: {error}")
+                print_note(f"error: {error}")
                 self.failed = True
 
     def _obey(self, line: str) -> bool:
@@ -134,37 +134,38 @@ class Talk:
             return False
         if name not in COMMANDS:
             raise UsageError(f"there is no command /{name}; there are: {', '.join(f'/{one}' for one in COMMANDS)}")
-        if argument and name != "save":
+        takes_name = COMMANDS[name].argument
+        if takes_name and not argument:
+            raise UsageError(f"/{name} needs a name: /{name} NAME")
+        if argument and not takes_name:
             raise UsageError(f"/{name} takes nothing after it, but {argument!r} is there")
-        getattr(self, f"_{name}")(*([argument] if name == "save" else []))
+        getattr(self, f"command_{name}")(*([argument] if takes_name else []))
         return True
 
-    def _help(self) -> None:
-        for name, what in COMMANDS.items():
-            tell(f"/{name:<9} {what}")
-        tell(KEYS)
+    def command_help(self) -> None:
+        for name, one in COMMANDS.items():
+            print_note(f"/{name:<9} {one.what}")
+        print_note(KEYS)
 
-    def _undo(self) -> None:
-        tell(f"took back: {in_one_line(self._conversation.undo().question)}")
+    def command_undo(self) -> None:
+        print_note(f"took back: {in_one_line(self._conversation.undo().question)}")
 
-    def _retry(self) -> None:
-        if self._request.sampling.greedy:
-            tell("the temperature is 0: the answer will be the same")
+    def command_retry(self) -> None:
+        if self._options.sampling.greedy:
+            print_note("the temperature is 0: the answer will be the same")
         self._answer(self._conversation.retry)
 
-    def _stats(self) -> None:
+    def command_stats(self) -> None:
         turns = self._conversation.turns
         if not turns:
             raise UsageError("there is no answer yet")
         report_statistics(self._console, turns[-1].stats)
 
-    def _contexts(self) -> None:
+    def command_contexts(self) -> None:
         store = user_store()
         show_list(describe_all(store), store, self._console)
 
-    def _save(self, name: str) -> None:
-        if not name:
-            raise UsageError("/save needs a name: /save NAME")
+    def command_save(self, name: str) -> None:
         token_ids = self._conversation.token_ids
         if not self._conversation.turns:
             raise UsageError("there is nothing to save yet")
@@ -172,10 +173,10 @@ class Talk:
         task = Task(Prompt(token_ids), contexts, writes=False)
         stop = self._do(task, len(token_ids))
         if not stop:
-            tell(f"saved {len(token_ids):,} tokens; go on with them: triforce chat --context '{name}'")
+            print_note(f"saved {len(token_ids):,} tokens; go on with them: triforce chat --context '{name}'")
             return
         if not task.begun:
-            tell(f"the context {name} is not saved whole")
+            print_note(f"the context {name} is not saved whole")
         self._pass_on(stop)
 
     def _answer(self, make: Callable[[int], NextTurn]) -> None:
@@ -186,12 +187,12 @@ class Talk:
             CapacityError: there is not enough room for it.
             Stop: see `until_the_end`.
         """
-        conversation, request = self._conversation, self._request
+        conversation, options = self._conversation, self._options
         asked, first = make(0), not conversation.turns
         output = None if self._silent else TextOutput(deferred=False)
         while True:
-            contexts = ContextRequest(name=request.context, find=first)
-            sampling = replace(request.sampling, seed=asked.seed)
+            contexts = ContextRequest(name=options.context, find=first)
+            sampling = replace(options.sampling, seed=asked.seed)
             task = Task(conversation.prompt(asked), contexts, sampling, conversation.max_new_tokens)
             try:
                 stop = self._do(task, asked.new_tokens, asked, output)
@@ -252,10 +253,10 @@ class Talk:
         if not self._conversation.turns:
             report_context(sequence)
         for turn in asked.dropped:
-            tell(f"dropped, to make room: {in_one_line(turn.question)}")
+            print_note(f"dropped, to make room: {in_one_line(turn.question)}")
         if asked.rewritten:
             why = "turns were dropped" if asked.dropped else "the chat template changes what was said before"
-            tell(f"{why}: {asked.new_tokens:,} tokens are read again")
+            print_note(f"{why}: {asked.new_tokens:,} tokens are read again")
 
     def _write_rest(self, task: Task, output: TextOutput | None) -> Stop | None:
         """Writes what was held back of an answer; what stopped that, if anything."""
@@ -272,7 +273,7 @@ class Talk:
     def _keep(self, asked: NextTurn, task: Task) -> None:
         """Takes the answer into the conversation, if there is any of it."""
         if not task.begun or task.sequence is None or self._session is None:
-            tell("nothing was written; the conversation is as it was before")
+            print_note("nothing was written; the conversation is as it was before")
             return
         stats = task.sequence.document(self._session.lengths, [])
         stats |= {"finish_reason": task.finish_reason, "warnings": self._session.warnings(task)}
@@ -282,7 +283,7 @@ class Talk:
         """Says each warning once."""
         for warning in warnings:
             if warning not in self._warned:
-                tell(f"warning: {warning}")
+                print_note(f"warning: {warning}")
             self._warned.add(warning)
 
     @contextmanager
@@ -301,11 +302,11 @@ class Talk:
         """Raises what ends more than an answer."""
         if not self._questions.interactive or stop.exit_code != 128 + signal.SIGINT:
             raise stop
-        self._signals.take()
+        self._signals.take_stop()
 
     def _forget_interrupt(self) -> None:
         """Ctrl-C between answers means nothing at a terminal; any other signal ends the conversation."""
-        stop = self._signals.take()
+        stop = self._signals.take_stop()
         if stop:
             self._pass_on(stop)
 

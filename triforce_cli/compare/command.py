@@ -15,7 +15,7 @@ from ..measurement import (
     NEW_TOKENS,
     QUESTION_TOKENS,
     REPEAT,
-    MeasuringRequest,
+    MeasuringOptions,
     Subject,
     check_sequences,
     check_single_process,
@@ -26,7 +26,7 @@ from ..measurement import (
 from ..options import ASK, MEASURING, OUTPUT, PROMPT, SAMPLING, SAMPLING_OPTIONS, TRUNCATE, flag, new_tokens, option
 from ..parameters import MINUTES, real, whole, words
 from ..terminal.output import JsonFile
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .baselines.catalogue import BASELINES, TRIFORCE, Entry
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ DEFAULT_BASELINES = ("autoregressive", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareRequest(MeasuringRequest):
+class CompareOptions(MeasuringOptions):
     """The options of `triforce compare`."""
 
     baseline: Annotated[
@@ -120,7 +120,7 @@ class CompareRequest(MeasuringRequest):
     ] = False  # fmt: skip
 
 
-def compare(request: CompareRequest, call: Call) -> None:
+def compare(options: CompareOptions, call: Call) -> None:
     """Measures this engine and others with the same weights, the same prompt and the same sampling.
 
     Each run is a process of its own, with one warm-up, in an order that rotates; one system is in memory at a time.
@@ -128,49 +128,49 @@ def compare(request: CompareRequest, call: Call) -> None:
     """
     from ..session.source import read_ask
 
-    chosen = _baselines(request)
-    _check_batch(request, chosen)
-    if request.audit and not request.sampling.greedy and request.sampling.seed is None:
+    chosen = _baselines(options)
+    _check_batch(options, chosen)
+    if options.audit and not options.sampling.greedy and options.sampling.seed is None:
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     check_single_process("compare runs every system in one process")
-    request = replace(request, ask=read_ask(request.ask, tell))
+    options = replace(options, ask=read_ask(options.ask, print_note))
     if all(entry.missing() for entry in chosen):
         raise TriforceError("; ".join(f"{entry.name} is {entry.missing()}" for entry in chosen))
-    with JsonFile.prepare(request.json) as json_file, subject_of(request, call) as subject:
-        _measure(request, chosen, subject, json_file, call)
+    with JsonFile.prepare(options.json) as json_file, subject_of(options, call) as subject:
+        _measure(options, chosen, subject, json_file, call)
 
 
-def _baselines(request: CompareRequest) -> list[Entry]:
+def _baselines(options: CompareOptions) -> list[Entry]:
     """Those that were chosen, each once.
 
     Raises:
         UsageError: there is no baseline of a name.
     """
-    names = dict.fromkeys(request.baseline or DEFAULT_BASELINES)
+    names = dict.fromkeys(options.baseline or DEFAULT_BASELINES)
     for name in names:
         if name not in BASELINES:
             raise UsageError(f"--baseline is {name!r}; it is one of {', '.join(BASELINES)}")
     return [BASELINES[name] for name in names]
 
 
-def _check_batch(request: CompareRequest, chosen: list[Entry]) -> None:
+def _check_batch(options: CompareOptions, chosen: list[Entry]) -> None:
     """Raises:
     UsageError: what has no meaning with `--batch`, or none without it.
     """
-    if request.batch is None:
+    if options.batch is None:
         for entry in chosen:
             if entry.batch_only:
                 raise UsageError(f"--baseline {entry.name} is for sequences that begin alike; give --batch N too")
         return
-    check_sequences(request.batch)
-    if request.ask is not None:
+    check_sequences(options.batch)
+    if options.ask is not None:
         raise UsageError("--ask and --batch are both given, but --batch gives each sequence its own question; give one")
-    if request.audit:
+    if options.audit:
         raise UsageError("--audit and --batch are both given, but one answer alone can be audited; leave one out")
 
 
 def _measure(
-    request: CompareRequest, baselines: list[Entry], subject: Subject, json_file: JsonFile, call: Call
+    options: CompareOptions, baselines: list[Entry], subject: Subject, json_file: JsonFile, call: Call
 ) -> None:
     """Measures all systems and writes the results.
 
@@ -182,20 +182,20 @@ def _measure(
     from .report import as_document, report
 
     with tempfile.TemporaryDirectory(prefix="triforce-compare-") as folder:
-        job = _job(request, subject, folder)
-        comparison = Comparison(job, request.repeat, [Row(entry) for entry in (TRIFORCE, *baselines)])
+        job = _job(options, subject, folder)
+        comparison = Comparison(job, options.repeat, [Row(entry) for entry in (TRIFORCE, *baselines)])
 
         def document(interrupted: bool) -> dict[str, Any]:
             return as_document(comparison, call.command, interrupted)
 
-        with published(document, json_file, report), call.signals.allowed():
+        with published(document, json_file, report), call.signals.interruptible():
             compare(
                 comparison,
-                limit_s=60 * request.time_limit,
-                settings=request.settings.given,
-                audits=request.audit,
-                on_start=lambda number, count, name: tell(f"{number} of {count}: {name} ..."),
-                on_end=lambda row: _report_run(row, request.debug),
+                limit_s=60 * options.time_limit,
+                settings=options.settings.given,
+                audits=options.audit,
+                on_start=lambda number, count, name: print_note(f"{number} of {count}: {name} ..."),
+                on_end=lambda row: _report_run(row, options.debug),
             )
     if comparison.error:
         raise TriforceError(comparison.error)
@@ -205,7 +205,7 @@ def _measure(
         raise TriforceError("there is nothing to compare: no baseline ran")
 
 
-def _job(request: CompareRequest, subject: Subject, folder: str) -> Job:
+def _job(options: CompareOptions, subject: Subject, folder: str) -> Job:
     """What every system is asked to do.
 
     Raises:
@@ -217,36 +217,36 @@ def _job(request: CompareRequest, subject: Subject, folder: str) -> Job:
     from .baselines.protocol import Job
 
     # A CUDA context would take GPU memory from those that are measured, so none is made here.
-    cuda = torch.cuda.is_available() and request.device != "cpu"
-    device = "cuda" if cuda else resolve_device(request.device).type
-    token_ids, questions = _token_ids(request, subject), None
-    if request.batch is not None:
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    device = "cuda" if cuda else resolve_device(options.device).type
+    token_ids, questions = _token_ids(options, subject), None
+    if options.batch is not None:
         if len(token_ids) <= 2 * QUESTION_TOKENS:
             raise UsageError(
                 f"--batch ends the prompt with a question of {QUESTION_TOKENS} tokens about it, but it has "
                 f"{len(token_ids):,} tokens; give a longer one"
             )
         token_ids = token_ids[:-QUESTION_TOKENS]
-        questions = questions_about(token_ids, request.batch)
+        questions = questions_about(token_ids, options.batch)
     return Job(
         system="",
         model=str(subject.target.resolve()),
         draft=str(subject.draft.resolve()) if subject.draft else None,
-        given_model=request.model,
-        given_draft=request.draft,
+        given_model=options.model,
+        given_draft=options.draft,
         device=device,
-        dtype=str(resolve_dtype(request.dtype, subject.config)).removeprefix("torch."),
+        dtype=str(resolve_dtype(options.dtype, subject.config)).removeprefix("torch."),
         prompt_ids=token_ids,
-        max_new_tokens=request.max_new_tokens,
-        sampling=request.sampling,
-        threads=request.settings.threads or torch.get_num_threads(),
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling,
+        threads=options.settings.threads or torch.get_num_threads(),
         questions=questions,
-        context=request.context,
+        context=options.context,
         folder=folder,
     )
 
 
-def _token_ids(request: CompareRequest, subject: Subject) -> list[int]:
+def _token_ids(options: CompareOptions, subject: Subject) -> list[int]:
     """The prompt, or the first tokens of it that `--prompt-tokens` chooses.
 
     Raises:
@@ -255,11 +255,11 @@ def _token_ids(request: CompareRequest, subject: Subject) -> list[int]:
     from ...offload.checks import check_context
     from ..session.prompt import build_prompt, long_prompt
 
-    wanted, new = request.prompt_tokens, request.max_new_tokens
+    wanted, new = options.prompt_tokens, options.max_new_tokens
     source, tokenizer, config = subject.source, subject.tokenizer, subject.config
     if wanted is None:
-        return build_prompt(source, request.ask, tokenizer, config, new, request.truncate).token_ids
-    if request.ask is not None:
+        return build_prompt(source, options.ask, tokenizer, config, new, options.truncate).token_ids
+    if options.ask is not None:
         raise UsageError("--ask and --prompt-tokens are both given, but the question stands at the end; give one")
     check_context(config, wanted, new)
     prompt = long_prompt(source, tokenizer, config, wanted)
@@ -271,9 +271,9 @@ def _token_ids(request: CompareRequest, subject: Subject) -> list[int]:
 def _report_run(row: Row, debug: bool) -> None:
     """Prints a line about the run of a system that has just ended, with `debug` also what a failed one printed."""
     if row.failure:
-        tell(f"{row.entry.name}: {row.failure}")
+        print_note(f"{row.entry.name}: {row.failure}")
         if debug and row.log:
-            tell(row.log)
+            print_note(row.log)
         return
     last = row.runs[-1]
-    tell(f"{row.entry.name}: TTFT {last.ttft_s:.2f} s, TBT {last.tbt_s * 1e3:.1f} ms")
+    print_note(f"{row.entry.name}: TTFT {last.ttft_s:.2f} s, TBT {last.tbt_s * 1e3:.1f} ms")

@@ -11,8 +11,8 @@ import torch
 
 from ...tp.devices import device_name
 from ...tp.units import gib
-from ..measurement import Column, machine, print_table, provenance, sampling_in_words
-from ..terminal.tables import print_lines
+from ..measurement import machine, provenance, sampling_in_words
+from ..terminal.tables import Column, print_lines, print_table
 from .baselines.protocol import Measurement
 from .comparison import Comparison, Row
 

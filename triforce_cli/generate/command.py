@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...tp.errors import UsageError
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import GenerateRequest
+from .options import GenerateOptions
 
 EPILOG = """[bold]Examples[/]
 
@@ -38,7 +38,7 @@ EPILOG = """[bold]Examples[/]
 """
 
 
-def generate(request: GenerateRequest, call: Call) -> None:
+def generate(options: GenerateOptions, call: Call) -> None:
     """Continues a text, or answers a question about it.
 
     The text goes to stdout as it is accepted, everything else to stderr; of several answers each goes there when it is
@@ -48,38 +48,38 @@ def generate(request: GenerateRequest, call: Call) -> None:
     from ..ranks import starts_or_follows
     from ..session.source import read_ask, read_source
     from ..terminal.output import JsonFile
-    from ..terminal.streams import tell
+    from ..terminal.streams import print_note
     from .questions import WantedAnswer, wanted_answers
 
-    asks = [read_ask(ask, tell) for ask in request.ask or []]
-    _check_options(request)
-    if starts_or_follows(request, call):
+    asks = [read_ask(ask, print_note) for ask in options.ask or []]
+    _check_options(options)
+    if starts_or_follows(options, call):
         return
-    with JsonFile.prepare(request.json) as json_file:
-        answers = wanted_answers(asks, request.asks, request.answers)
-        source = read_source(request.prompt_file, request.prompt, tell, request.context, request.sampling.seed)
+    with JsonFile.prepare(options.json) as json_file:
+        answers = wanted_answers(asks, options.asks, options.answers)
+        source = read_source(options.prompt_file, options.prompt, print_note, options.context, options.sampling.seed)
         # What may be a download of gigabytes comes after all that can be checked without it.
-        directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+        directories = find_pair(options.model, options.wanted_draft, print_note)
+        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
             about_log = source.log_seed is not None and answers == [WantedAnswer(None, 0, 1)]
-            run(request, None if about_log else answers, source, directories, json_file, call.signals)
+            run(options, None if about_log else answers, source, directories, json_file, call.signals)
 
 
-def _check_options(request: GenerateRequest) -> None:
+def _check_options(options: GenerateOptions) -> None:
     """Raises:
     UsageError: options that exclude each other.
     """
-    if request.asks is not None and str(request.asks) == str(request.prompt_file) == "-":
+    if options.asks is not None and str(options.asks) == str(options.prompt_file) == "-":
         raise UsageError("--prompt-file and --asks are both -, but there is one standard input; give a file")
-    for name in (request.context, request.save_context):
+    for name in (options.context, options.save_context):
         if name is not None:
             from ...offload.contexts.home import user_store
 
             user_store().directory(name)
-    if request.context is None:
+    if options.context is None:
         return
-    for other, given in (("--save-context", request.save_context), ("--no-context", request.no_context)):
+    for other, given in (("--save-context", options.save_context), ("--no-context", options.no_context)):
         if given:
             raise UsageError(f"--context and {other} are both given, but the saved context is the text; give one")

@@ -36,9 +36,9 @@ from ..terminal.frame import AnswerRow
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput, same_terminal
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
+from .options import GenerateOptions
 from .questions import WantedAnswer, log_questions
-from .request import GenerateRequest
 
 SHOWN_CHARACTERS = 400
 """Of the end of an answer, at most, in a line of the live display."""
@@ -81,7 +81,7 @@ class Answer:
 
 
 def run(
-    request: GenerateRequest,
+    options: GenerateOptions,
     wanted: Sequence[WantedAnswer] | None,
     source: Source,
     directories: tuple[Path, Path | None],
@@ -100,22 +100,22 @@ def run(
         typer.Exit: one of several answers failed.
     """
     console = stderr_console()
-    config, tokenizer = open_pair(directories, request.template_args)
-    with signals.allowed():
+    config, tokenizer = open_pair(directories, options.template_args)
+    with signals.interruptible():
         if wanted is None:
-            answers = _log_answers(request, source, tokenizer, config)
+            answers = _log_answers(options, source, tokenizer, config)
         else:
-            answers = _answers(request, wanted, source, tokenizer, config)
+            answers = _answers(options, wanted, source, tokenizer, config)
         prompts = [answer.task.prompt for answer in answers if answer.task]
         longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-        engine = load_engine(request, len(longest.token_ids) + request.max_new_tokens)
-        report_choices(console, engine, request.model, source.name, longest, request.max_new_tokens, len(prompts))
+        engine = load_engine(options, len(longest.token_ids) + options.max_new_tokens)
+        report_choices(console, engine, options.model, source.name, longest, options.max_new_tokens, len(prompts))
     if any(prompt.stops for prompt in prompts):
-        tell(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
-    if request.sampling.greedy and request.answers > 1:
-        tell("the temperature is 0: all answers to a question will be the same")
+        print_note(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
+    if options.sampling.greedy and options.answers > 1:
+        print_note("the temperature is 0: all answers to a question will be the same")
     kind = _OneAnswer if wanted and len(wanted) == 1 else _SeveralAnswers
-    kind(request, engine, tokenizer, console, signals, answers, json_file).write(len(longest.token_ids))
+    kind(options, engine, tokenizer, console, signals, answers, json_file).write(len(longest.token_ids))
     engine.finish()
     engine.close()
     if any(answer.error for answer in answers):
@@ -123,7 +123,7 @@ def run(
 
 
 def _answers(
-    request: GenerateRequest,
+    options: GenerateOptions,
     wanted: Sequence[WantedAnswer],
     source: Source,
     tokenizer: Tokenizer,
@@ -136,14 +136,14 @@ def _answers(
         TriforceError: none has one.
     """
     asks = [one.question for one in wanted]
-    prompts = build_prompts(source, asks, tokenizer, config, request.max_new_tokens, request.truncate)
+    prompts = build_prompts(source, asks, tokenizer, config, options.max_new_tokens, options.truncate)
     found = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     if not found:
         raise next(prompt for prompt in prompts if isinstance(prompt, TriforceError))
     contexts = ContextRequest(
-        name=request.context,
-        find=not request.no_context,
-        save=request.save_context,
+        name=options.context,
+        find=not options.no_context,
+        save=options.save_context,
         save_tokens=found[0].text_tokens,
         frame=Frame(chat=found[0].answers and tokenizer.render is not None),
     )
@@ -152,20 +152,20 @@ def _answers(
         if isinstance(prompt, TriforceError):
             answers.append(Answer(one, None, prompt))
             continue
-        limits = request.max_new_tokens, request.ignore_eos, one.number
-        answers.append(Answer(one, Task(prompt, contexts, request.sampling, *limits)))
+        limits = options.max_new_tokens, options.ignore_eos, one.number
+        answers.append(Answer(one, Task(prompt, contexts, options.sampling, *limits)))
         contexts = ContextRequest()
     return answers
 
 
-def _log_answers(request: GenerateRequest, source: Source, tokenizer: Tokenizer, config: ModelConfig) -> list[Answer]:
+def _log_answers(options: GenerateOptions, source: Source, tokenizer: Tokenizer, config: ModelConfig) -> list[Answer]:
     """The answers that belong to the built-in text: to questions about it, and its continuation, unless a chat template
     puts something before the text, which would then be read twice.
     """
     assert source.log_seed is not None
-    room = config.max_position_embeddings - request.max_new_tokens - ROOM_OF_QUESTION
+    room = config.max_position_embeddings - options.max_new_tokens - ROOM_OF_QUESTION
     whole = replace(cut_log(source, tokenizer, room), log_seed=None)
-    answers = _answers(request, log_questions(whole.text, source.log_seed), whole, tokenizer, config)
+    answers = _answers(options, log_questions(whole.text, source.log_seed), whole, tokenizer, config)
     first, last = answers[0].task, answers[-1].task
     begins_alike = first and last and first.prompt.token_ids[:COMPARED] == last.prompt.token_ids[:COMPARED]
     return answers if begins_alike else answers[:-1]
@@ -179,7 +179,7 @@ class _Answers:
 
     def __init__(
         self,
-        request: GenerateRequest,
+        options: GenerateOptions,
         engine: Engine,
         tokenizer: Tokenizer,
         console: Console,
@@ -187,9 +187,9 @@ class _Answers:
         answers: Sequence[Answer],
         json_file: JsonFile,
     ) -> None:
-        self.request, self.engine, self.console, self.signals = request, engine, console, signals
+        self.options, self.engine, self.console, self.signals = options, engine, console, signals
         self.answers, self.json_file = answers, json_file
-        self.live = request.live and LiveDisplay.possible(console)
+        self.live = options.live and LiveDisplay.possible(console)
         self.on_one_terminal = self.live and same_terminal(sys.stdout, sys.stderr)
         self.answer_of = {answer.task: answer for answer in answers if answer.task}
         self.first = next(iter(self.answer_of))
@@ -240,14 +240,14 @@ class _Answers:
 
     def _display(self) -> LiveDisplay:
         """What shows them while they are written."""
-        request, sequence, session = self.request, self.first.sequence, self.session
+        options, sequence, session = self.options, self.first.sequence, self.session
         assert sequence
         started, single = sequence.document(session.lengths, []), len(self.answers) == 1
         what = f"{started['prompt_tokens']:,} tokens read" if single else f"{len(self.answers)} answers"
         return LiveDisplay(
             self.console,
-            f"triforce · {Path(request.model).name} · {what} · {started['device']} {started['dtype']}",
-            lambda: [answer.row(request.max_new_tokens) for answer in self.answers],
+            f"triforce · {Path(options.model).name} · {what} · {started['device']} {started['dtype']}",
+            lambda: [answer.row(options.max_new_tokens) for answer in self.answers],
             lambda: session.lengths,
             single=single,
             budget=started["settings"]["budget"],
@@ -336,8 +336,8 @@ class _SeveralAnswers(_Answers):
         if self._output is None or (self.live and not self.on_one_terminal):  # no headings stood between the texts
             for answer in self.answers:
                 if answer.wanted.entry:
-                    tell(f"--- {answer.wanted.name}")
-                    _tell_entry(answer.wanted)
+                    print_note(f"--- {answer.wanted.name}")
+                    _print_entry(answer.wanted)
         report_several(self.console, document, [answer.wanted.name for answer in self.answers])
         return ended
 
@@ -373,16 +373,16 @@ class _SeveralAnswers(_Answers):
             answer.shown, text = True, answer.text
             shown = answer.error is not None or (self._output and (text or answer.ended))
             if shown and headings:
-                tell(f"--- {answer.wanted.name}")
+                print_note(f"--- {answer.wanted.name}")
             if answer.error is not None:
-                tell(f"error: {answer.error}")
+                print_note(f"error: {answer.error}")
             elif shown and self._output:
                 self._output.write(text if text.endswith("\n") else text + "\n")
                 if headings:
-                    _tell_entry(answer.wanted)
+                    _print_entry(answer.wanted)
 
 
-def _tell_entry(wanted: WantedAnswer) -> None:
+def _print_entry(wanted: WantedAnswer) -> None:
     """Says what the text says about a question, where that is known."""
     if wanted.entry:
-        tell(f"    the log, {wanted.depth:.0%} in, {wanted.entry}")
+        print_note(f"    the log, {wanted.depth:.0%} in, {wanted.entry}")

@@ -14,7 +14,7 @@ from ...offload.settings import Settings
 from ...tp.errors import UsageError
 from ...tp.weights.registry import EMBEDDED, PRESETS, parse_draft, published_cache
 from ..call import Call
-from ..options import ASSUMED, HARDWARE, MACHINE, ModelRequest, option, some_settings
+from ..options import ASSUMED, HARDWARE, MACHINE, ModelOptions, option, some_settings
 from ..parameters import AUTO_OR_GIB, AUTO_OR_POSITIVE, AUTO_OR_TOKENS, CHANCES, FILE, MODEL, Kind, Numbers, whole
 from ..terminal.output import JsonFile
 
@@ -44,7 +44,7 @@ Exits 1 if something does not fit, and says what would make it fit.
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(ModelRequest):
+class PlanOptions(ModelOptions):
     """The options of `triforce plan`; `None` is `auto`, or not given."""
 
     model: Annotated[
@@ -147,36 +147,36 @@ class PlanRequest(ModelRequest):
         return large, self.draft_acceptance[0] if self.draft_acceptance else small
 
 
-def plan(request: PlanRequest, call: Call) -> None:
+def plan(options: PlanOptions, call: Call) -> None:
     """Says what would live where and how fast it would be, before anything is bought, downloaded or loaded.
 
     Bytes follow the rules of a run. Times are [bold]modelled[/], from bytes, bandwidths and an assumed acceptance; with
     --measured from what was measured, for other lengths of context or of drafts than were.
     """
-    shape = request.shape
-    if shape is not None and request.model != EMBEDDED:
+    shape = options.shape
+    if shape is not None and options.model != EMBEDDED:
         raise UsageError("--model and --shape are both given; give --model only")
     if shape is not None and shape not in PRESETS:
         raise UsageError(f"--shape is {shape!r}; it is one of the presets: {', '.join(PRESETS)}")
-    with JsonFile.prepare(request.json) as json_file:
+    with JsonFile.prepare(options.json) as json_file:
         from ...offload.planning.measured import Measured
         from .planning import Plan
         from .report import show
 
-        card, measured = _card(request.gpu), None
-        if request.measured is not None:
-            _check_measured(request)
-            measured = Measured.read(request.measured)
+        card, measured = _card(options.gpu), None
+        if options.measured is not None:
+            _check_measured(options)
+            measured = Measured.read(options.measured)
             card = measured.card(card)
-        card = _with_given_figures(card, request)
-        request = replace(request, model=shape or request.model)
+        card = _with_given_figures(card, options)
+        options = replace(options, model=shape or options.model)
         made = Plan.make(
-            request.model,
-            request.draft,
-            _run_request(request, card),
+            options.model,
+            options.draft,
+            _run_request(options, card),
             card,
-            acceptance=request.acceptance,
-            disk_gbps=request.disk_gbps,
+            acceptance=options.acceptance,
+            disk_gbps=options.disk_gbps,
             measured=measured,
         )
         json_file.write(made.document())
@@ -186,7 +186,7 @@ def plan(request: PlanRequest, call: Call) -> None:
         raise typer.Exit(1)
 
 
-def _run_request(request: PlanRequest, card: Card) -> RunRequest:
+def _run_request(options: PlanOptions, card: Card) -> RunRequest:
     """The run that is planned.
 
     Raises:
@@ -196,29 +196,29 @@ def _run_request(request: PlanRequest, card: Card) -> RunRequest:
     from ...tp.devices import resolve_dtype
     from .planning import shapes
 
-    target, draft = shapes(request.model, request.draft)
-    settings = request.settings
-    lookup = settings.tiers == 3 and parse_draft(request.draft)[1]
+    target, draft = shapes(options.model, options.draft)
+    settings = options.settings
+    lookup = settings.tiers == 3 and parse_draft(options.draft)[1]
     settings = replace(settings, tiers=min(settings.tiers, 3 if draft or lookup else 2), lookup=lookup)
     return RunRequest(
         target=target,
         draft=draft,
-        dtype=resolve_dtype(request.dtype, target),
-        context=request.context or target.max_position_embeddings,
-        settings=settings.with_defaults(published_cache(request.model, request.gpus)),
-        gpus=request.gpus,
+        dtype=resolve_dtype(options.dtype, target),
+        context=options.context or target.max_position_embeddings,
+        settings=settings.with_defaults(published_cache(options.model, options.gpus)),
+        gpus=options.gpus,
         gpu_bytes=int(card.memory_gib * 2**30),
         host_bytes=None if settings.host_memory is None else int(settings.host_memory * 2**30),
         disk_bytes=sys.maxsize,  # what exceeds host memory is on one, as in a run
-        sequences=request.batch,
+        sequences=options.batch,
     )
 
 
-def _check_measured(request: PlanRequest) -> None:
+def _check_measured(options: PlanOptions) -> None:
     """Raises:
     UsageError: `--measured` and an option for the hardware that it describes are both given.
     """
-    for name, given in (("--gpu", request.gpu), ("--memory-gbps", request.memory_gbps)):
+    for name, given in (("--gpu", options.gpu), ("--memory-gbps", options.memory_gbps)):
         if given is not None:
             raise UsageError(f"{name} and --measured are both given; the hardware is what was measured: give one")
 
@@ -238,11 +238,11 @@ def _card(name: str | None) -> Card:
     return CARDS[name]
 
 
-def _with_given_figures(card: Card, request: PlanRequest) -> Card:
+def _with_given_figures(card: Card, options: PlanOptions) -> Card:
     """`card` with the figures that options give in place of its own."""
     given = {
-        "memory_gib": request.gpu_memory,
-        "memory_gb_per_s": request.memory_gbps,
-        "link_gb_per_s": request.link_gbps,
+        "memory_gib": options.gpu_memory,
+        "memory_gb_per_s": options.memory_gbps,
+        "link_gb_per_s": options.link_gbps,
     }
     return replace(card, **{name: value for name, value in given.items() if value is not None})

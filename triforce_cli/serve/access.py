@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from ...tp.errors import TriforceError, UsageError
 from ..session.source import read_bytes
 from ..session.wire import BodyError
-from .request import ServeRequest
+from .options import ServeOptions
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -33,22 +33,22 @@ class Access:
     its own name lead here still brings that name."""
 
     @classmethod
-    def of(cls, request: ServeRequest) -> Access:
+    def of(cls, options: ServeOptions) -> Access:
         """Raises:
         UsageError: anybody on the network could ask, and it was not said that they may; or a key that is none.
         TriforceError: the file of the key cannot be read.
         """
-        if request.api_key is not None and request.no_auth:
+        if options.api_key is not None and options.no_auth:
             raise UsageError("--api-key and --no-auth are both given; give one of them")
-        loopback = is_loopback(request.host)
-        if not loopback and request.api_key is None and not request.no_auth:
+        loopback = is_loopback(options.host)
+        if not loopback and options.api_key is None and not options.no_auth:
             raise UsageError(
-                f"--host {request.host} can be reached by others: give --api-key @FILE, which requests must then "
+                f"--host {options.host} can be reached by others: give --api-key @FILE, which requests must then "
                 "bring, or --no-auth to answer anybody"
             )
         own = [] if loopback else [socket.gethostname(), socket.getfqdn()]
-        hosts = {host.lower().strip("[]") for host in (request.host, *_LOOPBACK, *own, *(request.allow_host or []))}
-        return cls(_key(request.api_key), frozenset(hosts), not loopback)
+        hosts = {host.lower().strip("[]") for host in (options.host, *_LOOPBACK, *own, *(options.allow_host or []))}
+        return cls(_key(options.api_key), frozenset(hosts), not loopback)
 
     def refusal(self, path: str, headers: Mapping[str, str]) -> BodyError | None:
         """Why a request is not answered, if it is not. Names of headers are in lower case."""
@@ -81,16 +81,16 @@ def is_loopback(host: str) -> bool:
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 
 
-def listener(request: ServeRequest) -> socket.socket:
+def listener(options: ServeOptions) -> socket.socket:
     """A socket at the host and port, which does not listen yet.
 
     Raises:
         TriforceError: there cannot be one.
     """
-    where = f"--host {request.host} --port {request.port}"
+    where = f"--host {options.host} --port {options.port}"
     try:
         family, kind, _, _, address = socket.getaddrinfo(
-            request.host.strip("[]"), request.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         found = socket.socket(family, kind)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from ...tp.errors import TriforceError
 from ...tp.weights.registry import find_pair
 from ..call import Call
-from .request import ServeRequest
+from .options import ServeOptions
 
 EPILOG = """[bold]Examples[/]
 
@@ -25,39 +25,39 @@ EPILOG = """[bold]Examples[/]
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
-def serve(request: ServeRequest, call: Call) -> None:
+def serve(options: ServeOptions, call: Call) -> None:
     """Answers requests over HTTP in OpenAI's form, several at a time, streamed or not.
 
     [bold]Ctrl-C[/] or SIGTERM lets answers end; a second one cuts them.
     """
-    _check_options(request)
+    _check_options(options)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise TriforceError(
             f"serve needs {', '.join(missing)}, which is not installed: pip install 'triforce-cli[serve]'"
         )
     from ..ranks import starts_or_follows
-    from ..terminal.streams import tell
+    from ..terminal.streams import print_note
     from .access import Access, listener
 
-    if request.api_key is None:
-        Access.of(request)  # refused before anything is downloaded or started
-    if starts_or_follows(request, call, goes_on=True):
+    if options.api_key is None:
+        Access.of(options)  # refused before anything is downloaded or started
+    if starts_or_follows(options, call, goes_on=True):
         return
-    access = Access.of(request)
-    with listener(request) as listening:
-        directories = find_pair(request.model, request.wanted_draft, tell)
-        with call.signals.held(release=False):  # importing PyTorch may swallow what a signal raises
+    access = Access.of(options)
+    with listener(options) as listening:
+        directories = find_pair(options.model, options.wanted_draft, print_note)
+        with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
-            run(request, access, listening, directories, call.signals)
+            run(options, access, listening, directories, call.signals)
 
 
-def _check_options(request: ServeRequest) -> None:
+def _check_options(options: ServeOptions) -> None:
     """Raises:
     UsageError: an impossible name.
     """
-    if request.context is not None:
+    if options.context is not None:
         from ...offload.contexts.home import user_store
 
-        user_store().directory(request.context)
+        user_store().directory(options.context)

@@ -23,13 +23,13 @@ from ...tp.parallel.siblings import siblings
 from ..session.prompt import saved_text
 from ..session.wire import BodyError
 from ..terminal.stopping import Signals, Stop
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from .access import Access
 from .answering.jobs import rank_ended, stopping
 from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .limits import ServerLimits
-from .request import ServeRequest
+from .options import ServeOptions
 from .web.app import make_app
 from .web.connection import Connection
 from .web.service import Service
@@ -42,7 +42,7 @@ _CUT_S = 5.0
 
 
 def run(
-    request: ServeRequest,
+    options: ServeOptions,
     access: Access,
     listening: socket.socket,
     directories: tuple[Path, Path | None],
@@ -56,18 +56,18 @@ def run(
         TriforceError: the model cannot be loaded, or the server cannot go on.
         Stop: it was stopped by a signal.
     """
-    server = Server(request, access, listening, directories, tell)
-    tell(server.introduction)
+    server = Server(options, access, listening, directories, print_note)
+    print_note(server.introduction)
     _allow_many_connections()
     server.start()
     ended: BaseException | None = None
     why = stopping()
     try:
-        with signals.allowed():
+        with signals.interruptible():
             server.worker.ended.wait()
         ended = server.worker.error or TriforceError("the thread that serves HTTP has ended")
     except Stop as stop:
-        why = _let_end(server, request.grace, signals)
+        why = _let_end(server, options.grace, signals)
         ended = server.worker.error or stop
     stopped = server.cut(why)
     if isinstance(ended, Stop) and not stopped:
@@ -91,15 +91,15 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     worker = server.worker
     loading = worker.state == "loading"
     worker.stop()
-    signals.take(repeats=server.ranks > 1)
+    signals.take_stop(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
         return stopping()
     if server.lacks_a_rank:
-        tell("a rank has ended: answers are cut")
+        print_note("a rank has ended: answers are cut")
         return rank_ended()
-    tell(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
+    print_note(f"stopping: {worker.running} answers may go on for {grace_s:g} s; a second signal cuts them")
     try:
-        with signals.allowed():
+        with signals.interruptible():
             worker.ended.wait(grace_s)
     except Stop:
         pass
@@ -109,7 +109,7 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
 def _leave(stop: Stop) -> NoReturn:
     """Ends the process although a thread computes, which the interpreter must not take apart."""
     if stop.message:
-        tell(stop.message)
+        print_note(stop.message)
     sys.stdout.flush()
     os._exit(stop.exit_code)
 
@@ -119,7 +119,7 @@ class Server:
 
     def __init__(
         self,
-        request: ServeRequest,
+        options: ServeOptions,
         access: Access,
         listening: socket.socket,
         directories: tuple[Path, Path | None],
@@ -136,11 +136,11 @@ class Server:
             TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
         """
         config = check_pair(*directories)
-        if request.context is not None:
-            saved_text(request.context, config)
+        if options.context is not None:
+            saved_text(options.context, config)
         metrics, limits = Metrics(), limits or ServerLimits()
-        self.worker = Worker(request, directories[0], metrics, note)
-        self.service = Service(request, directories[0], config, self.worker, limits)
+        self.worker = Worker(options, directories[0], metrics, note)
+        self.service = Service(options, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
         self._http = HttpThread(self.app, listening, limits, metrics.unread.inc, self.worker.stop)
         self._host, self.port = listening.getsockname()[:2]

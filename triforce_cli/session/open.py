@@ -16,7 +16,7 @@ from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from ..options import EngineOptions
-from ..terminal.streams import BestEffortStream, tell
+from ..terminal.streams import BestEffortStream, print_note
 
 ROOM = 4_096
 """Tokens that a cache has room for beyond a run that others will go on from."""
@@ -43,17 +43,17 @@ def open_pair(
     return check_pair(*directories), Tokenizer.load(directories[0]).with_arguments(template_args)
 
 
-def load_engine(request: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
-    """The engine that `request` asks for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
+def load_engine(options: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
+    """The engine that `options` ask for, checked to hold `capacity` tokens, if those are known; see `Engine.load`."""
     engine = Engine.load(
-        request.model,
-        draft=request.draft,
-        device=request.device,
-        dtype=request.dtype,
-        gpus=request.gpus,
+        options.model,
+        draft=options.draft,
+        device=options.device,
+        dtype=options.dtype,
+        gpus=options.gpus,
         capacity=capacity,
         room=room,
-        **request.settings.given,
+        **options.settings.given,
     )
     report_ranks(engine)
     return engine
@@ -65,7 +65,7 @@ def report_ranks(engine: Engine) -> None:
     if ranks.size > 1 and ranks.rank == 0 and engine.target.device.type == "cuda":
         from ...tp.gpu_links import connection_in_words
 
-        tell(f"{ranks.size} GPUs: {connection_in_words(ranks.local_size)}")
+        print_note(f"{ranks.size} GPUs: {connection_in_words(ranks.local_size)}")
 
 
 def engine_in_words(engine: Engine, model: str) -> str:
@@ -77,7 +77,7 @@ def engine_in_words(engine: Engine, model: str) -> str:
     return f"{model}, {target.config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {where}"
 
 
-def follow_rank_0(request: EngineOptions, *, goes_on: bool = False) -> None:
+def follow_rank_0(options: EngineOptions, *, goes_on: bool = False) -> None:
     """What a rank above 0 does: it computes the same steps, and reads, prints and writes nothing.
 
     Args: `goes_on` is whether rank 0 starts runs that go on from one another, also after one that did not fit.
@@ -85,7 +85,7 @@ def follow_rank_0(request: EngineOptions, *, goes_on: bool = False) -> None:
     Raises:
         TriforceError: as on rank 0, or another rank has ended.
     """
-    engine = load_engine(request, None, ROOM if goes_on else 0)
+    engine = load_engine(options, None, ROOM if goes_on else 0)
     while True:
         try:
             run = engine.follow()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...tp.units import gib
-from ..terminal.streams import tell
+from ..terminal.streams import print_note
 from ..terminal.tables import make_table
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def report_context(run: Generation | BatchSequence) -> None:
     """What a saved context saves a run from reading."""
     saved = run.saved
     if saved and saved.prefix:
-        tell(f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read")
+        print_note(
+            f"starts from the saved context {saved.prefix.name}: {saved.prefix.tokens:,} tokens need not be read"
+        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def progress_lines(what: str) -> Callable[[float], None]:
         if 0 < share < 1 and now - told >= SECONDS_BETWEEN_LINES:
             told = now
             left = (now - began) * (1 - share) / share
-            tell(f"{what}: {share:.0%}, about {left:.0f} s left")
+            print_note(f"{what}: {share:.0%}, about {left:.0f} s left")
 
     return on_progress
 

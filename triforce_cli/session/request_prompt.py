@@ -1,14 +1,38 @@
-"""Prompts of what clients send: completions and messages, behind a saved context where one is named."""
+"""Prompts and tasks of what clients send: completions and messages, behind a saved context where one is named."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from ...offload.contexts.model import ContextRequest
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
+from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
+
+
+def request_task(request: AnswerRequest, prompt: Prompt, number: int, owner: Any, save: str | None = None) -> Task:
+    """What the engine is to do for one of a request's answers.
+
+    Args:
+        prompt: the request's.
+        number: of the answer, from 0.
+        owner: whatever the command knows it by.
+        save: the name of the context that the prompt is saved as, if it is.
+    """
+    contexts = ContextRequest(name=request.context, find=request.context is None, save=save)
+    return Task(
+        prompt,
+        contexts,
+        request.sampling,
+        request.max_new_tokens,
+        number=number,
+        top_logprobs=request.top_logprobs,
+        owner=owner,
+    )
 
 
 def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:

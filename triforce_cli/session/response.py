@@ -68,10 +68,7 @@ def response_body(request: AnswerRequest, model: str, answers: Sequence[Finished
     """The answers to a request, at least one, in their order. `model` is its name."""
     chat = request.endpoint == CHAT
     return {
-        "id": new_id(request),
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
+        **response_head(request, model),
         "choices": [_choice(index, answer, chat) for index, answer in enumerate(answers)],
         "usage": usage(answers),
         "timings": timings([answer.timings for answer in answers]),
@@ -84,9 +81,13 @@ def _choice(index: int, answer: FinishedAnswer, chat: bool) -> dict[str, Any]:
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason_of(answer)}
 
 
-def new_id(request: AnswerRequest) -> str:
-    """An id for a response."""
-    return f"{'chatcmpl' if request.endpoint == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
+def response_head(request: AnswerRequest, model: str, *, streamed: bool = False) -> dict[str, Any]:
+    """What each response to a request begins with, or each chunk of one that is streamed. `model` is its name."""
+    if request.endpoint == CHAT:
+        kind, name = "chatcmpl", "chat.completion.chunk" if streamed else "chat.completion"
+    else:
+        kind, name = "cmpl", "text_completion"
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": model}
 
 
 def finish_reason_of(answer: AnswerEnd) -> str:

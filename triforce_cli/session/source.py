@@ -40,11 +40,11 @@ class Source:
 def read_source(
     prompt_file: Path | None,
     prompt: str | None,
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
     context: str | None = None,
     log_seed: int | None = 0,
 ) -> Source:
-    """The context that the options ask for; `tell` takes notes for stderr. Where they ask for none, it is the log of
+    """The context that the options ask for; `note` takes notes for stderr. Where they ask for none, it is the log of
     `log_seed`, or of a seed drawn here.
 
     Raises:
@@ -59,14 +59,14 @@ def read_source(
     if prompt_file is not None and prompt is not None:
         raise UsageError("--prompt-file and --prompt are both given; give one of them")
     if prompt is not None:
-        return Source(checked(read_option("--prompt", prompt, tell), "--prompt"), "")
+        return Source(checked(read_option("--prompt", prompt, note), "--prompt"), "")
     if prompt_file is None:
         seed = secrets.randbelow(LOG_SEEDS) if log_seed is None else log_seed % LOG_SEEDS
         return Source(LogBook(seed).write(BUILT_IN_WORDS), f"the built-in log book {seed}", log_seed=seed)
-    return read_file(prompt_file, "--prompt-file", tell)
+    return read_file(prompt_file, "--prompt-file", note)
 
 
-def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
+def read_file(path: Path, option: str, note: Callable[[str], None]) -> Source:
     """The text of a file, or of standard input for `-`; `option` is what gave its name.
 
     Raises:
@@ -76,21 +76,21 @@ def read_file(path: Path, option: str, tell: Callable[[str], None]) -> Source:
         if sys.stdin is None or sys.stdin.closed:
             raise TriforceError(f"{option} is -, but there is no standard input")
         if sys.stdin.isatty():
-            tell("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
-        return Source(checked(decoded(sys.stdin.buffer.read(), "standard input", tell), "standard input"), "stdin")
-    return Source(checked(decoded(read_bytes(path, option), str(path), tell), str(path)), path.name)
+            note("reading the prompt from this terminal; end it with Ctrl-D on a line of its own")
+        return Source(checked(decoded(sys.stdin.buffer.read(), "standard input", note), "standard input"), "stdin")
+    return Source(checked(decoded(read_bytes(path, option), str(path), note), str(path)), path.name)
 
 
-def read_option(option: str, value: str, tell: Callable[[str], None]) -> str:
+def read_option(option: str, value: str, note: Callable[[str], None]) -> str:
     """The text given with `option`.
 
     Raises:
         TriforceError: its bytes are not UTF-8 (Python hands them over as lone surrogates).
     """
-    return decoded(value.encode("utf-8", "surrogateescape"), option, tell)
+    return decoded(value.encode("utf-8", "surrogateescape"), option, note)
 
 
-def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
+def read_ask(ask: str | None, note: Callable[[str], None]) -> str | None:
     """The question given with `--ask`, if any.
 
     Raises:
@@ -101,7 +101,7 @@ def read_ask(ask: str | None, tell: Callable[[str], None]) -> str | None:
         return None
     if not ask.strip():
         raise UsageError("--ask is empty; give a question or an instruction")
-    return read_option("--ask", ask, tell)
+    return read_option("--ask", ask, note)
 
 
 def read_bytes(path: Path, option: str) -> bytes:
@@ -120,7 +120,7 @@ def read_bytes(path: Path, option: str) -> bytes:
         raise TriforceError(f"{option} {path} cannot be read: {error.strerror or error}") from error
 
 
-def decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
+def decoded(raw: bytes, name: str, note: Callable[[str], None]) -> str:
     """`raw` as text, without a byte-order mark and with line ends as `\\n`, as text files are read everywhere."""
     try:
         text = raw.decode("utf-8-sig")
@@ -131,7 +131,7 @@ def decoded(raw: bytes, name: str, tell: Callable[[str], None]) -> str:
             "or give another file"
         ) from error
     if "\r\n" in text:
-        tell(f"{name}: line ends CR LF are read as LF")
+        note(f"{name}: line ends CR LF are read as LF")
         text = text.replace("\r\n", "\n")
     return text
 

@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ...offload import Sampling
 from ...tp.errors import TriforceError
-from ..options import AnsweringRequest
+from ..options import AnsweringOptions
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -426,7 +426,7 @@ class AnswerRequest:
 
 
 def answer_request(
-    body: dict[str, Any], endpoint: str, options: AnsweringRequest, models: Collection[str]
+    body: dict[str, Any], endpoint: str, options: AnsweringOptions, models: Collection[str]
 ) -> AnswerRequest:
     """What a body asks for.
 

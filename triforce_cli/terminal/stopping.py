@@ -51,12 +51,12 @@ def step(rounds: Iterator[T], signals: Signals) -> T | None:
 
 class Signals:
     """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
-    `with signals.held()`, as soon as they are allowed again.
+    `with signals.delayed()`, as soon as that ends.
 
     So a signal interrupts the loading of a model at once, and a run after a round, which leaves its caches whole, but
-    never the writing of text and statistics. Once one was raised, all are held, so that repeating it does not interrupt
-    the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a long round nor a
-    blocked pipe must hold the process.
+    never the writing of text and statistics. Once one was raised, all are delayed, so that repeating it does not
+    interrupt the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a long round
+    nor a blocked pipe must hold the process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,9 +64,9 @@ class Signals:
         clock: seconds, by which a repetition is told from a new signal.
         """
         self._clock = clock
-        self._held = False
+        self._delayed = False
         self._stop: Stop | None = None
-        """The interrupt that waits for `allow`, or was raised already."""
+        """The interrupt that waits for `release`, or was raised already."""
         self._last_at = float("-inf")
         self.taken = 0
         """How often an interrupt was taken, and the process went on."""
@@ -95,49 +95,49 @@ class Signals:
             signal.signal(number, signal.SIG_IGN)
         self._previous = {}
 
-    def disregard(self) -> None:
+    def leave_to_rank_0(self) -> None:
         """From here on signals do nothing in this process: rank 0 handles them."""
         for number in self._previous:
             signal.signal(number, lambda *_: None)
 
     @contextmanager
-    def held(self, *, release: bool = True) -> Iterator[None]:
-        """Signals wait within this block; an error on its way out of it leaves them held.
+    def delayed(self, *, release: bool = True) -> Iterator[None]:
+        """Signals wait within this block; an error on its way out of it leaves them delayed.
 
         Args:
-            release: whether they are allowed again after it. Not at the end of a command, whose results are out.
+            release: whether they may interrupt again after it. Not at the end of a command, whose results are out.
 
         Raises:
             Stop: after the block, where a signal came in it.
         """
-        before, self._held = self._held, True
+        before, self._delayed = self._delayed, True
         yield
         if release and not before:
-            self.allow()
+            self.release()
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
-        """A block of `held` code that a signal may interrupt.
+    def interruptible(self) -> Iterator[None]:
+        """A block of `delayed` code that a signal may interrupt.
 
         Raises:
             Stop: before it, where a signal waits, or in it.
         """
-        self.allow()
+        self.release()
         try:
             yield
         finally:
-            self._held = True
+            self._delayed = True
 
-    def allow(self) -> None:
+    def release(self) -> None:
         """Raises:
-        Stop: a signal came while they were held, or what it raised before was swallowed.
+        Stop: a signal came while they were delayed, or what it raised before was swallowed.
         """
-        self._held = False
+        self._delayed = False
         if self._stop:
-            self._held = True
+            self._delayed = True
             raise self._stop
 
-    def take(self, *, repeats: bool = False) -> Stop | None:
+    def take_stop(self, *, repeats: bool = False) -> Stop | None:
         """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew.
 
         Args: `repeats` is whether one that follows it within `REPEAT_S` is still a repetition.
@@ -149,24 +149,24 @@ class Signals:
         return stop
 
     def pending(self) -> bool:
-        """Whether a signal was received while they were held, and waits to be raised."""
+        """Whether a signal was received while they were delayed, and waits to be raised."""
         return self._stop is not None
 
     def raise_pending(self) -> None:
         """Raises:
         Stop: a signal waits, such as the one that has ended a run.
         """
-        with self.allowed():
+        with self.interruptible():
             pass
 
-    def hold(self) -> None:
-        self._held = True
+    def delay(self) -> None:
+        self._delayed = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before, self._last_at = self._last_at, self._clock()
         if self._last_at - before < REPEAT_S:
             return
-        waits = self._held and self._stop is None
-        self._held, self._stop = True, self._stop or Stop.by_signal(number)
+        waits = self._delayed and self._stop is None
+        self._delayed, self._stop = True, self._stop or Stop.by_signal(number)
         if not waits:
             raise self._stop

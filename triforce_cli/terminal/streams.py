@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TextIO
 
 
-def tell(note: str) -> None:
+def print_note(note: str) -> None:
     """One line for people, on stderr."""
     stream = BestEffortStream(sys.stderr)
     stream.write(note + "\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +21,24 @@ def make_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Colle
     for row in rows:
         table.add_row(*map(Text, row))
     return table
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    cell: Callable[[Any], str]
+    """The text for one row."""
+    left: bool = False
+    """Whether it is aligned left and may wrap."""
+
+
+def print_table(console: Console, columns: Iterable[Column], rows: Iterable[Any]) -> None:
+    """Args: `rows` are whatever the columns' cells are made from."""
+    columns = list(columns)
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    left = [column.title for column in columns if column.left]
+    console.print(make_table([column.title for column in columns], cells, left))
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:

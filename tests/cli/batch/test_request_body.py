@@ -3,14 +3,14 @@
 import random
 
 import pytest
-from triforce.cli.options import AnsweringRequest
+from triforce.cli.options import AnsweringOptions
 from triforce.cli.session.prompt import Prompt
 from triforce.cli.session.text import AnswerText, StopTexts
 from triforce.cli.session.wire import CHAT, COMPLETION, BodyError, answer_request
 from triforce.offload import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
-OPTIONS = AnsweringRequest()
+OPTIONS = AnsweringOptions()
 ASKED = {"messages": [{"role": "user", "content": "Why?"}]}
 
 
@@ -29,7 +29,7 @@ def test_absent_fields_are_the_defaults_of_the_command():
     found = check()
     assert (found.max_new_tokens, found.sampling) == (256, Sampling(temperature=0.6, top_p=0.9, top_k=0))
     assert (found.stops, found.answers, found.context) == ((), 1, None)
-    other = check(options=AnsweringRequest(max_new_tokens=9, sampling=Sampling(0.0, 1.0, 5, 7), context="book"))
+    other = check(options=AnsweringOptions(max_new_tokens=9, sampling=Sampling(0.0, 1.0, 5, 7), context="book"))
     assert (other.max_new_tokens, other.sampling, other.context) == (9, Sampling(0.0, 1.0, 5, 7), "book")
 
 

@@ -41,7 +41,7 @@ def test_a_terminal_shows_the_requests_of_a_file_by_their_names(pair, tmp_path):
     terminal = Terminal("batch", *files, *fixed, columns=90, rows=20)
     try:
         terminal.read_until(r"running .* request-1")
-        terminal.read_until(r"sequences +2 running, \d+ waiting")
+        terminal.read_until(r"answers +2 running, \d+ waiting")
         terminal.type("\x03")
         assert terminal.finish() == 130
         raw = terminal.raw

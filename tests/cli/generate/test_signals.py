@@ -8,10 +8,10 @@ from triforce.cli.terminal.stopping import REPEAT_S, Signals, Stop
 
 def test_signal_that_is_held_waits_until_it_is_allowed():
     with Signals() as signals:
-        signals.hold()
+        signals.delay()
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stop) as raised:
-            signals.allow()
+            signals.release()
     assert (raised.value.exit_code, raised.value.message) == (143, "terminated")
 
 
@@ -20,7 +20,7 @@ def test_repeated_signal_interrupts_nothing_and_a_later_one_does(held):
     now = 1000.0
     with Signals(clock=lambda: now) as signals:
         if held:
-            signals.hold()
+            signals.delay()
             signal.raise_signal(signal.SIGINT)
         else:
             with pytest.raises(Stop):
@@ -38,9 +38,9 @@ def test_signal_whose_stop_was_swallowed_is_raised_again():
     with Signals() as signals:
         with pytest.raises(Stop):
             signal.raise_signal(signal.SIGINT)
-        signals.hold()
+        signals.delay()
         with pytest.raises(Stop):
-            signals.allow()
+            signals.release()
 
 
 def test_handlers_are_put_back_and_nohup_is_respected():

@@ -2,14 +2,14 @@
 
 import pytest
 from triforce.cli.serve.access import Access
-from triforce.cli.serve.request import ServeRequest
+from triforce.cli.serve.options import ServeOptions
 from triforce.tp.errors import UsageError
 
 CHAT = "/v1/chat/completions"
 
 
 def access(**options):
-    return Access.of(ServeRequest(**options))
+    return Access.of(ServeOptions(**options))
 
 
 def refused(found, **headers):

@@ -12,6 +12,7 @@ from ....offload import Engine
 from ....offload.contexts.model import ContextRequest
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Prompt
+from ...session.request_prompt import request_task
 from ...session.response import AnswerEnd, Timings
 from ...session.session import Failed, Finished, Session, Task, Written
 from ...session.wire import BodyError
@@ -36,18 +37,18 @@ class Answering:
         tokenizer: Tokenizer,
         queue: FairQueue[Job | Upload],
         metrics: Metrics,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
         *,
         most: int,
         save_prompts: bool,
         cut_by: Callable[[], BodyError | None],
     ) -> None:
         """Args:
-        tell: takes notes for people.
+        note: takes notes for people.
         most: answers that are written at a time.
         cut_by: what those who wait are told where all is to end now.
         """
-        self._engine, self._tokenizer, self._metrics, self._tell = engine, tokenizer, metrics, tell
+        self._engine, self._tokenizer, self._metrics, self._note = engine, tokenizer, metrics, note
         self._queue = queue
         self._most, self._save_prompts, self._cut_by = most, save_prompts, cut_by
         self._session: Session | None = None
@@ -120,18 +121,15 @@ class Answering:
             except BodyError as error:
                 self._fail(found, error)
             except Exception as error:
-                self._tell(f"error: a request could not be begun ({type(error).__name__})")
+                self._note(f"error: a request could not be begun ({type(error).__name__})")
                 self._fail(found, error)
 
-    def _contexts(self, work: Job | Upload) -> ContextRequest:
-        """What is to be restored, and saved, of a prompt: the first answer saves for all."""
-        if isinstance(work, Upload):
-            return ContextRequest(save=work.name, frame=work.frame, required=True)
-        prompt, name = work.prompt.token_ids, work.request.context
-        save = None
-        if self._save_prompts and name is None and len(prompt) >= _SAVED_FROM and work.begun == 1:
-            save = f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
-        return ContextRequest(name=name, find=name is None, save=save)
+    def _saved_as(self, work: Job) -> str | None:
+        """The name of the context that a prompt is saved as, if it is: the first answer saves for all."""
+        prompt = work.prompt.token_ids
+        if self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and work.begun == 1:
+            return f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
+        return None
 
     def _begin(self, work: Job | Upload) -> Task:
         """What the engine is to do for the part of it that was popped last.
@@ -139,14 +137,12 @@ class Answering:
         Raises:
             BodyError: it cannot be done any more.
         """
-        contexts = self._contexts(work)
         if isinstance(work, Upload):
             assert self._engine.contexts  # it was loaded from files
             work.missing(self._engine.contexts)  # while it waited, another text may have got its name
+            contexts = ContextRequest(save=work.name, frame=work.frame, required=True)
             return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
-        asked = work.request
-        options = {"number": work.begun - 1, "top_logprobs": asked.top_logprobs, "owner": work}
-        task = Task(work.prompt, contexts, asked.sampling, asked.max_new_tokens, **options)
+        task = request_task(work.request, work.prompt, work.begun - 1, work, self._saved_as(work))
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
     def _may_join(self, work: Job | Upload) -> bool:

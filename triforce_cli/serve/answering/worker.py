@@ -13,7 +13,7 @@ from ....tp.errors import PeerError, TriforceError
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.open import ROOM, load_engine
 from ...session.wire import BodyError
-from ..request import ServeRequest
+from ..options import ServeOptions
 from .answering import Answering
 from .fair_queue import FairQueue
 from .jobs import Job, Upload, rank_ended, stopping
@@ -23,13 +23,13 @@ from .metrics import Metrics
 class Worker:
     """Works from `start` until `stop`, or until it fails."""
 
-    def __init__(self, request: ServeRequest, directory: Path, metrics: Metrics, tell: Callable[[str], None]) -> None:
+    def __init__(self, options: ServeOptions, directory: Path, metrics: Metrics, note: Callable[[str], None]) -> None:
         """Args:
         directory: of the target.
-        tell: takes notes for people.
+        note: takes notes for people.
         """
-        self._request, self._directory, self._metrics, self._tell = request, directory, metrics, tell
-        self.queue: FairQueue[Job | Upload] = FairQueue(request.max_queue, lambda work: work.begin())
+        self._options, self._directory, self._metrics, self._note = options, directory, metrics, note
+        self.queue: FairQueue[Job | Upload] = FairQueue(options.max_queue, lambda work: work.begin())
         self.state: Literal["loading", "ready", "stopping", "failed"] = "loading"
         self.engine: Engine | None = None
         """Once it is loaded."""
@@ -74,13 +74,13 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            engine = load_engine(self._request, None, ROOM)
+            engine = load_engine(self._options, None, ROOM)
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
             self.engine = engine
             if self.state == "loading":
                 self.state = "ready"
-                self._tell("ready")
+                self._note("ready")
             self._answer(engine, tokenizer)
             engine.finish()
             engine.close()
@@ -98,10 +98,10 @@ class Worker:
         Raises:
             Exception: it failed where other ranks go on with it, or they have ended.
         """
-        request = self._request
+        options = self._options
         self._answering = Answering(
-            engine, tokenizer, self.queue, self._metrics, self._tell,
-            most=request.max_sequences, save_prompts=request.save_prompts, cut_by=lambda: self._cut_by,
+            engine, tokenizer, self.queue, self._metrics, self._note,
+            most=options.max_sequences, save_prompts=options.save_prompts, cut_by=lambda: self._cut_by,
         )  # fmt: skip
         while True:
             try:
@@ -111,9 +111,9 @@ class Worker:
                     raise
                 if isinstance(error, TriforceError):
                     continue  # whoever asked knows
-                self._tell(
+                self._note(
                     f"error: the engine failed ({type(error).__name__}); requests under way were told; "
                     "--debug shows the traceback"
                 )
-                if self._request.debug:
+                if self._options.debug:
                     traceback.print_exc()

@@ -22,7 +22,7 @@ from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
 from ..limits import ServerLimits
-from ..request import ServeRequest
+from ..options import ServeOptions
 from .events import Events
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Service:
     """One model that answers."""
 
     def __init__(
-        self, request: ServeRequest, directory: Path, config: ModelConfig, worker: Worker, limits: ServerLimits
+        self, request: ServeOptions, directory: Path, config: ModelConfig, worker: Worker, limits: ServerLimits
     ) -> None:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits

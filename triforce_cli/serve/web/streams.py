@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ...session.logprobs import logprobs_field
-from ...session.response import AnswerEnd, finish_reason_of, new_id, timings, usage
+from ...session.response import AnswerEnd, finish_reason_of, response_head, timings, usage
 from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved
 from .events import Events
@@ -42,12 +41,7 @@ class AnswerStream:
         """
         self._keep_alive_s = keep_alive_s
         self._request, self._chat, self._delivery = request, request.endpoint == CHAT, delivery
-        self._same = {
-            "id": new_id(request),
-            "object": "chat.completion.chunk" if self._chat else "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._same = response_head(request, model, streamed=True)
         self._answers: dict[int, AnswerEnd] = {}
         self._offsets: dict[int, int] = {}  # of each answer: length of the tokens whose logprobs were sent
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import OUTPUT, AnsweringRequest, argument, flag, option
+from ..options import OUTPUT, AnsweringOptions, argument, flag, option
 from ..parameters import FILE
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchRequest(AnsweringRequest):
+class BatchOptions(AnsweringOptions):
     """What `triforce batch` is asked for."""
 
     requests: Annotated[

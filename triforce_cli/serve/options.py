@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..options import SERVING, AnsweringRequest, flag, new_tokens, option
+from ..options import SERVING, AnsweringOptions, flag, new_tokens, option
 from ..parameters import PORT, SECONDS, TEXT, whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeRequest(AnsweringRequest):
+class ServeOptions(AnsweringOptions):
     """What `triforce serve` is asked for."""
 
     json: Path | None = None  # no option here: a server has no end to report

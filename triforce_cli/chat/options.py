@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..options import CONTEXT, PROMPT, TEMPLATE_ARG, Request, flag, new_tokens, option
+from ..options import CONTEXT, PROMPT, TEMPLATE_ARG, RunOptions, flag, new_tokens, option
 from ..parameters import FILE, TEXT
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest(Request):
+class ChatOptions(RunOptions):
     """What `triforce chat` is asked for."""
 
     prompt_file: Annotated[

@@ -14,7 +14,7 @@ from ..options import (
     SAMPLING,
     TEMPLATE_ARG,
     TRUNCATE,
-    TextRequest,
+    TextOptions,
     flag,
     new_tokens,
     option,
@@ -23,7 +23,7 @@ from ..parameters import FILE, NAME, TEXT, whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequest(TextRequest):
+class GenerateOptions(TextOptions):
     """What `triforce generate` is asked for."""
 
     ask: Annotated[
