@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -217,15 +217,18 @@ class Holdings:
     descriptors: int
     objects: int
 
+    def __str__(self) -> str:
+        held = f"{self.bytes >> 20:,} MiB, {self.descriptors} descriptors, {self.objects:,} objects"
+        return f"{self.requests:,}: {held}"
+
 
 class LongRun(History):
     """A run of many requests, of which only the last are kept, and the last texts that were saved."""
 
-    def __init__(self, engine: Engine, chance: random.Random, every: int) -> None:
-        """Args: `every` so many requests it is noted what the process holds."""
+    def __init__(self, engine: Engine, chance: random.Random, every: int, note: Callable[[Holdings], None]) -> None:
+        """Args: `every` so many requests `note` is given what the process holds."""
         super().__init__(engine, chance)
-        self._every, self._ended = every, 0
-        self.found: list[Holdings] = []
+        self._every, self._note, self._ended = every, note, 0
 
     def note(self, run: Run, event: Any, cancels: float) -> None:
         super().note(run, event, cancels)
@@ -240,21 +243,21 @@ class LongRun(History):
             gc.collect()
             process = psutil.Process()
             held = process.memory_info().rss, process.num_fds(), len(gc.get_objects())
-            self.found.append(Holdings(self._ended, *held))
+            self._note(Holdings(self._ended, *held))
 
 
-def play_long(models: Path, requests: int, every: int) -> list[Holdings]:
-    """One run on this machine, with keys and values that stream and three tiers."""
+def play_long(models: Path, requests: int, every: int, note: Callable[[Holdings], None]) -> None:
+    """One run on this machine, with keys and values that stream and three tiers. `every` so many requests `note` is
+    given what the process holds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         given = {"device": "cpu", "dtype": "float32", "resident": 0, "budget": 64, "store": ContextStore(Path(folder))}
         asked = request_of(models, given | {"draft": models / "draft"}, 4 * LONGEST, 1)
         given["host_memory"] = make_plan(asked).host_total / 2**30  # in which a few of what has ended can stay
         system = replace(THIS_MACHINE, limits=LIMITS)
         engine = Engine.load(models / "target", models / "draft", system=system, **given)
-        history = LongRun(engine, random.Random(1), every)
-        history.run(requests, whole=True)
+        LongRun(engine, random.Random(1), every, note).run(requests, whole=True)
         engine.close()
-        return history.found
 
 
 def play(models: Path, seed: int, *, ranks: int = 1, real: bool = False) -> int:
@@ -327,12 +330,8 @@ def main() -> None:
     began, requests = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as directory:
         models = save_models(Path(directory))
-        long = play_long(models, options.requests, options.requests // 20) if options.requests else []
-        for held in long:
-            print(
-                f"{held.requests:,}: {held.bytes >> 20:,} MiB, {held.descriptors} descriptors, {held.objects:,} objects"
-            )
         if options.requests:
+            play_long(models, options.requests, max(1, options.requests // 20), lambda held: print(held, flush=True))
             return
         for seed in range(options.first, options.first + options.histories):
             try:
