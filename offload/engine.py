@@ -152,8 +152,9 @@ class Engine:
         memory = system.device_memory
         plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
-        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks, tiling=limits.tiling)
-        small = Decoder.load(draft_directory, dtype=kind, device=where) if draft_directory else None
+        tiling = limits.tiling
+        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks, tiling=tiling)
+        small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
         names = str(model), str(draft or model) if small or lookup else None
         engine = cls(target, small, settings, names, system)
         engine.contexts = ModelContexts(store, target_directory, str(model), target, settings.pack)

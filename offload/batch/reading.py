@@ -135,10 +135,10 @@ class Reading:
         check_finite([caches.tokens], [[token]])
         caches.tokens.note_logits(self._logits)
         caches.tokens.keep_logprobs([token])
+        if caches.streaming:  # before the retrieval cache takes memory
+            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
         if caches.retrieval:
             caches.retrieval.refresh()
-        if caches.streaming:
-            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
         if looks_up:
             caches.tokens.lookup.occurrences.follow(sequence.context)
         return token

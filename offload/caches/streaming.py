@@ -38,6 +38,11 @@ def streaming_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return rows * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def streaming_prefill(num_layers: int) -> int:
+    """Tokens of one pass of `prefill_streaming` at most, into a cache of these lengths."""
+    return SINKS + num_layers * WINDOW + SLACK
+
+
 class StreamingCache:
     """The first `sinks` tokens and the last `window` ones. See `tp.decoder.Cache` for the interface."""
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS, TILE_ROWS
 from ...tp.errors import CapacityError
+from ...tp.model.config import ModelConfig
 from ...tp.model.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.retrieval import COPIED
-from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes
+from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
 from ..settings import Settings
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
@@ -119,7 +120,8 @@ class RunPlan:
     """Of what streams, and the tails of further sequences over the same text."""
     prefill: int
     """Activations of a long forward, the attention mass of its last rows and, where blocks stream, the layer it works
-    on. A prefill comes before its sequence's retrieval cache and beside those of others."""
+    on; or, where that is more, activations of the draft, which reads the end of the text behind it. A prefill comes
+    before its sequence's retrieval cache and beside those of others."""
     between_slices: int
     """Of these, what lasts from one slice to the next, and the rounds of others between them: hidden states and, where
     blocks stream, the layer."""
@@ -217,7 +219,7 @@ class RunPlan:
         logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
         sequences = request.sequences + request.beside
         times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
-        graphs = {"graphs": times * (logits + rows * _row_bytes(request))}
+        graphs = {"graphs": times * (logits + rows * _row_bytes(request, request.part))}
         return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | graphs
 
     @property
@@ -330,7 +332,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         while budget > LEAST_BUDGET and request.sequences * budget * token_bytes > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
     weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
-    activations = _activation_bytes(request, request.own)
+    activations, drafting = _activation_bytes(request, request.own), _draft_activation_bytes(request)
 
     def plan(placement: Placement) -> RunPlan:
         block = placement.block_size * token_bytes  # of all layers
@@ -369,9 +371,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
             mass=mass + (request.sequences - 1) * _mass_bytes(request, placement, shorter) if budget else 0,
             ring=placement.ring_blocks * block // part.num_layers,
             open_stretches=placement.open_tokens * token_bytes + tails,
-            prefill=activations
-            + workspace
-            + joined
+            prefill=max(activations + workspace + joined, drafting)
             + (_mass_bytes(request, placement, RECENT_ROWS - 1) if budget else 0),
             between_slices=_hidden_bytes(request, request.own) + workspace,
             scratch=_scratch_bytes(request, placement, budget + tail),
@@ -540,7 +540,19 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     """Those, and the largest tile of rows inside a layer. The tokens are the last of the context."""
     tiling = request.limits.tiling
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
-    return _hidden_bytes(request, tokens) + min(max(rows, FEW_ROWS), tokens) * _row_bytes(request)
+    return _hidden_bytes(request, tokens) + min(max(rows, FEW_ROWS), tokens) * _row_bytes(request, request.part)
+
+
+def _draft_activation_bytes(request: RunRequest) -> int:
+    """Of the draft, which each rank has all of, over the end of the text; and the target's logits behind it, with the
+    distribution that they become."""
+    small = request.small
+    if small is None:
+        return 0
+    tokens = min(request.context, streaming_prefill(small.num_layers))
+    rows = min(max(request.limits.tiling.prefill_rows, FEW_ROWS), tokens)
+    hidden = tokens * small.hidden_size * request.dtype.itemsize
+    return hidden + rows * _row_bytes(request, small) + 2 * 4 * request.target.vocab_size
 
 
 def _joined_bytes(request: RunRequest) -> int:
@@ -551,14 +563,15 @@ def _joined_bytes(request: RunRequest) -> int:
 def _further_prefill_bytes(request: RunRequest, *, streams: bool) -> tuple[int, int]:
     """Of the tokens that a further sequence over the same text has of its own, in a slice and between two."""
     prefix = request.context * request.token_bytes // request.part.num_layers if streams else 0
-    within = _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
-    return prefix + within, prefix + _hidden_bytes(request, TAIL_TOKENS)
+    within = prefix + _activation_bytes(request, TAIL_TOKENS) + _joined_bytes(request)
+    return max(within, _draft_activation_bytes(request)), prefix + _hidden_bytes(request, TAIL_TOKENS)
 
 
-def _row_bytes(request: RunRequest) -> int:
-    """Of a row inside a layer at most: its gate, up, their product and the result of the MLP; or its query, key and
-    value, the rotated query, and results in float32, of which two are merged into a third, but for a CPU's kernels."""
-    part, item = request.part, request.dtype.itemsize
+def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
+    """Of a row inside a layer of such a model at most: its gate, up, their product and the result of the MLP; or its
+    query, key and value, the rotated query, and results in float32, of which two are merged into a third, but for a
+    CPU's kernels."""
+    item = request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
     heads, results = 2 * part.num_heads + 2 * part.num_kv_heads, 1 if request.kernels and not request.on_gpu else 3
     return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
@@ -574,7 +587,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
         draft_tokens = min(draft_tokens, max(0, FEW_ROWS // sequences - 2))  # see `Tier.choose_lengths`
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
-    layer = rows * _row_bytes(request) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
+    layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens

@@ -9,7 +9,7 @@ from cuda_simulator import Simulator
 from profiles import profile_name
 from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
-from tiny import random_tokens
+from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.recent_mass import RecentMass
@@ -216,6 +216,22 @@ def test_a_closed_run_holds_nothing_and_keeps_its_json(models):
     after = run.stats()
     assert {**after, "memory": None} == {**before, "memory": None}
     assert run.statistics.token_ids == after["token_ids"] and run.warnings == []
+
+
+def test_a_draft_that_takes_more_than_the_target_is_planned(tmp_path):
+    """As that of several ranks may, each of which has only a part of the target: while the draft reads the end of the
+    text, and the retrieval cache is not there yet."""
+    models = ledger.save_models(tmp_path)
+    save_llama(models / "draft", seed=9, num_hidden_layers=1, hidden_size=32, intermediate_size=2048)
+    simulator = Simulator()
+    settings: Any = {"dtype": "float32", "budget": 2048, "block_length": 1, "draft_length": 1}
+    settings["system"] = simulated_system(simulator)
+    engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+    with as_on_a_gpu(), simulator:
+        counted = ledger.Ledger(engine, simulator)
+        for _ in engine.stream(random_tokens(500), Sampling(0.0), 4, ignore_eos=True):
+            counted.check("in a run")
+    assert counted.fullest > 0.8
 
 
 def test_few_sets_of_sequences_are_captured(models):
