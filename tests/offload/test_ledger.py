@@ -234,6 +234,17 @@ def test_a_draft_that_takes_more_than_the_target_is_planned(tmp_path):
     assert counted.fullest > 0.8
 
 
+def test_what_the_device_refuses_is_not_there():
+    """So there is room for less, as on a GPU, though the error has the tensor in its frames."""
+    simulator = Simulator()
+    with simulator:
+        simulator.limit = simulator.live + 120
+        with pytest.raises(torch.OutOfMemoryError) as refused:
+            torch.zeros(40) + 1
+        assert refused.tb and simulator.live == 0
+        assert torch.zeros(25).sum() == 0
+
+
 def test_few_sets_of_sequences_are_captured(models):
     """As many as the plan's reserve counts, though drafts of several end in any order."""
     simulator, sequences = Simulator(), 3

@@ -241,10 +241,10 @@ class Simulator:
         if found is None:
             pinned = self._is_locked(storage.data_ptr())
             found = Memory(self.current.number, storage.data_ptr(), storage.nbytes(), host=pinned, pinned=pinned)
+            if not pinned:
+                self._take(found.size)  # what is refused is not there, whoever may have the tensor
             self._memories[key] = found
             weakref.finalize(storage, self._freed, key)
-            if not pinned:
-                self._take(found.size)
         return found
 
     def forget(self, address: int) -> None:
@@ -283,14 +283,12 @@ class Simulator:
         Raises:
             torch.OutOfMemoryError: there is not so much.
         """
-        self.live += size
-        if size <= 0:
-            return
-        self.peak = max(self.peak, self.live)
         others = self.others + self.workspaces + self.outside
-        if self.live + others > self.limit:
-            self.refused.append(f"{size} bytes beside {self.live - size} and others' {others} of {self.limit}")
+        if size > 0 and self.live + size + others > self.limit:
+            self.refused.append(f"{size} bytes beside {self.live} and others' {others} of {self.limit}")
             raise torch.OutOfMemoryError(f"out of memory: {self.refused[-1]}")
+        self.live += size
+        self.peak = max(self.peak, self.live)
 
     def borrow(self, size: int) -> None:
         """Counts memory of the device that an operation takes besides its result, and gives back when it ends."""
