@@ -397,12 +397,15 @@ class Run(Iterator[Event]):
         sequence.caches = None
         self._opening.withdraw(sequence, alike=bool(none_opened))
         found = found or CapacityError("another rank has not so much memory")
-        if self._alone:
-            raise found
-        if isinstance(found, CapacityError) and others:
-            sequence.waits_for, self._short_of_memory = f"memory: {found}", True
-        else:
-            self._fail(sequence, found)
+        try:
+            if self._alone:
+                raise found
+            if isinstance(found, CapacityError) and others:
+                sequence.waits_for, self._short_of_memory = f"memory: {found}", True
+            else:
+                self._fail(sequence, found)
+        finally:
+            found = None  # as in `_read_on`
         return False
 
     def _end_unwanted(self, waiting: Sequence[BatchSequence], unwanted: Sequence[int]) -> None:
@@ -426,20 +429,25 @@ class Run(Iterator[Event]):
             return None
         if ends:
             return self._drop(reading, keeps=True)
+        event = failure = None
+        alike = False  # on all ranks, if on one
         try:
             with shortage_explained(self._target.device, self._system.device_memory):
                 event = self._first_round(reading) if reading.go_on(due) else None
+        except ReadingError as error:
+            failure, alike = error.failure, True
         except Exception as error:
-            failure = error.failure if isinstance(error, ReadingError) else error
-            if self._alone:
-                raise failure from None
-            alike = isinstance(error, ReadingError | ContextError)  # on all ranks, if on one
-            if (self._target.ranks.size > 1 and not alike) or isinstance(error, PeerError):
-                raise
+            failure, alike = error, isinstance(error, ContextError)
+        if failure is None:
+            self._read_until = self._system.clock()
+            return event
+        try:
+            if self._alone or (self._target.ranks.size > 1 and not alike) or isinstance(failure, PeerError):
+                raise failure
             self._fail(reading.sequence, NotFiniteError(()) if isinstance(failure, NotFiniteError) else failure)
-            return self._drop(reading, keeps=False)
-        self._read_until = self._system.clock()
-        return event
+        finally:
+            failure = None  # or the error and this frame would hold each other, and all that its frames hold
+        return self._drop(reading, keeps=False)
 
     def _drop(self, reading: Reading, *, keeps: bool) -> None:
         """Ends a sequence whose prompt is not read to its end.

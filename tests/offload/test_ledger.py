@@ -1,5 +1,8 @@
 """Memory of a simulated GPU is counted: between rounds what lives there is what its owners say they hold."""
 
+import math
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import ledger
@@ -22,6 +25,7 @@ from triforce.offload.speculation.refresh import RefreshPolicy
 from triforce.offload.speculation.tiers import Tier
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp import CapacityError
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +247,28 @@ def test_what_the_device_refuses_is_not_there():
             torch.zeros(40) + 1
         assert refused.tb and simulator.live == 0
         assert torch.zeros(25).sum() == 0
+
+
+@pytest.mark.parametrize("allows", [0, 1000, 40_000])
+def test_nothing_is_kept_of_a_prompt_that_memory_runs_out_for(models, allows):
+    """Neither activations, by the error that came through them, nor the run, once who asked has dropped both."""
+    simulator = Simulator()
+    system = simulated_system(simulator, limits=ledger.LIMITS)
+    with ledger.without_collection(), as_on_a_gpu(), simulator:
+        settings: Any = {"dtype": "float32", "budget": 64, "system": system}
+        engine = Engine.load(models / "target", models / "draft", device="cpu", **settings)
+        counted = ledger.Ledger(engine, simulator)
+        run = engine.stream(random_tokens(90), Sampling(0.0), 4)
+        kept = weakref.ref(run)
+        simulator.limit = simulator.live + allows
+        with suppress(CapacityError):
+            next(run)
+        assert simulator.refused
+        simulator.limit = math.inf
+        counted.check("after a run that was refused memory")
+        run.close()
+        del run
+        assert not kept()
 
 
 def test_few_sets_of_sequences_are_captured(models):

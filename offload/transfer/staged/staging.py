@@ -160,8 +160,11 @@ class Staging(Iterator["Tensor | Staged"]):
             except LinkError as error:
                 failure = failure or error
             del self._writes[target]
-        if failure:
-            raise failure
+        try:
+            if failure:
+                raise failure
+        finally:
+            failure = None  # or the error and this frame would hold each other
 
     def stop(self) -> None:
         """Drops what is left of the sources that were begun."""
