@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..offload.settings import Settings
+from ..tp.errors import UsageError
 from ..tp.units import gib
 from ..tp.weights.registry import EMBEDDED, find_pair
 from .call import Call
@@ -92,6 +93,8 @@ def read(options: ReadOptions, call: Call) -> None:
 
     name = options.name or _default_name(options.files[0])
     user_store().directory(name)
+    if options.raw and options.template_args:
+        raise UsageError("--raw leaves the chat template out, which --template-arg is for; give one of them")
     if options.system is not None:
         options = replace(options, system=read_option("--system", options.system, print_note))
     if starts_or_follows(options, call):

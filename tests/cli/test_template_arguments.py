@@ -107,3 +107,13 @@ def test_variables_without_a_template_for_them_are_refused_by_name(run, pair, tm
     run("batch", tmp_path / "asked.jsonl", "-o", tmp_path / "answers.jsonl", "--draft", "none", model=pair[0])
     (error,) = (json.loads(line)["response"]["body"]["error"] for line in (tmp_path / "answers.jsonl").open())
     assert error["param"] == "chat_template_kwargs" and "no chat template" in error["message"]
+
+
+def test_variables_that_nothing_asks_for_are_not_passed_over_in_silence(run, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("It was the best of times.")
+    refused = run("read", book, "--raw", *GIVEN)
+    check_refusal(refused, 2, "--raw", "--template-arg")
+    short = ("--draft", "none", "--max-new-tokens", 2, *GIVEN)
+    assert "--template-arg changes nothing here" in run("generate", "--prompt-file", book, *short).err
+    assert "changes nothing" not in run("generate", "--prompt-file", book, "--ask", "Why?", *short).err

@@ -112,6 +112,8 @@ def run(
         report_choices(console, engine, options.model, source.name, longest, options.max_new_tokens, len(prompts))
     if any(prompt.stops for prompt in prompts):
         print_note(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
+    if options.template_args and not (tokenizer.render and any(prompt.answers for prompt in prompts)):
+        print_note("--template-arg changes nothing here: the text goes on as it is, without a chat template")
     if options.sampling.greedy and options.answers > 1:
         print_note("the temperature is 0: all answers to a question will be the same")
     kind = _OneAnswer if wanted and len(wanted) == 1 else _SeveralAnswers
