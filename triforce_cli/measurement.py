@@ -87,7 +87,7 @@ class Subject(NamedTuple):
 
 @contextmanager
 def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
-    """Finds what is to be measured, downloading it if need be. Within the block signals are held.
+    """Finds what is to be measured, downloading it if need be. Within the block signals wait.
 
     Raises:
         TriforceError: there is no such model or text, or target and draft do not fit each other.
@@ -95,12 +95,11 @@ def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
     from .session.source import read_source
 
     source = read_source(options.prompt_file, options.prompt, print_note, options.context)
-    target, draft = find_pair(options.model, options.wanted_draft, print_note)
+    directories = find_pair(options.model, options.wanted_draft, print_note)
     with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
-        from ..offload.speculation.vocabulary import check_pair
-        from ..tp.weights.tokenizer import Tokenizer
+        from .session.open import open_pair
 
-        yield Subject(source, target, draft, check_pair(target, draft), Tokenizer.load(target))
+        yield Subject(source, *directories, *open_pair(directories))
 
 
 def questions_about(text: Sequence[int], count: int) -> list[list[int]]:
