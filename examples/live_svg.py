@@ -38,14 +38,14 @@ def main() -> None:
     prompt = build_prompt(source, None, tokenizer, engine.target.config, options.max_new_tokens, "tail")
     run = engine.stream(prompt.token_ids, Sampling(seed=options.seed), options.max_new_tokens, ignore_eos=True)
     console = Console(file=io.StringIO(), record=True, force_terminal=True, width=width, height=height)
+    name = Path(options.model).name
     stats = run.sequence.document(run.lengths, [])
     display = LiveDisplay(
         console,
-        f"triforce · {options.model} · {len(prompt.token_ids):,} tokens read · {stats['device']} {stats['dtype']}",
+        f"triforce · {name} · {len(prompt.token_ids):,} tokens read · {stats['device']} {stats['dtype']}",
         lambda: [AnswerRow.of("", run.sequence, options.max_new_tokens, ended=False)],
         lambda: run.lengths,
         single=True,
-        budget=stats["settings"]["budget"],
         device=engine.target.device,
     )
     text = TextStream(tokenizer.decode)

@@ -37,9 +37,9 @@ _QUESTION = "What did they say to each other in chapter {}, and why?"
 _PATIENCE_S = 1800.0
 _LIMITED = """
 from triforce.cli.app import main
-from triforce.cli.serve.options import ServeOptions
-settings = ServeOptions.settings.fget
-ServeOptions.settings = property(lambda request: settings(request) | {"link_gbps": GBPS})
+from triforce.offload import Engine
+load = Engine.load
+Engine.load = lambda *given, **named: load(*given, **named | {"link_gbps": GBPS})
 main()
 """
 

@@ -56,15 +56,15 @@ CHANGES = (
         "a word of a message", "no-such", "tp/weights/registry.py", "neither a directory, nor", "not a directory, nor"
     ),
     Change(
-        "a word of the help", "help", "triforce_cli/generate/request.py", "Answers to each question", "Replies to it"
+        "a word of the help", "help", "triforce_cli/generate/options.py", "Answers to each question", "Replies to it"
     ),
     Change("an exit code", "bad-budget or two-prompts", "tp/errors.py", "    exit_code = 2", "    exit_code = 3"),
     Change(
         "an option's default",
         "generate or chat",
-        "triforce_cli/options.py",
-        'greedy decoding.")] = 0.6',
-        'greedy decoding.")] = 0.7',
+        "offload/speculation/sampling.py",
+        "temperature: float = 0.6",
+        "temperature: float = 0.7",
     ),
     Change(
         "a key of the JSON",
@@ -100,8 +100,8 @@ CHANGES = (
         "what the draft sees",
         "tiers or mistral",
         "offload/caches/streaming.py",
-        "sinks: int = 16, window: int = 240",
-        "sinks: int = 16, window: int = 120",
+        "SINKS, WINDOW = 16, 240",
+        "SINKS, WINDOW = 16, 120",
     ),
     Change(
         "a sum over parts of the keys",

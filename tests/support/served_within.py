@@ -24,15 +24,15 @@ class ServerWithin(Client):
         load: bool = True,
         limits: dict[str, float] | None = None,
         ranks_here: Callable[[], list[int]] = list,
-        **options: Any,
+        **changed: Any,
     ) -> None:
         fixed = {"model": str(pair[0]), "draft": "none", "device": "cpu", "dtype": "float32", "port": 0}
-        request = ServeOptions(**(fixed | options))
+        options = ServeOptions(**(fixed | changed))
         self.log: list[str] = []
-        self.listening = listener(request)
+        self.listening = listener(options)
         given = ServerLimits(**(limits or {}))  # pyright: ignore[reportArgumentType]
         self.server = Server(
-            request, Access.of(request), self.listening, (pair[0], None), self.log.append, given, ranks_here
+            options, Access.of(options), self.listening, (pair[0], None), self.log.append, given, ranks_here
         )
         self.worker, self.port = self.server.worker, self.server.port
         self.server.start(load=load)

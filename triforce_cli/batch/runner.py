@@ -18,7 +18,7 @@ from ..session.request_prompt import request_prompt, request_task
 from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
-from ..terminal.frame import AnswerRow
+from ..terminal.frame import AnswerRow, Figures
 from ..terminal.live import LiveDisplay
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
@@ -68,7 +68,7 @@ class Runner:
         self._reading: dict[Task, Callable[[float], None]] = {}
         self._told_at = time.monotonic()
         self._to_come = 0  # answers that are not begun
-        self._done = 0
+        self._done, self._figures = 0, Figures()  # answers that are complete
 
     def run(self, items: Sequence[BatchItem], display: LiveDisplay | None) -> None:
         """Answers all, those about one saved context after one another.
@@ -95,9 +95,9 @@ class Runner:
         """The lengths in force."""
         return self._session.lengths if self._session else {"draft_length": 0, "block_length": 0}
 
-    def others(self) -> tuple[int, int, int]:
-        """Answers without a line: how many are complete, their tokens, and how many are not begun."""
-        return self._done, self.totals.new_tokens, self._to_come
+    def others(self) -> tuple[int, Figures, int]:
+        """Answers without a line: how many are complete, their figures, and how many are not begun."""
+        return self._done, self._figures, self._to_come
 
     @property
     def _tasks(self) -> list[Task]:
@@ -153,6 +153,8 @@ class Runner:
         answer, item = finished_answer(task), task.owner
         self.totals.add_answer(answer, task.sequence.warnings if task.sequence else ())
         self._done += 1
+        if task.sequence:
+            self._figures += Figures.of(task.sequence.statistics)
         item.finished[task.number] = answer
         if item.complete:
             answers = [item.finished[number] for number in range(item.request.answers)]

@@ -217,7 +217,7 @@ def _measure_runs(
     """Measures runs of an engine.
 
     Raises:
-        TriforceError: the request cannot be met.
+        TriforceError: what is asked for cannot be done.
         Stop: it was interrupted; what was measured by then is out.
     """
     from rich.console import Console
@@ -276,7 +276,7 @@ def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_
     """Measures steps of a model of which only the shape is there.
 
     Raises:
-        TriforceError: the request cannot be met.
+        TriforceError: what is asked for cannot be done.
         Stop: it was interrupted; what was measured by then is out.
     """
     from statistics import median

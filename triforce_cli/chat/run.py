@@ -14,7 +14,7 @@ from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from ..session.open import ROOM, engine_in_words, load_engine, open_pair, stderr_console
 from ..session.prompt import Context, QuestionForm
-from ..session.report import AS_PLAIN_TEXT
+from ..session.report import AS_PLAIN_TEXT, NO_TEMPLATE
 from ..session.source import Source
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals
@@ -98,3 +98,5 @@ def _introduce(engine: Engine, options: ChatOptions, context: Context | None, pl
     if plain:
         reason = "the context stands outside the chat template" if has_template else "this model has no chat template"
         print_note(f"{reason}: {AS_PLAIN_TEXT}")
+        if options.template_args:
+            print_note(NO_TEMPLATE)

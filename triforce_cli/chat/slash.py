@@ -27,7 +27,7 @@ COMMANDS = {
     "stats": Command("statistics of the last answer"),
     "quit": Command("leaves, as Ctrl-D does"),
 }
-"""By name. What each does is the method `command_NAME` of `Talk`."""
+"""By name. What each does is the method `command_NAME` of `Talk`, but for `quit`, which ends it."""
 
 KEYS = (
     "Alt-Enter, or a backslash at a line's end, begins a new line; Ctrl-C ends an answer and keeps it, or clears what "

@@ -175,7 +175,7 @@ def _measure(
     """Measures all systems and writes the results.
 
     Raises:
-        TriforceError: the request cannot be met, or nothing could be compared; the table is out then.
+        TriforceError: what is asked for cannot be done, or nothing could be compared; the table is out then.
         Stop: it was interrupted; what was measured is out.
     """
     from .comparison import Comparison, Row, compare

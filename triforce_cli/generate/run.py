@@ -1,4 +1,4 @@
-"""One run of `triforce generate`: from a checked request to answers, live display, statistics and JSON."""
+"""One run of `triforce generate`: from checked options to answers, live display, statistics and JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..session.open import load_engine, open_pair, stderr_console
 from ..session.prompt import Prompt, build_prompts
 from ..session.report import (
     AS_PLAIN_TEXT,
+    NO_TEMPLATE,
     StartProgress,
     report_choices,
     report_context,
@@ -95,7 +96,7 @@ def run(
         directories: the target's and the draft's.
 
     Raises:
-        TriforceError: the request cannot be met; nothing was written.
+        TriforceError: what is asked for cannot be done; nothing was written.
         Stop: the run was interrupted, after its text, its statistics and its JSON are out.
         typer.Exit: one of several answers failed.
     """
@@ -112,8 +113,8 @@ def run(
         report_choices(console, engine, options.model, source.name, longest, options.max_new_tokens, len(prompts))
     if any(prompt.stops for prompt in prompts):
         print_note(f"the question stands outside a chat template: {AS_PLAIN_TEXT}")
-    if options.template_args and not (tokenizer.render and any(prompt.answers for prompt in prompts)):
-        print_note("--template-arg changes nothing here: the text goes on as it is, without a chat template")
+    if options.template_args and not any(prompt.answers and not prompt.stops for prompt in prompts):
+        print_note(NO_TEMPLATE)
     if options.sampling.greedy and options.answers > 1:
         print_note("the temperature is 0: all answers to a question will be the same")
     kind = _OneAnswer if wanted and len(wanted) == 1 else _SeveralAnswers
@@ -242,18 +243,16 @@ class _Answers:
 
     def _display(self) -> LiveDisplay:
         """What shows them while they are written."""
-        options, sequence, session = self.options, self.first.sequence, self.session
-        assert sequence
-        started, single = sequence.document(session.lengths, []), len(self.answers) == 1
-        what = f"{started['prompt_tokens']:,} tokens read" if single else f"{len(self.answers)} answers"
+        options, target, single = self.options, self.engine.target, len(self.answers) == 1
+        what = f"{len(self.first.prompt.token_ids):,} tokens read" if single else f"{len(self.answers)} answers"
+        where = f"{target.device.type} {str(target.dtype).removeprefix('torch.')}"
         return LiveDisplay(
             self.console,
-            f"triforce · {Path(options.model).name} · {what} · {started['device']} {started['dtype']}",
+            f"triforce · {Path(options.model).name} · {what} · {where}",
             lambda: [answer.row(options.max_new_tokens) for answer in self.answers],
-            lambda: session.lengths,
+            lambda: self.session.lengths,
             single=single,
-            budget=started["settings"]["budget"],
-            device=self.engine.target.device,
+            device=target.device,
         )
 
     def _read(self, task: Task, share: float, progress: StartProgress) -> None:
@@ -272,8 +271,10 @@ class _Answers:
             answer.error = event.error
         answer.complete |= isinstance(event, Finished)
         self.output(event)
-        if isinstance(event, Written) and display:
+        if display and isinstance(event, Written):
             display.note(event.piece, event.round)
+        elif display:
+            display.draw_if_due()
 
 
 class _OneAnswer(_Answers):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ENDINGS = {"eos": "end", "stop": "end", "length": "length", "interrupted": "interrupted"}
 
+NO_TEMPLATE = "--template-arg changes nothing here: nothing is asked in the model's chat template"
 AS_PLAIN_TEXT = "it gets questions and answers as plain text (Question: … Answer: …)"
 
 SECONDS_BETWEEN_LINES = 5.0

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Self
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 
 from ...offload.batch.sequence import BatchSequence
-from ...offload.statistics import Statistics
+from ...offload.statistics import Statistics, ratio
 from .output import printable
 from .segments import DIM, LABEL, PLAIN, Line, bar, fit, framed, labelled, memory_line, padded, spans
 from .wrapping import WrappedText
@@ -38,12 +38,6 @@ _PARTS = {
 }
 """How each part of a round looks; the glyphs differ as well, for terminals without colours."""
 
-_ADDED = (
-    *("rounds", "decode_s", "draft_s", "retrieval_s", "verify_s", "refresh_s", "kv_read_bytes", "kv_read_s"),
-    *("draft_accepted", "draft_tested", "retrieval_accepted", "retrieval_tested"),
-)
-"""Of statistics, what is added up where there are several answers."""
-
 _LEAST_NAME = 8
 """Cells below which a name is left out: figures come first."""
 
@@ -54,7 +48,7 @@ _LEAST_TEXT = 4
 """Lines of a text, or of a list of answers, that no numbers take the place of."""
 
 _NUMBERS = 6
-"""Lines of numbers that no longer list takes the place of, where there are lines enough."""
+"""Lines of numbers that stay beside a list of answers however long it is, where there are lines enough."""
 
 _STATES = {
     "reading": Style.parse("cyan"),
@@ -81,6 +75,8 @@ class AnswerRow:
     """Why it waits, or has failed."""
     text: str = ""
     """What it has written, or the end of that."""
+    budget: int = 0
+    """Tokens of its retrieval cache, if it has one."""
 
     @staticmethod
     def of(name: str, sequence: BatchSequence, max_new_tokens: int, *, ended: bool, text: str = "") -> AnswerRow:
@@ -90,12 +86,50 @@ class AnswerRow:
         """
         state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
         note = sequence.error or sequence.waits_for or ""
-        return AnswerRow(name, state, max_new_tokens, sequence.statistics, sequence.read_share, note, text)
+        caches, shown = sequence.caches, (sequence.statistics, sequence.read_share, note, text)
+        budget = caches.plan.budget if caches and caches.retrieval else 0
+        return AnswerRow(name, state, max_new_tokens, *shown, budget)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Counts and times of answers, added up: tokens, seconds and bytes, as in `Statistics`."""
+
+    new_tokens: int = 0
+    later_tokens: int = 0
+    """Those after the first one of each answer."""
+    rounds: int = 0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    retrieval_s: float = 0.0
+    verify_s: float = 0.0
+    refresh_s: float = 0.0
+    draft_accepted: int = 0
+    draft_tested: int = 0
+    retrieval_accepted: int = 0
+    retrieval_tested: int = 0
+    kv_read_bytes: int = 0
+    kv_read_s: float = 0.0
+
+    @classmethod
+    def of(cls, s: Statistics) -> Self:
+        """Those of one answer."""
+        same = {one.name: getattr(s, one.name) for one in fields(cls) if not one.name.endswith("_tokens")}
+        return cls(len(s.token_ids), len(s.token_s), **same)
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def time_s(self) -> dict[str, float]:
+        """Since decoding began, by part of a round."""
+        parts = self.draft_s, self.retrieval_s, self.verify_s, self.refresh_s
+        return dict(zip(_PARTS, (*parts, max(0.0, self.decode_s - sum(parts))), strict=True))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the display shows. Seconds, bytes, tokens; `None` where there is nothing to say."""
+    """What the display shows. Seconds, bytes, tokens."""
 
     title: str
     rows: Sequence[AnswerRow]
@@ -105,45 +139,24 @@ class Snapshot:
     tbt_now_s: float
     tbt_p95_s: float
     tbt_history_s: tuple[float, ...]
-    """Of each round lately, the oldest first."""
+    """Of each answer's rounds lately, the oldest first."""
     draft_length: int
     block_length: int
-    budget: int
     process_bytes: int
     available_bytes: int
     device_bytes: int = 0
     """Taken on a GPU at most so far; 0 on a CPU."""
     done: int = 0
     """Answers that ended and have no line any more."""
-    done_tokens: int = 0
+    done_figures: Figures = Figures()
     """Theirs."""
     to_come: int = 0
     """Answers that have no line yet."""
 
     @cached_property
-    def statistics(self) -> Statistics:
-        """Counts and times of all rows, added up."""
-        all_rows = [row.statistics for row in self.rows]
-        if len(all_rows) == 1:
-            return all_rows[0]
-        added: dict[str, Any] = {name: sum(getattr(s, name) for s in all_rows) for name in _ADDED}
-        return Statistics(
-            token_ids=[token for s in all_rows for token in s.token_ids],
-            token_s=[seconds for s in all_rows for seconds in s.token_s],
-            **added,
-        )
-
-    @property
-    def new_tokens(self) -> int:
-        """Written so far."""
-        return self.done_tokens + len(self.statistics.token_ids)
-
-    @property
-    def time_s(self) -> dict[str, float]:
-        """Since decoding began, by part of a round."""
-        s = self.statistics
-        times = s.draft_s, s.retrieval_s, s.verify_s, s.refresh_s, s.other_s
-        return dict(zip(_PARTS, times, strict=True))
+    def figures(self) -> Figures:
+        """Of all answers so far."""
+        return sum((Figures.of(row.statistics) for row in self.rows), self.done_figures)
 
 
 def draw(snapshot: Snapshot, width: int, height: int) -> list[Line]:
@@ -172,8 +185,9 @@ def _stacked(snapshot: Snapshot, width: int, height: int) -> list[Line]:
         labelled("a round", _time_bar(snapshot, width - LABEL)),
         *_time_legend(snapshot, width),
         _read(snapshot),
-        _memory(snapshot, width),
     ]
+    # A list of answers leaves room for few numbers, of which memory is one.
+    numbers.insert(len(numbers) if snapshot.text else 3, _memory(snapshot, width))
     above = _LEAST_TEXT
     if snapshot.text is None:
         above = min(len(snapshot.rows) + 1, max(_LEAST_TEXT, height - 1 - _NUMBERS))
@@ -212,7 +226,8 @@ def _side_by_side(snapshot: Snapshot, text: WrappedText, width: int, height: int
 
 
 def _tbt(s: Snapshot) -> Line:
-    now, mean, p95 = (f"{seconds * 1e3:.1f}" for seconds in (s.tbt_now_s, s.statistics.tbt_s, s.tbt_p95_s))
+    mean_s = _ratio(s.figures.decode_s, s.figures.later_tokens)
+    now, mean, p95 = (f"{seconds * 1e3:.1f}" for seconds in (s.tbt_now_s, mean_s, s.tbt_p95_s))
     return labelled("TBT", spans("now ", now, "  mean ", mean, "  p95 ", p95, " ms"))
 
 
@@ -223,12 +238,18 @@ def _with_spark(line: Line, snapshot: Snapshot, width: int) -> Line:
 
 def _speed(s: Snapshot) -> Line:
     """Of one answer while it is decoded, of several together with all that takes time."""
+    f = s.figures
     if s.text is None:
-        speed, most = s.new_tokens / s.elapsed_s if s.elapsed_s > 0 else 0.0, ""
+        speed, most = _ratio(f.new_tokens, s.elapsed_s), ""
     else:
-        speed, most = s.statistics.tokens_per_s, f" of {_max_new_tokens(s):,}"
-    done = f"  ·  {s.new_tokens:,}{most} tokens in {s.elapsed_s:.0f} s"
+        speed, most = _ratio(f.later_tokens, f.decode_s), f" of {_max_new_tokens(s):,}"
+    done = f"  ·  {f.new_tokens:,}{most} tokens in {s.elapsed_s:.0f} s"
     return labelled("speed", spans("", f"{speed:.1f}", f" tokens/s{done}"))
+
+
+def _ratio(part: float, whole: float) -> float:
+    """0 where the whole is not more than that."""
+    return part / whole if whole > 0 else 0.0
 
 
 def _max_new_tokens(s: Snapshot) -> int:
@@ -236,7 +257,7 @@ def _max_new_tokens(s: Snapshot) -> int:
 
 
 def _progress(s: Snapshot, width: int) -> Line:
-    return labelled("", bar(s.new_tokens / max(1, _max_new_tokens(s)), width - LABEL))
+    return labelled("", bar(_ratio(s.figures.new_tokens, _max_new_tokens(s)), width - LABEL))
 
 
 def _states(s: Snapshot) -> list[Line]:
@@ -249,24 +270,30 @@ def _states(s: Snapshot) -> list[Line]:
 
 
 def _accepted(s: Snapshot) -> Line:
-    shares = s.statistics.draft_acceptance, s.statistics.retrieval_acceptance
+    f = s.figures
+    shares = ratio(f.draft_accepted, f.draft_tested), ratio(f.retrieval_accepted, f.retrieval_tested)
     draft, retrieval = ("-" if share is None else f"{share:.0%}" for share in shares)
-    tokens = f"{s.statistics.tokens_per_round:.1f}"
+    tokens = f"{_ratio(f.later_tokens, f.rounds):.1f}"
     found = spans("draft ", draft, "  retrieval ", retrieval, " of tested  ·  ", tokens, " tokens/round")
     return labelled("accepted", found)
 
 
 def _lengths(s: Snapshot) -> Line:
     context = max((row.statistics.prompt_tokens + len(row.statistics.token_ids) for row in s.rows), default=0)
-    seen = f"  ·  budget {s.budget:,} of {context:,}" if s.budget else f"  ·  context {context:,}"
-    if s.budget and not s.block_length:
+    budget = max((row.budget for row in s.rows), default=0)
+    seen = f"  ·  budget {budget:,} of {context:,}" if budget else f"  ·  context {context:,}"
+    if budget and not s.block_length:
         return labelled("lengths", spans("", "no draft", ": plain decoding is faster now"))
     return labelled("lengths", spans("draft ", f"{s.draft_length}", "  block ", f"{s.block_length}", seen))
 
 
 def _read(s: Snapshot) -> Line:
-    gb, seconds = s.statistics.kv_read_bytes / 1e9, s.statistics.kv_read_s
-    return labelled("KV read", spans("", f"{gb:.2f} GB", *((" at ", f"{gb / seconds:.1f} GB/s") if seconds else ())))
+    """Of several answers only how fast: what they share is read once, and counted with each."""
+    gb, seconds = s.figures.kv_read_bytes / 1e9, s.figures.kv_read_s
+    speed = f"{gb / seconds:.1f} GB/s" if seconds else ""
+    if s.text is None:
+        return labelled("KV read", spans("", speed or "-"))
+    return labelled("KV read", spans("", f"{gb:.2f} GB", " at " if speed else "", speed))
 
 
 def _memory(s: Snapshot, width: int) -> Line:
@@ -305,15 +332,15 @@ def _time_rows(s: Snapshot, width: int) -> list[Line]:
     rows: list[Line] = []
     for name, share in _shares(s):
         glyph, style = _PARTS[name]
-        each = s.time_s[name] / max(1, s.statistics.rounds) * 1e3
+        each = s.figures.time_s[name] / max(1, s.figures.rounds) * 1e3
         rows.append(labelled("", [Segment(f"{glyph} ", style), Segment(f"{name:<10}{share:>5.0%}{each:>9.1f} ms")]))
     return rows
 
 
 def _shares(s: Snapshot) -> list[tuple[str, float]]:
     """Of the time of a round, 0 to 1, by part."""
-    total = sum(s.time_s.values())
-    return [(name, seconds / total if total > 0 else 0.0) for name, seconds in s.time_s.items()]
+    times = s.figures.time_s
+    return [(name, _ratio(seconds, sum(times.values()))) for name, seconds in times.items()]
 
 
 def _sparkline(values: tuple[float, ...], width: int, height: int) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +17,7 @@ from rich.segment import Segment
 
 from ...offload import Round
 from ...offload.planning.memory import device_peak_bytes
-from .frame import AnswerRow, Snapshot, draw
+from .frame import AnswerRow, Figures, Snapshot, draw
 from .wrapping import WrappedText
 
 PICTURES_PER_S = 4
@@ -50,22 +50,20 @@ class LiveDisplay:
         lengths: Callable[[], dict[str, int]],
         *,
         single: bool = False,
-        budget: int = 0,
         device: torch.device,
-        others: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        others: Callable[[], tuple[int, Figures, int]] = lambda: (0, Figures(), 0),
     ) -> None:
         """Args:
         rows: the answers as they are now.
         lengths: `draft_length` and `block_length` in force.
         single: whether there is one answer, whose text `note` is given.
-        budget: tokens of the retrieval cache, if there is one.
-        others: answers without a line: how many have ended, their tokens, and how many are to come.
+        others: answers without a line: how many have ended, their figures, and how many are to come.
         """
         self._title, self._rows, self._lengths, self._others = title, rows, lengths, others
-        self._budget, self._device = budget, device
+        self._device = device
         self._text = WrappedText() if single else None
-        self._history: deque[tuple[float, int]] = deque(maxlen=512)  # seconds and tokens of rounds
-        self._sorted_tbt: list[float] = []
+        self._history: deque[tuple[float, int]] = deque(maxlen=512)  # seconds and tokens of an answer's rounds
+        self._sorted_tbt: list[float] = []  # of each token of a single answer
         self._process = psutil.Process()
         self._memory = (0, 0)
         self._memory_at = float("-inf")
@@ -111,35 +109,37 @@ class LiveDisplay:
 
     def note(self, piece: str, event: Round) -> None:
         """Adds what a round has brought to an answer; draws if a picture is due."""
-        if self._text:
-            self._text.add(piece)
         if event.index:
             self._history.append((event.seconds, len(event.tokens)))
-            self._sorted_tbt += [event.seconds / len(event.tokens)] * len(event.tokens)
+        if self._text:
+            self._text.add(piece)
+            self._sorted_tbt += _tbt([self._history[-1]] if event.index else [])
         self.draw_if_due()
 
     def snapshot(self) -> Snapshot:
         """The state of the run now."""
-        self._sorted_tbt.sort()  # only the end of it is new
-        tbt, history, lengths = self._sorted_tbt, tuple(self._history), self._lengths()
-        done, done_tokens, to_come = self._others()
+        history, lengths = tuple(self._history), self._lengths()
+        tbt = self._sorted_tbt if self._text else _tbt(history)  # of many answers lately: a list of all might be long
+        tbt.sort()  # only the end of it is new
+        done, done_figures, to_come = self._others()
         process_bytes, available_bytes = self._memory_now()
+        rows = self._rows()
+        running = sum(row.state == "running" for row in rows)
         return Snapshot(
             title=self._title,
-            rows=self._rows(),
+            rows=rows,
             text=self._text,
             elapsed_s=time.perf_counter() - self._began,
-            tbt_now_s=_recent(history),
+            tbt_now_s=_recent(history, max(1, running)),
             tbt_p95_s=tbt[-(-95 * len(tbt) // 100) - 1] if tbt else 0.0,
             tbt_history_s=tuple(seconds / tokens for seconds, tokens in history),
             draft_length=lengths["draft_length"],
             block_length=lengths["block_length"],
-            budget=self._budget,
             process_bytes=process_bytes,
             available_bytes=available_bytes,
             device_bytes=device_peak_bytes(self._device),
             done=done,
-            done_tokens=done_tokens,
+            done_figures=done_figures,
             to_come=to_come,
         )
 
@@ -176,11 +176,17 @@ class LiveDisplay:
             self._pause = max(1 / PICTURES_PER_S, took / LARGEST_SHARE)
 
 
-def _recent(history: tuple[tuple[float, int], ...]) -> float:
-    """Time per token over the last rounds, as many as `_NOW_S` holds but at least one; 0 before there is any."""
+def _tbt(history: Iterable[tuple[float, int]]) -> list[float]:
+    """Of each token of these rounds, its share of its round's seconds."""
+    return [seconds / tokens for seconds, tokens in history for _ in range(tokens)]
+
+
+def _recent(history: tuple[tuple[float, int], ...], together: int) -> float:
+    """Time per token over the last rounds, as many as `_NOW_S` holds but at least one; 0 before there is any. So many
+    answers have theirs `together`."""
     seconds, tokens = 0.0, 0
     for round_s, round_tokens in reversed(history):
         seconds, tokens = seconds + round_s, tokens + round_tokens
-        if seconds >= _NOW_S:
+        if seconds >= _NOW_S * together:
             break
     return seconds / tokens if tokens else 0.0

@@ -1,5 +1,6 @@
 """The live display of a run: what it draws, in any size, where, and how often."""
 
+import io
 import os
 import pty
 import re
@@ -10,10 +11,11 @@ import pytest
 import torch
 from rich.cells import cell_len
 from rich.console import Console
-from triforce.cli.terminal.frame import AnswerRow, Snapshot, draw
+from triforce.cli.terminal.frame import AnswerRow, Figures, Snapshot, draw
 from triforce.cli.terminal.live import LiveDisplay
 from triforce.cli.terminal.output import same_terminal
 from triforce.cli.terminal.wrapping import WrappedText
+from triforce.offload import Round
 from triforce.offload.statistics import Statistics
 
 STATISTICS = Statistics(
@@ -35,10 +37,10 @@ STATISTICS = Statistics(
 )
 
 
-def snapshot(text, statistics=STATISTICS, **changed):
+def snapshot(text, statistics=STATISTICS, budget=1024, **changed):
     given = {
         "title": "triforce · embedded · 13,000 tokens read · cpu bfloat16",
-        "rows": (AnswerRow("", "running", 256, statistics),),
+        "rows": (AnswerRow("", "running", 256, statistics, budget=budget),),
         "text": text,
         "elapsed_s": 3.2,
         "tbt_now_s": 0.0112,
@@ -46,7 +48,6 @@ def snapshot(text, statistics=STATISTICS, **changed):
         "tbt_history_s": tuple(0.01 + 0.001 * (i % 13) for i in range(300)),
         "draft_length": 4,
         "block_length": 12,
-        "budget": 1024,
         "process_bytes": 700 * 2**20,
         "available_bytes": 20 * 2**30,
     }
@@ -130,6 +131,7 @@ def written(tokens, tbt_s, accepted):
         retrieval_tested=100,
         retrieval_accepted=accepted,
         kv_read_bytes=10**9,
+        kv_read_s=0.05,
     )
 
 
@@ -158,7 +160,8 @@ def test_state_tokens_tbt_and_acceptance_of_each_answer_are_shown(width, height)
     for words in ("28.5 tokens/s", "draft 4  block 12", "1 reading", "memory: 1.2 GiB", "Ctrl-C", "now 11.2  mean 12.5",
                   "retrieval 92%", "verify"):  # fmt: skip
         assert words in shown, words
-    assert "2.00 GB" in "\n".join(picture(several(to_come=0, rows=ROWS[:2]), width, height)), "of both"
+    both = "\n".join(picture(several(to_come=0, rows=ROWS[:2]), width, height))
+    assert "KV read   20.0 GB/s" in both and "memory" in both
     assert "\x1b" not in shown
     if width >= 80:
         for words in ("Who is Levin?", "17/256", "Why?: the prompt has", "1 reading, 1 running, 91 waiting, 1 failed"):
@@ -171,6 +174,41 @@ def test_every_size_gives_a_list_of_that_size():
             for shown in (several(), several(ROWS * 30), several(WRITING), several((), elapsed_s=0.0)):
                 lines = picture(shown, width, height)
                 assert [cell_len(line) for line in lines] == [width] * height, (width, height)
+
+
+def display_of(rows, **given):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
+    lengths = {"draft_length": 1, "block_length": 1}
+    return LiveDisplay(console, "a model", lambda: rows, lambda: lengths, device=torch.device("cpu"), **given)
+
+
+def round_of(tokens, seconds, index=1):
+    return Round(index, [0] * tokens, seconds, proposed=0, accepted=0, refreshed=False)
+
+
+def test_figures_of_one_answer_are_of_all_its_tokens():
+    display = display_of([AnswerRow("", "running", 9)], single=True)
+    display.note("a", round_of(1, 5.0, index=0))
+    for tokens, seconds in ((1, 0.9), (9, 0.9), (4, 0.8)):
+        display.note(" word", round_of(tokens, seconds))
+    shown = display.snapshot()
+    assert shown.tbt_p95_s == 0.9 and shown.tbt_history_s == (0.9, 0.1, 0.2), "the prefill is no round"
+    assert shown.tbt_now_s == pytest.approx(1.7 / 13), "of rounds that take a second together"
+    assert shown.text and shown.text.last_lines(20, 1) == ["a word word word"]
+
+
+def test_figures_of_several_answers_stay_when_some_leave():
+    rows, others = list(ROWS[:2]), [0, Figures(), 0]
+    display = display_of(rows, others=lambda: tuple(others))
+    for seconds in (0.6, 0.4, 0.6, 0.4):  # two rounds of two answers
+        display.note("ignored", round_of(2, seconds))
+    both = display.snapshot()
+    assert both.text is None and both.figures.new_tokens == 57
+    assert both.tbt_p95_s == 0.3 and both.tbt_now_s == 0.25
+    rows.pop(0)
+    others[:2] = 1, Figures.of(ROWS[0].statistics)
+    left = display.snapshot()
+    assert left.figures == both.figures and left.done == 1
 
 
 def test_what_an_answer_has_so_far_stands_beside_its_name():

@@ -6,7 +6,7 @@ import pytest
 from triforce.cli.terminal.stopping import REPEAT_S, Signals, Stop
 
 
-def test_signal_that_is_held_waits_until_it_is_allowed():
+def test_signal_that_is_delayed_waits_until_it_is_released():
     with Signals() as signals:
         signals.delay()
         signal.raise_signal(signal.SIGTERM)
@@ -15,11 +15,11 @@ def test_signal_that_is_held_waits_until_it_is_allowed():
     assert (raised.value.exit_code, raised.value.message) == (143, "terminated")
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_repeated_signal_interrupts_nothing_and_a_later_one_does(held):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_repeated_signal_interrupts_nothing_and_a_later_one_does(delayed):
     now = 1000.0
     with Signals(clock=lambda: now) as signals:
-        if held:
+        if delayed:
             signals.delay()
             signal.raise_signal(signal.SIGINT)
         else:

@@ -32,13 +32,13 @@ class Service:
     """One model that answers."""
 
     def __init__(
-        self, request: ServeOptions, directory: Path, config: ModelConfig, worker: Worker, limits: ServerLimits
+        self, options: ServeOptions, directory: Path, config: ModelConfig, worker: Worker, limits: ServerLimits
     ) -> None:
         """Args: `directory` is the target's."""
-        self.worker, self._config, self.grace_s, self.limits = worker, config, request.grace, limits
-        self.name = Path(request.model).resolve().name if Path(request.model).is_dir() else request.model
-        self._tokenizer = Tokenizer.load(directory).with_arguments(request.template_args)
-        self._options, self._models = request, {self.name, self.name.rpartition("/")[2]}
+        self.worker, self._config, self.grace_s, self.limits = worker, config, options.grace, limits
+        self.name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
+        self._tokenizer = Tokenizer.load(directory).with_arguments(options.template_args)
+        self._options, self._models = options, {self.name, self.name.rpartition("/")[2]}
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
         self._preparing = ThreadPoolExecutor(1, "prompts")
