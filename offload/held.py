@@ -42,6 +42,5 @@ def held_bytes(held: Iterable[tuple[str, Tensor]], part: str | None = None) -> i
 
 
 def held_scratch(scratch: Scratch) -> Held:
-    """What `attend` and its callers keep between calls."""
-    for name, buffer in scratch.held():
-        yield ("mass" if name.startswith("mass") else "scratch"), buffer
+    """What `attend` keeps between calls."""
+    yield from (("scratch", buffer) for _, buffer in scratch.held())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...kernels.attention import Scratch, attend, attend_blocks, goes_on, merge_partials, new_running, takes_blocks
 from ..held import Held, held_scratch
+from .recent_mass import Shares
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ class BlockAttention:
         """Args: `chunk_size` is in tokens; a block is whole chunks."""
         self._scale = head_dim**-0.5
         self._chunk_size = chunk_size
-        self._scratch = Scratch()
+        self._scratch, self._shares = Scratch(), Shares()
 
     def held(self) -> Held:
         """See `offload.held`."""
-        return held_scratch(self._scratch)
+        yield from held_scratch(self._scratch)
+        yield from self._shares.held()
 
     @staticmethod
     def takes_together(rows: Rows, blocks: Tensor) -> bool:
@@ -68,7 +70,8 @@ class BlockAttention:
     def together(self, rows: Rows, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
         chunks = -(-rows.stop // self._chunk_size)
-        mass = self._room_for_mass("mass", rows, chunks)
+        self._shares.begin()
+        mass = self._room_for_mass(rows, chunks)
         visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
         out, _ = attend_blocks(
             rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
@@ -79,6 +82,7 @@ class BlockAttention:
         """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
         head_dim]`."""
         n = rows.q.shape[1]
+        self._shares.begin()
         masses: list[_BlockMass] = []
         running: Tensor | None = None
         whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
@@ -86,7 +90,7 @@ class BlockAttention:
             if whole is None and goes_on(rows.q, block):
                 running = new_running(rows.q)
             in_every_window = position > rows.stop - 1 - rows.window
-            mass = self._room_for_mass(f"mass {len(masses)}", rows, block.shape[2] // self._chunk_size)
+            mass = self._room_for_mass(rows, block.shape[2] // self._chunk_size)
             out, lse = attend(
                 rows.q,
                 block[0],
@@ -118,11 +122,11 @@ class BlockAttention:
         parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
         return [(position, torch.cat(parts, dim=2))]
 
-    def _room_for_mass(self, name: str, rows: Rows, chunks: int) -> Tensor | None:
+    def _room_for_mass(self, rows: Rows, chunks: int) -> Tensor | None:
         if not rows.mass_rows:
             return None
         dtype = torch.promote_types(rows.q.dtype, torch.float32)
-        return self._scratch.get(name, (rows.q.shape[0], rows.mass_rows, chunks), dtype, rows.q.device)
+        return self._shares.get((rows.q.shape[0], rows.mass_rows, chunks), dtype, rows.q.device)
 
     def _join(self, masses: list[_BlockMass], lse: Tensor) -> Tensor:
         """The shares of all blocks' chunks, `[num_heads, rows, chunks]`, from those within each block.

@@ -6,6 +6,7 @@ buffer, so that a pass writes its own rows and seldom moves earlier ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,36 @@ class MassPart:
     """`[num_heads, rows, chunks]`."""
     factors: Tensor | None = None
     """`[num_heads, rows]`, by which they are to be multiplied."""
+
+
+class Shares:
+    """Memory for the shares that the pieces of a layer get, which hold until those of the next layer do: one buffer, as
+    large as all pieces of a layer were together at most. A buffer for each would in time be as large as the largest
+    piece there was in its place, as an open stretch moves on."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+        self._taken = self._most = 0  # numbers in the layer under way, and in any before
+
+    def begin(self) -> None:
+        """Begins a layer."""
+        self._most, self._taken = max(self._most, self._taken), 0
+        if self._buffer is not None and self._buffer.numel() < self._most:
+            self._buffer = None  # before a larger one is taken
+
+    def get(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For the next piece, uninitialised: `shape` is `[num_heads, rows, chunks]`."""
+        first, self._taken = self._taken, self._taken + math.prod(shape)
+        if self._buffer is None:
+            self._buffer = torch.empty(max(self._most, self._taken), dtype=dtype, device=device)
+        if self._taken > self._buffer.numel():  # from the next layer on there is room for it
+            return torch.empty(shape, dtype=dtype, device=device)
+        return self._buffer[first : self._taken].view(shape)
+
+    def held(self) -> Held:
+        """See `offload.held`."""
+        if self._buffer is not None:
+            yield "mass", self._buffer
 
 
 class RecentMass:

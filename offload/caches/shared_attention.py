@@ -21,7 +21,7 @@ from ...tp.model.rope import Rows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import BlockCollector, FullCache
-from .recent_mass import MassPart
+from .recent_mass import MassPart, Shares
 
 _Keys = Tensor | tuple[Tensor, int]
 """Keys and values of a piece: `[2, num_kv_heads, m, head_dim]`, or blocks as `Piece` has them and its first key."""
@@ -57,7 +57,7 @@ class SharedAttention:
     def __init__(self, caches: Sequence[FullCache]) -> None:
         """Args: `caches` are those of the sequences; the ones that hold their prefixes are found from them."""
         self._caches = list(caches)
-        self._scratch = Scratch()
+        self._scratch, self._shares = Scratch(), Shares()
         self._scale = caches[0].config.head_dim ** -0.5
         self._starts: list[int] = []
         self._counts: list[int] = []
@@ -75,6 +75,7 @@ class SharedAttention:
         given = *self._rotation, self._moved, self._back
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
+        yield from self._shares.held()
 
     def prepare(self, counts: Sequence[int]) -> None:
         """Announces a pass over the next `counts[i]` tokens of each sequence."""
@@ -146,7 +147,8 @@ class SharedAttention:
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
             q = q.index_select(1, self._moved)
-        rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size if any(self._mass_rows) else None, self._scratch)
+        room = self._shares if any(self._mass_rows) else None
+        rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size, room, self._scratch)
         window = self._caches[0].config.sliding_window(layer)
         collected = any(collector is not None for collector in collectors)
         for holder in self._holders:
@@ -219,9 +221,15 @@ class SharedAttention:
 class _RowsSoFar:
     """The rows of a pass, and attention to the keys so far."""
 
-    def __init__(self, q: Tensor, scale: float, chunk_size: int | None, scratch: Scratch) -> None:
-        """Args: `chunk_size` is of the chunks whose shares of attention are wanted; `None` for none."""
+    def __init__(self, q: Tensor, scale: float, chunk_size: int, shares: Shares | None, scratch: Scratch) -> None:
+        """Args:
+        chunk_size: of the chunks whose shares of attention may be wanted.
+        shares: memory for these; `None` where they are not.
+        """
         self._q, self._scale, self._chunk_size, self._scratch = q, scale, chunk_size, scratch
+        self._shares = shares
+        if shares:
+            shares.begin()
         self._running = new_running(q)
         num_heads, n, head_dim = q.shape
         self._out = q.new_empty(n, num_heads, head_dim).transpose(0, 1)
@@ -235,10 +243,9 @@ class _RowsSoFar:
         Args: `position` is that of the first key, of which there are `m`.
         """
         mass = None
-        if self._chunk_size:
+        if self._shares:
             shape = self._q.shape[0], rows.stop - rows.start, m // self._chunk_size
-            name = f"mass {len(self._masses) + len(self._waiting)}"
-            mass = self._scratch.get(name, shape, self._running.dtype, self._q.device)
+            mass = self._shares.get(shape, self._running.dtype, self._q.device)
         if not isinstance(keys, Tensor):
             if self._waiting and rows.start < self._waiting[-1][0].rows.stop:
                 self._attend_waiting()
@@ -283,7 +290,7 @@ class _RowsSoFar:
 
     def _note(self, rows: slice, position: int, mass: Tensor | None, lse: Tensor) -> None:
         """Keeps what `mass_of` needs."""
-        if mass is not None and self._chunk_size:
+        if mass is not None:
             self._masses.append((position // self._chunk_size, rows, mass, lse))
             self._lse[:, rows] = lse
 

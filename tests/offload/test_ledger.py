@@ -14,6 +14,7 @@ from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.caches.block_attention import BlockAttention, Rows
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.recent_mass import RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -236,6 +237,17 @@ def test_a_draft_that_takes_more_than_the_target_is_planned(tmp_path):
         for _ in engine.stream(random_tokens(500), Sampling(0.0), 4, ignore_eos=True):
             counted.check("in a run")
     assert counted.fullest > 0.8
+
+
+def test_shares_of_attention_take_what_those_of_one_layer_need():
+    """While an open stretch, which is longer than a block, comes behind one block more after another."""
+    attention, block, stretch = BlockAttention(8, chunk_size=4), torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 32, 8)
+    for closed in range(4):
+        blocks = [*((16 * i, block) for i in range(closed)), (16 * closed, stretch)]
+        for _layer in range(2):
+            rows = Rows(torch.zeros(1, 2, 8), start=16 * closed + 3, window=1000, mass_rows=2)
+            attention.one_by_one(rows, blocks)
+    assert bytes_by_part(attention.held())["mass"] == 2 * (3 * 16 + 32) // 4 * 4
 
 
 def test_what_the_device_refuses_is_not_there():
