@@ -35,6 +35,9 @@ class Limits:
     spare_share: float = 1 / 32
     """Of a GPU's memory: resident blocks that host memory has room for as well, so that they can leave the GPU when
     others take memory there."""
+    free_varies: float = 1 / 100
+    """Of a GPU's memory: what a run that goes on in a cache may take of the plan's reserve, by which what is free
+    varies from run to run."""
     runtime_bytes: int = 350 * 2**20
     """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
     tiling: Tiling = TILING

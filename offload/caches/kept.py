@@ -425,14 +425,13 @@ class KeptCache:
 
     def _going_on(self, cache: FullCache, plan: RunPlan) -> RunPlan | None:
         """The plan of a run in a cache that was made for another one, where `plan` is what would be made for it now;
-        `None` if the cache does not leave a GPU what the run takes beside it, but for a hundredth of its memory, by
-        which what is free may vary. Blocks leave for host memory that has room for them, if they have to and that is
-        enough. Every rank calls it."""
+        `None` if the cache does not leave a GPU what the run takes beside it, but for `Limits.free_varies`. Blocks
+        leave for host memory that has room for them, if they have to and that is enough. Every rank calls it."""
         request, blocks = plan.request, cache.blocks
         going_on = make_plan(request, blocks.placement)
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
             return going_on
-        left = request.gpu_bytes - going_on.device_needed + request.gpu_total_bytes // 100
+        left = request.gpu_bytes - going_on.device_needed + int(request.limits.free_varies * request.gpu_total_bytes)
         left, spare = self._decoder.ranks.least([left, blocks.spare_bytes])
         if left >= 0:
             return going_on

@@ -249,6 +249,7 @@ def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> 
     if seed % 4 == 3:
         settings |= {"resident": None, "dtype": "float32"}  # in PyTorch's operations 16 bits take more than on a GPU
         settings.pop("pack", None)
+        limits = replace(LIMITS, free_varies=0.0)  # of a GPU that is mostly reserve
         device_bytes, simulator.limit = device_memory(models, settings, length + 100, chance, ranks)
     system = simulated_system(simulator, limits, host, device_bytes)
     with without_collection(), as_on_a_gpu(), simulator:
