@@ -261,6 +261,18 @@ def test_what_the_device_refuses_is_not_there():
         assert torch.zeros(25).sum() == 0
 
 
+@torch.inference_mode()  # in which PyTorch says of these that they give views
+def test_copies_that_might_have_been_views_are_on_the_device():
+    simulator = Simulator()
+    with simulator:
+        numbers = torch.zeros(4, 6) + 1
+        before = simulator.live
+        kept = [numbers.to(torch.float64), numbers.T.contiguous(), numbers.T.reshape(24)]
+        assert simulator.live - before == sum(one.nbytes for one in kept)
+        kept.append(numbers.view(24))
+        assert simulator.live - before == sum(one.nbytes for one in kept[:3])
+
+
 @pytest.mark.parametrize("allows", [0, 1000, 40_000])
 def test_nothing_is_kept_of_a_prompt_that_memory_runs_out_for(models, allows):
     """Neither activations, by the error that came through them, nor the run, once who asked has dropped both."""

@@ -87,14 +87,16 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind.only_views:
-            return func(*args, **kwargs)
+        result = func(*args, **kwargs) if kind.only_views else None
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        known = {x.untyped_storage()._cdata for x in given}
+        if kind.only_views and all(x.untyped_storage()._cdata in known for x in _tensors([result])):
+            return result  # else it is a copy: in inference mode `to` and others come here that give either
         simulator = self._simulator
         simulator.check_freed()
         simulator.wander()
         if kind.copies:
             return self._copy(func, args, kwargs)
-        given = [*_tensors(args), *_tensors(kwargs.values())]
         hosts = simulator.place(given)
         on_host = bool(hosts) and all(hosts)
         if any(hosts) and not on_host and not all(x.dim() == 0 for x, host in zip(given, hosts, strict=True) if host):
@@ -106,8 +108,8 @@ class Operations(TorchDispatchMode):
         clock = simulator.tick_host() if on_host else simulator.tick(simulator.current)
         for x in given:
             simulator.access(x, stream, clock, id(x) in written, kind.name)
-        result = func(*args, **kwargs)
-        known = {x.untyped_storage()._cdata for x in given}
+        if not kind.only_views:
+            result = func(*args, **kwargs)
         for x in _tensors([result]):
             if x.untyped_storage()._cdata not in known:
                 made = simulator.memory(x)
