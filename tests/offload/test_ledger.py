@@ -256,7 +256,7 @@ def test_what_the_device_refuses_is_not_there():
     with simulator:
         simulator.limit = simulator.live + 120
         with pytest.raises(torch.OutOfMemoryError) as refused:
-            torch.zeros(40) + 1
+            _ = torch.zeros(40) + 1
         assert refused.tb and simulator.live == 0
         assert torch.zeros(25).sum() == 0
 
