@@ -74,8 +74,8 @@ class Task:
     def request(self) -> Request:
         """What the engine is asked for."""
         options = {"number": self.number, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
-        limits = self.max_new_tokens, self.ignore_eos
-        return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=self._take, tag=self)
+        limits, stops = (self.max_new_tokens, self.ignore_eos), self._take if self.text.may_stop else None
+        return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=stops, tag=self)
 
     def drop_unrecorded(self) -> None:
         """Takes back the tokens of a round that was broken off before it was recorded; none of their text was handed
@@ -87,6 +87,8 @@ class Task:
 
     def take_piece(self) -> str:
         """The text that can be shown since the last call."""
+        if self.sequence and self._text and not self._text.may_stop:  # else its tokens are taken within the round
+            self._piece += self._text.update(self.sequence.statistics.token_ids)
         piece, self._piece = self._piece, ""
         return piece
 

@@ -68,6 +68,11 @@ class AnswerText:
         return self._stop_at is not None
 
     @property
+    def may_stop(self) -> bool:
+        """Whether there are stop texts, so that tokens must be taken before the next round."""
+        return self._stops.any
+
+    @property
     def text(self) -> str:
         """As it is shown, so far."""
         whole = self._text[: self._stop_at]
