@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import signal
@@ -47,6 +48,7 @@ class Fork:
             for target, source in enumerate([os.dup(stream) for stream in streams]):
                 os.dup2(source, target)
                 os.close(source)
+            faulthandler.register(signal.SIGUSR1, file=2)
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
@@ -98,6 +100,12 @@ class Fork:
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
+
+    def say_where(self) -> None:
+        """Has it write to its stderr where its threads are, and waits a moment for that."""
+        if self.ended() is None:
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.5)
 
     def kill(self) -> None:
         if self.returncode is None:

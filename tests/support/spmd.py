@@ -76,7 +76,11 @@ def run_forks(call: Callable[[], object], ranks: int, seconds: float = 300) -> s
                 forks.append(Fork(lambda: as_rank(call), streams, {**os.environ, **ENVIRONMENT, **shared, **place}))
             end = time.monotonic() + seconds
             while any(fork.ended() is None for fork in forks) and not any(fork.returncode for fork in forks):
-                assert time.monotonic() < end, "the ranks still run"
+                if time.monotonic() > end:
+                    for fork in forks:
+                        fork.say_where()
+                    err.seek(0)
+                    raise AssertionError(f"the ranks still run: {err.read()}")
                 time.sleep(0.01)
         finally:
             for fork in forks:
