@@ -179,7 +179,7 @@ def sampling_in_words(sampling: dict[str, Any]) -> str:
 
 
 @contextmanager
-def published(
+def written_after(
     document: Callable[[bool], dict[str, Any] | None],
     json_file: JsonFile,
     report: Callable[[Console, dict[str, Any]], None],

@@ -34,23 +34,23 @@ def batch(options: BatchOptions, call: Call) -> None:
     from ..ranks import starts_or_follows
     from ..terminal.output import JsonFile
     from ..terminal.streams import print_note
-    from .work import Work
+    from .requests_file import RequestsFile
 
     place = Place.from_environment()
     launches = place is None and options.gpus > 1
-    work = None
+    requests = None
     if (place is None or place.rank == 0) and not (launches and options.requests == Path("-")):
         _check_options(options)
-        work = Work.read(options.requests, options.output)
-    if not (launches and work and not work.wanted) and starts_or_follows(options, call):
+        requests = RequestsFile.read(options.requests, options.output)
+    if not (launches and requests and not requests.wanted) and starts_or_follows(options, call):
         return
-    assert work  # rank 0 has read it
+    assert requests  # rank 0 has read it
     with JsonFile.prepare(options.json) as json_file:
-        directories = find_pair(options.model, options.wanted_draft, print_note) if work.wanted else None
+        directories = find_pair(options.model, options.wanted_draft, print_note) if requests.wanted else None
         with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
             from .run import run
 
-            run(options, work, directories, json_file, call.signals)
+            run(options, requests, directories, json_file, call.signals)
 
 
 def _check_options(options: BatchOptions) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...tp.errors import TriforceError, UsageError
 from ..session.source import read_bytes
-from ..session.wire import BatchLine, BodyError, read
+from ..session.wire import BatchLine, BodyError, validated
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _parsed(number: int, line: bytes) -> RequestLine:
         if not isinstance(given, dict):
             raise BodyError("it is not a JSON object")
         custom_id = given["custom_id"] if isinstance(given.get("custom_id"), str) else None
-        found = read(BatchLine, given)
+        found = validated(BatchLine, given)
         return RequestLine(number, found.custom_id, found.endpoint, found.body)
     except BodyError as error:
         reason = str(error)

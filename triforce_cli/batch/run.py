@@ -18,21 +18,21 @@ from ...tp.units import gib
 from ...tp.weights.tokenizer import Tokenizer
 from ..session.open import engine_in_words, load_engine, open_pair, stderr_console
 from ..session.report import describe_link, describe_memory, print_rows
-from ..session.wire import BodyError, answer_request
+from ..session.wire import BodyError, request_from_body
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import print_note
 from .lines import RequestLine
 from .options import BatchOptions
+from .requests_file import RequestsFile
 from .runner import BatchItem, Runner
 from .totals import Totals, malformed_line, refused_line
-from .work import Work
 
 
 def run(
     options: BatchOptions,
-    work: Work,
+    requests: RequestsFile,
     directories: tuple[Path, Path | None] | None,
     json_file: JsonFile,
     signals: Signals,
@@ -47,20 +47,20 @@ def run(
         typer.Exit: a request has got no answer.
     """
     console = stderr_console()
-    totals = Totals(work, print_note)
-    for line in work.malformed:
+    totals = Totals(requests, print_note)
+    for line in requests.malformed:
         totals.fail(line, line.error or "")
-    items, refused = _checked(options, work, totals)
+    items, refused = _checked(options, requests, totals)
     loaded: tuple[Tokenizer, Engine] | None = None
     ended: BaseException | None = None
     if directories is not None and (items or _with_other_ranks()):
         with signals.interruptible():
             _, tokenizer = open_pair(directories, options.template_args)
             loaded = tokenizer, load_engine(options, None)
-        _print_start(loaded[1], options, work, len(items))
-    with work.answers as file:
-        for line in work.malformed:
-            file.add(malformed_line(work, line))
+        _print_start(loaded[1], options, requests, len(items))
+    with requests.answers as file:
+        for line in requests.malformed:
+            file.add(malformed_line(requests, line))
         for line, error in refused:
             file.add(refused_line(line, error))
         if loaded and items:
@@ -82,14 +82,14 @@ def run(
 
 
 def _checked(
-    options: BatchOptions, work: Work, totals: Totals
+    options: BatchOptions, requests: RequestsFile, totals: Totals
 ) -> tuple[list[BatchItem], list[tuple[RequestLine, BodyError]]]:
     """The requests to be answered, and those that cannot be, with the reasons."""
     models = {options.model, Path(options.model).name}
     items, refused = [], []
-    for line in work.wanted:
+    for line in requests.wanted:
         try:
-            items.append(BatchItem(line, answer_request(line.body, line.endpoint, options, models)))
+            items.append(BatchItem(line, request_from_body(line.body, line.endpoint, options, models)))
         except BodyError as error:
             refused.append((line, error))
             totals.fail(line, str(error))
@@ -102,10 +102,10 @@ def _with_other_ranks() -> bool:
     return place is not None and place.size > 1
 
 
-def _print_start(engine: Engine, options: BatchOptions, work: Work, wanted: int) -> None:
+def _print_start(engine: Engine, options: BatchOptions, requests: RequestsFile, wanted: int) -> None:
     print_note(engine_in_words(engine, options.model))
-    before = f"; {work.skipped:,} have an answer already" if work.skipped else ""
-    print_note(f"{wanted:,} requests of {work.name}, up to {options.max_sequences:,} answers at a time{before}")
+    before = f"; {requests.skipped:,} have an answer already" if requests.skipped else ""
+    print_note(f"{wanted:,} requests of {requests.name}, up to {options.max_sequences:,} answers at a time{before}")
 
 
 def _answer(

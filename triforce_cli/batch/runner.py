@@ -18,8 +18,8 @@ from ..session.request_prompt import request_prompt, request_task
 from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
-from ..terminal.frame import AnswerRow, Figures
 from ..terminal.live import LiveDisplay
+from ..terminal.picture import AnswerRow, Figures
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
 from .lines import RequestLine

@@ -12,7 +12,7 @@ from typing import Any
 from ..session.response import FinishedAnswer, error_body
 from ..session.wire import BodyError
 from .lines import RequestLine
-from .work import Work
+from .requests_file import RequestsFile
 
 _SHARED = ("model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype", "settings")
 _TRAFFIC = ("bytes_streamed", "bytes_written_back", "busy_s", "waited_s")
@@ -22,7 +22,7 @@ _TRAFFIC = ("bytes_streamed", "bytes_written_back", "busy_s", "waited_s")
 class Totals:
     """Adds up what has been done; bytes, tokens, seconds."""
 
-    work: Work
+    requests: RequestsFile
     note: Callable[[str], None]
     """Takes lines for people."""
     began: float = field(default_factory=time.perf_counter)
@@ -68,7 +68,7 @@ class Totals:
     def fail(self, line: RequestLine, message: str) -> None:
         """Counts a request that got no answer, and says so."""
         self.failures.append({"line": line.number, "custom_id": line.custom_id, "message": message})
-        self.note(f"{self.work.name}, line {line.number:,}: {message}")
+        self.note(f"{self.requests.name}, line {line.number:,}: {message}")
 
     def document(self, threads: int) -> dict[str, Any]:
         """The JSON of the run."""
@@ -77,11 +77,11 @@ class Totals:
             "version": version("triforce-cli"),
             **self.identity,
             "threads": threads,
-            "input": self.work.name,
-            "output": str(self.work.answers.path),
+            "input": self.requests.name,
+            "output": str(self.requests.answers.path),
             "requests": {
-                "total": len(self.work.lines),
-                "skipped": self.work.skipped,
+                "total": len(self.requests.lines),
+                "skipped": self.requests.skipped,
                 "answered": self.answered,
                 "failed": len(self.failures),
                 "interrupted": self.interrupted,
@@ -113,9 +113,9 @@ def answer_line(
     }
 
 
-def malformed_line(work: Work, line: RequestLine) -> dict[str, Any]:
+def malformed_line(requests: RequestsFile, line: RequestLine) -> dict[str, Any]:
     """The answer to a line that is no request."""
-    message = f"{work.name}, line {line.number:,}: {line.error}"
+    message = f"{requests.name}, line {line.number:,}: {line.error}"
     return answer_line(line, 0, None, {"code": "invalid_line", "message": message})
 
 

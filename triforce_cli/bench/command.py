@@ -20,8 +20,8 @@ from ..measurement import (
     Subject,
     check_sequences,
     check_single_process,
-    published,
     subject_of,
+    written_after,
 )
 from ..options import MEASURING, OUTPUT, SAMPLING_OPTIONS, changed, new_tokens, option
 from ..parameters import CHANCES, FILE, Kind, Numbers, whole_numbers
@@ -197,10 +197,10 @@ def _check_plot(path: Path) -> None:
         raise TriforceError("--plot needs matplotlib, which is not installed: pip install 'triforce-cli[plot]'")
 
 
-def _published(
+def _written_after(
     document: Callable[[bool], dict[str, Any] | None], json_file: JsonFile, plot_file: ResultFile
 ) -> AbstractContextManager[None]:
-    """See `published`; also draws the picture where one is wanted."""
+    """See `written_after`; also draws the picture where one is wanted."""
     from .report import report
 
     def draw(document: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def _published(
 
         plot_file.write_bytes(draw(document, plot_file.kind))
 
-    return published(document, json_file, report, *([draw] if plot_file.wanted else []))
+    return written_after(document, json_file, report, *([draw] if plot_file.wanted else []))
 
 
 def _measure_runs(
@@ -256,7 +256,7 @@ def _measure_runs(
         measured = [at for at in results if at.runs]
         return as_document(head, measured, interrupted) if measured else None
 
-    with _published(document, json_file, plot_file), Display(console, order, answer_tokens) as display:
+    with _written_after(document, json_file, plot_file), Display(console, order, answer_tokens) as display:
         measure(
             engine,
             prompt.token_ids,
@@ -310,7 +310,7 @@ def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_
         whole = as_document(head, [], interrupted) | {"shape": shape_document(steps, assumed), "contexts": results}
         return whole if results else None
 
-    with _published(document, json_file, plot_file):
+    with _written_after(document, json_file, plot_file):
         for context in contexts:
             print_note(f"{context:,} tokens: steps ...")
             with call.signals.interruptible():

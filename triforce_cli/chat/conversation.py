@@ -100,7 +100,7 @@ class Conversation:
         self._seed = seed
         pieces = ()
         if context:
-            pieces = (Piece(form.around([], "?")[0] + form.mark, context.token_ids),)
+            pieces = (Piece(form.split_around_text([], "?")[0] + form.placeholder, context.token_ids),)
         self._states = [_State((), 0, pieces)]
 
     @property

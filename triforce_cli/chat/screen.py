@@ -60,7 +60,7 @@ class Screen:
                         pre_run=lambda: get_app().create_background_task(self._watch()) and None,
                         handle_sigint=False,
                     )
-                stop = self._signals.take_stop()
+                stop = self._signals.forget_stop()
                 if stop and stop.exit_code != 128 + signal.SIGINT:
                     raise stop
         except EOFError:

@@ -177,7 +177,7 @@ class Talk:
             return
         if not task.begun:
             print_note(f"the context {name} is not saved whole")
-        self._pass_on(stop)
+        self._raise_unless_ctrl_c(stop)
 
     def _answer(self, make: Callable[[int], NextTurn]) -> None:
         """Answers a question; `make(drop)` gives it, without at least so many of the oldest turns. Where memory is
@@ -207,7 +207,7 @@ class Talk:
         stop = self._write_rest(task, output) or stop
         self._keep(asked, task)
         if stop:
-            self._pass_on(stop)
+            self._raise_unless_ctrl_c(stop)
 
     def _do(
         self, task: Task, new_tokens: int, asked: NextTurn | None = None, output: TextOutput | None = None
@@ -298,17 +298,17 @@ class Talk:
         with keys, progress as shown:
             yield shown
 
-    def _pass_on(self, stop: Stop) -> None:
-        """Raises what ends more than an answer."""
+    def _raise_unless_ctrl_c(self, stop: Stop) -> None:
+        """Raises what ends more than an answer: all but Ctrl-C at a terminal, which is forgotten."""
         if not self._questions.interactive or stop.exit_code != 128 + signal.SIGINT:
             raise stop
-        self._signals.take_stop()
+        self._signals.forget_stop()
 
     def _forget_interrupt(self) -> None:
         """Ctrl-C between answers means nothing at a terminal; any other signal ends the conversation."""
-        stop = self._signals.take_stop()
+        stop = self._signals.forget_stop()
         if stop:
-            self._pass_on(stop)
+            self._raise_unless_ctrl_c(stop)
 
     def _status(self) -> str:
         """The last answer in one line."""

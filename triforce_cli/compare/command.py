@@ -19,9 +19,9 @@ from ..measurement import (
     Subject,
     check_sequences,
     check_single_process,
-    published,
     questions_about,
     subject_of,
+    written_after,
 )
 from ..options import ASK, MEASURING, OUTPUT, PROMPT, SAMPLING, SAMPLING_OPTIONS, TRUNCATE, flag, new_tokens, option
 from ..parameters import MINUTES, real, whole, words
@@ -188,7 +188,7 @@ def _measure(
         def document(interrupted: bool) -> dict[str, Any]:
             return as_document(comparison, call.command, interrupted)
 
-        with published(document, json_file, report), call.signals.interruptible():
+        with written_after(document, json_file, report), call.signals.interruptible():
             compare(
                 comparison,
                 limit_s=60 * options.time_limit,

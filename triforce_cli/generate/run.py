@@ -33,9 +33,9 @@ from ..session.report import (
 )
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.source import Source, cut_log
-from ..terminal.frame import AnswerRow
 from ..terminal.live import LiveDisplay
 from ..terminal.output import JsonFile, TextOutput, same_terminal
+from ..terminal.picture import AnswerRow
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import print_note
 from .options import GenerateOptions

@@ -91,7 +91,7 @@ def _let_end(server: Server, grace_s: float, signals: Signals) -> BodyError:
     worker = server.worker
     loading = worker.state == "loading"
     worker.stop()
-    signals.take_stop(repeats=server.ranks > 1)
+    signals.forget_stop(repeats=server.ranks > 1)
     if loading or worker.ended.is_set():
         return stopping()
     if server.lacks_a_rank:

@@ -1,4 +1,5 @@
-"""From options to a loaded engine: the ranks, the model's files, its tokenizer, the engine; what commands share."""
+"""From options to a loaded engine: configuration and tokenizer of models whose files are there, the engine, and what
+ranks above 0 do; what commands share."""
 
 from __future__ import annotations
 

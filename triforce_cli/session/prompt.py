@@ -47,7 +47,7 @@ class Context:
     token_ids: list[int]
     frame: Frame
     """What surrounds it."""
-    gap: str
+    line_ends: str
     """What stands between it and the first question."""
     name: str
     """In words, for people."""
@@ -56,7 +56,7 @@ class Context:
     def read(
         cls, text: str, name: str, tokenizer: Tokenizer, *, system: str | None = None, raw: bool = False
     ) -> Context:
-        """A text at the beginning of a user's message by the model's chat template, unless `raw` or it has none.
+        """A text as the beginning of a user's message in the chat template; alone if `raw`, or if the model has none.
 
         Raises:
             UsageError: `system` where there is no such message; a text without tokens.
@@ -66,10 +66,10 @@ class Context:
             reason = "--raw leaves it out" if raw else "this model has no chat template that it could stand in"
             raise UsageError(f"--system is given, but {reason}; put it into the text")
         form = QuestionForm.of(tokenizer, cls([], frame, "", name))
-        token_ids = tokenizer.encode(form.around([], "")[0] + text, form.begins_text)
+        token_ids = tokenizer.encode(form.split_around_text([], "")[0] + text, form.begins_text)
         if not token_ids:
             raise UsageError("the text gives no token; give a longer one")
-        return cls(token_ids, frame, _gap_behind(text), name)
+        return cls(token_ids, frame, _line_ends_behind(text), name)
 
     @classmethod
     def saved(cls, name: str, tokenizer: Tokenizer, config: ModelConfig) -> Context:
@@ -77,10 +77,10 @@ class Context:
         ContextError: see `saved_text`.
         """
         token_ids, frame = saved_text(name, config)
-        return cls(token_ids, frame, _gap_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
+        return cls(token_ids, frame, _line_ends_behind(tokenizer.decode(token_ids[-16:])), f"the context {name}")
 
 
-def _gap_behind(text: str) -> str:
+def _line_ends_behind(text: str) -> str:
     """Line ends that part a text from a question."""
     return "\n" * (2 - min(2, len(text) - len(text.rstrip("\n"))))
 
@@ -128,10 +128,11 @@ class QuestionForm:
     template: Callable[[Sequence[tuple[str, str]]], str] | None
     frame: Frame
     """What surrounds the context's text, if there is one."""
-    mark: str = ""
-    """What stands in the rendered text for that of the context: in a message of the user or, of a context that is a
-    conversation itself, in its last answer."""
-    gap: str = ""
+    placeholder: str = ""
+    """A random word that the template is given in place of the context's text, by which its place is found again: in a
+    message of the user, or in the last answer where the context is a conversation."""
+    line_ends: str = ""
+    """Those between the context's text and a question."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, context: Context | None = None, system: str | None = None) -> QuestionForm:
@@ -145,13 +146,13 @@ class QuestionForm:
             TriforceError: the template leaves the text out.
         """
         frame = context.frame if context else Frame(chat=True, system=system)
-        mark, gap = (f"text-{secrets.token_hex(8)}", context.gap) if context else ("", "")
+        placeholder, line_ends = (f"text-{secrets.token_hex(8)}", context.line_ends) if context else ("", "")
         if tokenizer.render is None or not (frame.chat or frame.answered):
             if system:
                 raise UsageError("--system is given, but there is no chat template here; put it into the question")
-            return cls(None, NO_FRAME, mark, gap)
-        form = cls(tokenizer.render, frame, mark, gap)
-        if mark not in form.render([], "?"):
+            return cls(None, NO_FRAME, placeholder, line_ends)
+        form = cls(tokenizer.render, frame, placeholder, line_ends)
+        if placeholder not in form.render([], "?"):
             raise TriforceError(_TEXT_LEFT_OUT)
         return form
 
@@ -172,22 +173,22 @@ class QuestionForm:
 
     def render(self, exchanges: Sequence[Exchange], question: str) -> str:
         """All before the answer to `question`."""
-        before = self.mark + self.gap
+        before = self.placeholder + self.line_ends
         if self.template is None:
             asked = [f"Question: {one}\nAnswer:{answer}" for one, answer in exchanges]
             return before + "\n\n".join([*asked, f"Question: {question}\nAnswer:"])
         messages = [("system", self.frame.system)] if self.frame.system else []
         if self.frame.answered:
-            messages += [("user", "?"), ("assistant", self.mark)]
+            messages += [("user", "?"), ("assistant", self.placeholder)]
             before = ""
         for asked, answer in exchanges:
             messages += [("user", before + asked), ("assistant", answer)]
             before = ""
         return self.template([*messages, ("user", before + question)])
 
-    def around(self, exchanges: Sequence[Exchange], question: str) -> tuple[str, str]:
+    def split_around_text(self, exchanges: Sequence[Exchange], question: str) -> tuple[str, str]:
         """What stands before the context's text, and behind it up to the answer to `question`."""
-        before, found, after = self.render(exchanges, question).partition(self.mark)
+        before, found, after = self.render(exchanges, question).partition(self.placeholder)
         if not found:
             raise TriforceError(_TEXT_LEFT_OUT)
         return before, after
@@ -198,7 +199,7 @@ class QuestionForm:
         """That of a question about a context, if there is one, after earlier questions and their answers."""
         if context is None:
             return Prompt(tokenizer.encode(self.render(exchanges, question), self.begins_text), True, self.stops)
-        rest = encode_behind(self.around(exchanges, question)[1], tokenizer)
+        rest = encode_behind(self.split_around_text(exchanges, question)[1], tokenizer)
         return Prompt([*context.token_ids, *rest], True, self.stops, len(context.token_ids))
 
 
@@ -304,8 +305,8 @@ def _surroundings(text: str, ask: str | None, tokenizer: Tokenizer) -> tuple[str
     if ask is None:
         return "", "", None
     frame = Frame(chat=tokenizer.render is not None)
-    form = QuestionForm.of(tokenizer, Context([], frame, _gap_behind(text), ""))
-    return *form.around([], ask), form
+    form = QuestionForm.of(tokenizer, Context([], frame, _line_ends_behind(text), ""))
+    return *form.split_around_text([], ask), form
 
 
 def cut(tokens: list[int], room: int, part: str) -> list[int]:

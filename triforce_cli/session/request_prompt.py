@@ -78,7 +78,8 @@ def _text_prompt(text: str | list[int], context: Context | None, tokenizer: Toke
 
 
 def _message_prompt(request: AnswerRequest, context: Context | None, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of messages. A first one of the user that has several parts is a text and a question about it."""
+    """The prompt of messages. Where the user's first message has several parts, the first part is a text and the
+    others are a question about it."""
     messages, arguments, name = request.messages, request.template_arguments, "chat_template_kwargs"
     try:
         tokenizer = tokenizer.with_arguments(arguments, name)

@@ -66,7 +66,7 @@ class Task:
         return self.take_piece() + (self.text.finish() if self._text else "")
 
     def prepare(self, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Task:
-        """Makes what takes its tokens; the session does where that was not done before. Returns the task."""
+        """Makes the `AnswerText` that its tokens go to. The session calls it if nobody has. Returns the task."""
         self._new_text = partial(AnswerText, tokenizer, self.prompt, () if self.ignore_eos else eos_ids)
         self._text = self._text or self._new_text()
         return self
@@ -135,8 +135,8 @@ Event = Written | Finished | Failed | None
 """`None`: a prompt is being read, or a sequence that was ended has left."""
 
 NextTask = Callable[[bool], Task | None]
-"""Called between rounds, as long as one more may run, for the next task; `None` where there is none now. It is called
-with `True` where nothing else is running: then it may wait for one, and `None` ends the session's run."""
+"""Gives the next task, or `None` where there is none now. It is called between rounds whenever one more may run; with
+`True` where nothing else is running: then it may wait for a task, and `None` ends the session's run."""
 
 
 class Session:

@@ -26,7 +26,7 @@ class StopTexts:
         return bool(self._texts)
 
     def first(self, text: str, searched: int) -> int | None:
-        """Where the first of them begins in `text`, of which the first `searched` letters had none."""
+        """Where the first stop text begins in `text`; none begins and ends in its first `searched` letters."""
         starts = (text.find(stop, max(0, searched - len(stop))) for stop in self._texts)
         return min((start for start in starts if start >= 0), default=None)
 
@@ -80,12 +80,12 @@ class AnswerText:
 
     @property
     def whole_text(self) -> str:
-        """As its tokens give it, so far: with the white space that is not shown, but for what stands before a stop."""
+        """The text of its tokens so far, with white space that is not shown; up to a stop, and there without it."""
         return self._text if self._stop_at is None else self._text[: self._stop_at].rstrip()
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of which `whole_text` is the text: those that were generated, as far as they are of the answer."""
+        """The tokens of `whole_text`: those that were generated, without end tokens and what follows a stop."""
         if self._stop_at is None:
             return list(self._ids)
         text = self.whole_text

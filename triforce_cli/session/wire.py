@@ -174,13 +174,13 @@ def _shown(value: Any) -> str:
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]
 Number = float | int
-"""As it is written: of -1 is not told as of -1.0."""
+"""A number, shown in messages as the client wrote it: -1, not -1.0."""
 Whole = Annotated[int, BeforeValidator(_without_point)]
 NotNegative = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
 
 NEEDED: Any = Field(None, validate_default=True)
-"""The default of a field that must be given: `None` is refused in the words of its kind."""
+"""The default of a field that must be given. It is `None`, which the field's own check refuses."""
 
 
 class ClientObject(BaseModel, strict=True):
@@ -367,7 +367,7 @@ class BatchLine(ClientObject):
 Model = TypeVar("Model", bound=ClientObject)
 
 
-def read(kind: type[Model], given: Any) -> Model:
+def validated(kind: type[Model], given: Any) -> Model:
     """What was sent, checked.
 
     Raises:
@@ -425,7 +425,7 @@ class AnswerRequest:
     """Variables for the chat template, besides those of the command's options."""
 
 
-def answer_request(
+def request_from_body(
     body: dict[str, Any], endpoint: str, options: AnsweringOptions, models: Collection[str]
 ) -> AnswerRequest:
     """What a body asks for.
@@ -437,7 +437,7 @@ def answer_request(
     Raises:
         BodyError: a field is missing, impossible, or would change the answer and is not honoured.
     """
-    asked = read(_BODIES[endpoint], body)
+    asked = validated(_BODIES[endpoint], body)
     if asked.model is not None and asked.model not in models:
         names = " or ".join(map(repr, sorted(models)))
         raise BodyError(

@@ -53,10 +53,10 @@ class Signals:
     """Within this block SIGINT, SIGTERM and SIGHUP raise `Stop` where the main thread is, at once or, inside
     `with signals.delayed()`, as soon as that ends.
 
-    So a signal interrupts the loading of a model at once, and a run after a round, which leaves its caches whole, but
-    never the writing of text and statistics. Once one was raised, all are delayed, so that repeating it does not
-    interrupt the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a long round
-    nor a blocked pipe must hold the process.
+    So the loading of a model is interrupted at once, and a run after its round, which leaves the caches whole; the
+    writing of text and statistics is never interrupted. Once a signal was raised, all are delayed, so that repeating it
+    does not interrupt the ending that it set off. A new one, `REPEAT_S` after the last, is raised at once: neither a
+    long round nor a blocked pipe must hold the process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,7 +105,8 @@ class Signals:
         """Signals wait within this block; an error on its way out of it leaves them delayed.
 
         Args:
-            release: whether they may interrupt again after it. Not at the end of a command, whose results are out.
+            release: whether a signal may interrupt again after the block. False for the last block of a command, whose
+                results are out by then.
 
         Raises:
             Stop: after the block, where a signal came in it.
@@ -129,18 +130,20 @@ class Signals:
             self._delayed = True
 
     def release(self) -> None:
-        """Raises:
-        Stop: a signal came while they were delayed, or what it raised before was swallowed.
+        """From here on a signal interrupts.
+
+        Raises:
+            Stop: one came while they were delayed, or its `Stop` was raised before and something swallowed it.
         """
         self._delayed = False
         if self._stop:
             self._delayed = True
             raise self._stop
 
-    def take_stop(self, *, repeats: bool = False) -> Stop | None:
+    def forget_stop(self, *, repeats: bool = False) -> Stop | None:
         """The interrupt that waits, or was raised last. It is forgotten: the next signal raises anew.
 
-        Args: `repeats` is whether one that follows it within `REPEAT_S` is still a repetition.
+        Args: `repeats` is whether a signal within `REPEAT_S` after it still counts as its repetition.
         """
         stop, self._stop = self._stop, None
         self.taken += stop is not None

@@ -6,7 +6,7 @@ import pytest
 from triforce.cli.options import AnsweringOptions
 from triforce.cli.session.prompt import Prompt
 from triforce.cli.session.text import AnswerText, StopTexts
-from triforce.cli.session.wire import CHAT, COMPLETION, BodyError, answer_request
+from triforce.cli.session.wire import CHAT, COMPLETION, BodyError, request_from_body
 from triforce.offload import Sampling
 from triforce.tp.weights.tokenizer import Tokenizer
 
@@ -16,7 +16,7 @@ ASKED = {"messages": [{"role": "user", "content": "Why?"}]}
 
 def check(endpoint=CHAT, options=OPTIONS, **fields):
     body = (ASKED if endpoint == CHAT else {"prompt": "It was"}) | fields
-    return answer_request(body, endpoint, options, {"tiny", "/models/tiny"})
+    return request_from_body(body, endpoint, options, {"tiny", "/models/tiny"})
 
 
 def refusal(endpoint=CHAT, **fields):

@@ -17,7 +17,7 @@ from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Context
 from ...session.request_prompt import request_prompt
 from ...session.source import checked, decoded
-from ...session.wire import AnswerRequest, BodyError, Delivery, answer_request, read
+from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
@@ -100,7 +100,7 @@ class Service:
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
         body = parsed(raw)
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
-        return answer_request(body, endpoint, self._options, self._models), read(Delivery, delivery)
+        return request_from_body(body, endpoint, self._options, self._models), validated(Delivery, delivery)
 
     async def _prepare(self, work: Callable[[], T]) -> T:
         """Runs what takes time beside the loop."""

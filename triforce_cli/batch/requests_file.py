@@ -10,7 +10,7 @@ from .lines import RequestLine, read_lines
 
 
 @dataclass(frozen=True)
-class Work:
+class RequestsFile:
     """A file of requests, and the answers that there are."""
 
     name: str
@@ -19,7 +19,7 @@ class Work:
     answers: AnswersFile
 
     @classmethod
-    def read(cls, requests: Path, output: Path) -> Work:
+    def read(cls, requests: Path, output: Path) -> RequestsFile:
         """Raises:
         UsageError, TriforceError: see `read_lines` and `AnswersFile`.
         """

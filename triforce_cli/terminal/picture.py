@@ -45,7 +45,7 @@ _WIDE = 64
 """Cells of a line from which on the limit of tokens stands beside their number."""
 
 _LEAST_TEXT = 4
-"""Lines of a text, or of a list of answers, that no numbers take the place of."""
+"""Lines of a text, or of a list of answers, that stay however many numbers there are."""
 
 _NUMBERS = 6
 """Lines of numbers that stay beside a list of answers however long it is, where there are lines enough."""
@@ -139,7 +139,7 @@ class Snapshot:
     tbt_now_s: float
     tbt_p95_s: float
     tbt_history_s: tuple[float, ...]
-    """Of each answer's rounds lately, the oldest first."""
+    """The time between tokens in each of the last rounds of each answer, the oldest first."""
     draft_length: int
     block_length: int
     process_bytes: int
