@@ -13,7 +13,7 @@ from rich.console import Console
 from triforce.cli.session.prompt import build_prompt
 from triforce.cli.session.source import read_source
 from triforce.cli.terminal.live import LiveDisplay
-from triforce.cli.terminal.picture import AnswerRow
+from triforce.cli.terminal.live_picture import AnswerRow
 from triforce.offload import Engine, Sampling
 from triforce.tp.weights.registry import find_pair
 from triforce.tp.weights.tokenizer import TextStream, Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from served import Client
 from triforce.cli.serve.access import Access, listener
-from triforce.cli.serve.limits import ServerLimits
+from triforce.cli.serve.http_limits import ServerLimits
 from triforce.cli.serve.options import ServeOptions
 from triforce.cli.serve.run import Server
 

@@ -19,7 +19,7 @@ from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
 from ..terminal.live import LiveDisplay
-from ..terminal.picture import AnswerRow, Figures
+from ..terminal.live_picture import AnswerRow, Figures
 from ..terminal.stopping import Signals, Stop
 from .answers_file import AnswersFile
 from .lines import RequestLine

@@ -49,7 +49,7 @@ def generate(options: GenerateOptions, call: Call) -> None:
     from ..session.source import read_ask, read_source
     from ..terminal.output import JsonFile
     from ..terminal.streams import print_note
-    from .questions import WantedAnswer, wanted_answers
+    from .question_list import WantedAnswer, wanted_answers
 
     asks = [read_ask(ask, print_note) for ask in options.ask or []]
     _check_options(options)

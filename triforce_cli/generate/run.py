@@ -34,12 +34,12 @@ from ..session.report import (
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.source import Source, cut_log
 from ..terminal.live import LiveDisplay
+from ..terminal.live_picture import AnswerRow
 from ..terminal.output import JsonFile, TextOutput, same_terminal
-from ..terminal.picture import AnswerRow
 from ..terminal.stopping import Signals, Stop
 from ..terminal.streams import print_note
 from .options import GenerateOptions
-from .questions import WantedAnswer, log_questions
+from .question_list import WantedAnswer, log_questions
 
 SHOWN_CHARACTERS = 400
 """Of the end of an answer, at most, in a line of the live display."""

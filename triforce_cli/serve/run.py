@@ -28,7 +28,7 @@ from .access import Access
 from .answering.jobs import rank_ended, stopping
 from .answering.metrics import Metrics
 from .answering.worker import Worker
-from .limits import ServerLimits
+from .http_limits import ServerLimits
 from .options import ServeOptions
 from .web.app import make_app
 from .web.connection import Connection

@@ -17,7 +17,7 @@ from rich.segment import Segment
 
 from ...offload import Round
 from ...offload.planning.memory import device_peak_bytes
-from .picture import AnswerRow, Figures, Snapshot, draw
+from .live_picture import AnswerRow, Figures, Snapshot, draw
 from .wrapping import WrappedText
 
 PICTURES_PER_S = 4

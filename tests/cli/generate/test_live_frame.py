@@ -12,8 +12,8 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 from triforce.cli.terminal.live import LiveDisplay
+from triforce.cli.terminal.live_picture import AnswerRow, Figures, Snapshot, draw
 from triforce.cli.terminal.output import same_terminal
-from triforce.cli.terminal.picture import AnswerRow, Figures, Snapshot, draw
 from triforce.cli.terminal.wrapping import WrappedText
 from triforce.offload import Round
 from triforce.offload.statistics import Statistics

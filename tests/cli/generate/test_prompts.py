@@ -5,7 +5,7 @@ import shutil
 import pytest
 from command import CONTEXT, TEXT
 from transformers import AutoTokenizer
-from triforce.cli.generate.questions import WantedAnswer, log_questions, wanted_answers
+from triforce.cli.generate.question_list import WantedAnswer, log_questions, wanted_answers
 from triforce.cli.session.prompt import Prompt, build_prompt, build_prompts, cut, long_prompt
 from triforce.cli.session.source import Source, cut_log, read_source
 from triforce.tp.errors import TriforceError

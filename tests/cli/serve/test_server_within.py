@@ -7,7 +7,7 @@ from served_within import serving_within
 from triforce.cli.serve import run
 from triforce.cli.serve.answering import jobs
 from triforce.cli.serve.answering.answering import Answering
-from triforce.cli.serve.limits import ServerLimits
+from triforce.cli.serve.http_limits import ServerLimits
 from triforce.cli.terminal.stopping import Signals
 from triforce.offload import Run
 from triforce.tp.errors import PeerError

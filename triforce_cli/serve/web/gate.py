@@ -17,7 +17,7 @@ from ...session.wire import BodyError
 from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
-from ..limits import ServerLimits
+from ..http_limits import ServerLimits
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""

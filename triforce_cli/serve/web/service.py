@@ -21,7 +21,7 @@ from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_bod
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload
 from ..answering.worker import Worker
-from ..limits import ServerLimits
+from ..http_limits import ServerLimits
 from ..options import ServeOptions
 from .events import Events
 
