@@ -41,9 +41,18 @@ class Client:
     """Requests to a server."""
 
     port: int
+    address = "127.0.0.1"
+    """From where they come."""
+
+    def at(self, address: str) -> Client:
+        """Another client of the same server, at another of this machine's addresses."""
+        other = Client()
+        other.port, other.address = self.port, address
+        return other
 
     def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        source = (self.address, 0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60, source_address=source)
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, raw, given)

@@ -20,7 +20,23 @@ class ServerLimits:
     body_bytes: int = 2**25
     """Of a request's body: the text of a million tokens has a fifth of that."""
     held_bytes: int = 2**29
-    """Bodies that all requests together may hold."""
+    """Bodies that all requests together may hold until their prompts are made."""
+    client_held_bytes: int = 2**27
+    """Those of one client's requests."""
+    body_s: float = 30.0
+    """Seconds in which a body must arrive, and more by its bytes: see `body_rate`."""
+    body_rate: float = 2**17
+    """Bytes a second that a long body must arrive with."""
+    parts: int = 2**18
+    """Objects and lists in a body."""
+    long_bytes: int = 2**18
+    """From which on a body is long: prompts of others are made beside that one's."""
+    render_s: float = 5.0
+    """Seconds that the chat template may take for one prompt."""
+    connections: int = 2048
+    """At a time. Beyond that, idle ones of the client that has most of them are closed."""
+    idle_s: float = 60.0
+    """Seconds in which a connection must begin a request, and send its head."""
     keep_alive_s: float = 5.0
     """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
     first_event_s: float = 1.0

@@ -31,7 +31,7 @@ from .answering.worker import Worker
 from .http_limits import ServerLimits
 from .options import ServeOptions
 from .web.app import make_app
-from .web.connection import Connection
+from .web.connection import Connection, Connections
 from .web.service import Service
 
 _BACKLOG = 2048
@@ -193,7 +193,7 @@ class HttpThread:
         """
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
-            http=partial(Connection, limits.unread_s, on_unread),  # pyright: ignore[reportArgumentType]
+            http=partial(Connection, limits, Connections(limits.connections), on_unread),  # pyright: ignore[reportArgumentType]
             loop="asyncio",
             ws="none",
             lifespan="off",

@@ -4,6 +4,8 @@ from triforce.cli.serve.answering.fair_queue import FairQueue
 
 
 class Piece:
+    begun = 0
+
     def __init__(self, client, name):
         self.client, self.name = client, name
 
@@ -15,6 +17,19 @@ def test_requests_are_answered_round_robin_over_clients():
     popped = [queue.pop() for _ in range(6)]
     assert [piece and piece.name for piece in popped] == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert queue.pop() is None and len(queue) == 0
+
+
+def test_the_client_with_most_work_makes_room_for_others():
+    refused = []
+    queue = FairQueue(4, refuse=refused.append)
+    pieces = [Piece("a", f"a{number}") for number in range(5)]
+    assert all(queue.put(piece) for piece in pieces[:4]) and not queue.put(pieces[4]) and not queue.has_room("a")
+    assert queue.put(Piece("b", "b1")) and refused == [pieces[3]]
+    assert queue.put(Piece("c", "c1")) and refused == [pieces[3], pieces[2]]
+    assert not queue.put(Piece("b", "b2")), "it would have as many as the one with most"
+    pieces[0].begun = pieces[1].begun = 1
+    assert not queue.put(Piece("d", "d1")), "what has begun stays"
+    assert len(queue) == 4
 
 
 def test_a_queue_is_bounded_and_what_cannot_begin_yet_keeps_its_place():

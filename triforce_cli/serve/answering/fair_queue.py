@@ -17,6 +17,11 @@ class Waiting(Protocol):
         """Whose it is."""
         ...
 
+    @property
+    def begun(self) -> int:
+        """Its parts that were popped."""
+        ...
+
 
 W = TypeVar("W", bound=Waiting)
 
@@ -24,12 +29,15 @@ W = TypeVar("W", bound=Waiting)
 class FairQueue(Generic[W]):
     """For any number of threads that put, and one that pops."""
 
-    def __init__(self, most: int, begin: Callable[[W], bool] = lambda _: True) -> None:
+    def __init__(
+        self, most: int, begin: Callable[[W], bool] = lambda _: True, refuse: Callable[[W], None] = lambda _: None
+    ) -> None:
         """Args:
         most: pieces of work that wait; one of which parts are still to begin counts as one.
         begin: takes note that a part of a piece of work begins; whether that was the last one.
+        refuse: tells a piece of work that it waits no more, as its place was given to another client.
         """
-        self._most, self._begin = most, begin
+        self._most, self._begin, self._refuse = most, begin, refuse
         self._by_client: OrderedDict[str, deque[W]] = OrderedDict()
         self._changed = threading.Condition()  # of a lock that its holder may take again
         self._closed = False
@@ -38,18 +46,35 @@ class FairQueue(Generic[W]):
         with self._changed:
             return sum(map(len, self._by_client.values()))
 
-    @property
-    def full(self) -> bool:
-        return len(self) >= self._most
+    def has_room(self, client: str) -> bool:
+        """Whether work of a client would be taken now."""
+        with self._changed:
+            return not self._closed and (len(self) < self._most or self._replaceable(client) is not None)
 
     def put(self, work: W) -> bool:
-        """Whether there was room, and the queue is open."""
+        """Whether there was room, and the queue is open. Where it is full, the last piece of work of the client that
+        has most there makes room, if that client has more than this one even then."""
+        replaced = None
         with self._changed:
-            if self._closed or self.full:
+            if self._closed:
                 return False
+            if len(self) >= self._most:
+                replaced = self._replaceable(work.client)
+                if replaced is None:
+                    return False
+                self.remove(replaced)
             self._by_client.setdefault(work.client, deque()).append(work)
             self._changed.notify()
-            return True
+        if replaced is not None:
+            self._refuse(replaced)
+        return True
+
+    def _replaceable(self, client: str) -> W | None:
+        """The work that makes room for this client's."""
+        most = max(self._by_client.values(), key=len, default=deque[W]())
+        if len(most) < len(self._by_client.get(client, ())) + 2:
+            return None
+        return next((work for work in reversed(most) if not work.begun), None)
 
     def next(self) -> W | None:
         """The next piece of work, waited for; `None` once the queue is closed."""

@@ -176,6 +176,11 @@ def rank_ended() -> BodyError:
     return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
 
 
+def queue_full() -> BodyError:
+    """What those are told for whom there is no place in the queue."""
+    return BodyError("too many requests wait already; ask again later", code="queue_full", status=429)
+
+
 def stopping() -> BodyError:
     """What those are told who wait when the server stops, or ask then."""
     return BodyError("the server is stopping; ask again later, or another one", code="stopping", status=503)

@@ -16,7 +16,7 @@ from ...session.wire import BodyError
 from ..options import ServeOptions
 from .answering import Answering
 from .fair_queue import FairQueue
-from .jobs import Job, Upload, rank_ended, stopping
+from .jobs import Job, Upload, queue_full, rank_ended, stopping
 from .metrics import Metrics
 
 
@@ -29,7 +29,9 @@ class Worker:
         note: takes notes for people.
         """
         self._options, self._directory, self._metrics, self._note = options, directory, metrics, note
-        self.queue: FairQueue[Job | Upload] = FairQueue(options.max_queue, lambda work: work.begin())
+        self.queue: FairQueue[Job | Upload] = FairQueue(
+            options.max_queue, lambda work: work.begin(), lambda work: work.fail(queue_full())
+        )
         self.state: Literal["loading", "ready", "stopping", "failed"] = "loading"
         self.engine: Engine | None = None
         """Once it is loaded."""

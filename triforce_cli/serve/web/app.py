@@ -95,7 +95,10 @@ class Routes:
     async def answer(self, request: Request) -> Response:
         """An answer, streamed or whole."""
         service = self._service
-        job, events, delivery = await service.ask(await request.body(), request.url.path, _client(request))
+        # Nothing keeps the body once its prompt is made.
+        asking = service.ask(await _body(request), request.url.path, _client(request))
+        job, events, delivery = await self._until_gone(request, None, asking)
+        request.scope["triforce_body"].release()
         noted = request.scope["triforce"]
         noted |= {"prompt_tokens": len(job.prompt.token_ids), "answers": job.request.answers}
         if not delivery.stream:
@@ -127,7 +130,9 @@ class Routes:
             if wanted not in ("true", "false"):
                 raise BodyError("return_progress must be true or false", "return_progress")
             raw = await file.read()
-        upload, events = await service.upload(name, raw, _client(request))
+        upload, events = await self._until_gone(request, None, service.upload(name, raw, _client(request)))
+        del raw, file
+        request.scope["triforce_body"].release()
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
 
         def described(saved: Saved) -> dict[str, Any]:
@@ -190,8 +195,8 @@ class Routes:
 
         return _WorkStream(run(first), ended)
 
-    async def _until_gone(self, request: Request, work: Job | Upload, wanted: Coroutine[Any, Any, T]) -> T:
-        """What is waited for. Where the client goes away, the work is given up.
+    async def _until_gone(self, request: Request, work: Job | Upload | None, wanted: Coroutine[Any, Any, T]) -> T:
+        """What is waited for. Where the client goes away, it is cancelled, and the work given up.
 
         Raises:
             ClientDisconnect: it did.
@@ -203,7 +208,7 @@ class Routes:
                 return waiting.result()
             raise ClientDisconnect
         finally:
-            if not waiting.done() or waiting.cancelled() or waiting.exception() is not None:
+            if work and (not waiting.done() or waiting.cancelled() or waiting.exception() is not None):
                 self._service.abandon(work)
             waiting.cancel()
             gone.cancel()
@@ -221,6 +226,11 @@ class _WorkStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._end()
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body; unlike `Request.body` it is not kept."""
+    return b"".join([piece async for piece in request.stream()])
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""A client's connection, which is closed where the client does not take what waits for it."""
+"""A client's connection, which is closed where the client does not take what waits for it, or asks nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import socket
 import struct
 import sys
 import termios
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..http_limits import ServerLimits
+
 _CUT = "cut"
 """Under this name a request's scope has `Connection.cut`."""
 
 _LOOKS = 4
-"""How many times it is checked, in the time that a client has, whether it takes anything."""
+"""How many times it is checked, in the time that a client has, whether it takes or asks anything."""
 
 _RESET = struct.pack("ii", 1, 0)
 """Of `SO_LINGER`: what was not delivered is dropped when a socket is closed."""
@@ -48,31 +51,71 @@ class _Counted:
         return getattr(self._transport, name)
 
 
-class Connection(H11Protocol):
-    """As uvicorn has it, but for clients who do not read."""
+class Connections:
+    """Those that are open; no more than there may be."""
 
-    def __init__(self, unread_s: float, on_unread: Callable[[], None], **others: Any) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: dict[Connection, str] = {}  # and their clients, in the order in which they were opened
+
+    def add(self, connection: Connection, client: str) -> None:
+        """Takes up a new one. Where there are too many, an idle one is closed: the oldest of the client that has most
+        of them."""
+        self._open[connection] = client
+        if len(self._open) > self._most:
+            idle = [one for one in self._open if one.is_idle]
+            count = Counter(self._open[one] for one in idle)
+            max(idle, key=lambda one: count[self._open[one]]).close()
+
+    def drop(self, connection: Connection) -> None:
+        """One is closed."""
+        self._open.pop(connection, None)
+
+
+class Connection(H11Protocol):
+    """As uvicorn has it, but for clients who do not read, or ask nothing."""
+
+    def __init__(
+        self, limits: ServerLimits, all_open: Connections, on_unread: Callable[[], None], **others: Any
+    ) -> None:
         """Args:
-        unread_s: seconds in which the client may take nothing of what waits for it.
-        on_unread: called where it is closed for that.
+        all_open: to which this one is added.
+        on_unread: called where it is closed as the client takes nothing of what waits for it.
         others: uvicorn's own.
         """
         super().__init__(**others)
-        self._unread_s, self._on_unread = unread_s, on_unread
+        self._limits, self._all_open, self._on_unread = limits, all_open, on_unread
         self._taken = 0  # bytes, when it took some last
         self._took_at = 0.0  # by the loop's clock
+        self._idle_since = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered, or has come with its whole head."""
+        return self.cycle is None or self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
         self.app_state = {**self.app_state, _CUT: self.cut}
+        self._all_open.add(self, self.client[0] if self.client else "")
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer:
             self._timer.cancel()
+        self._all_open.drop(self)
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def close(self) -> None:
+        """Closes it once what was sent is delivered."""
+        self._all_open.drop(self)
+        self.transport.close()
 
     def cut(self) -> None:
         """Closes it at once; what waits for the client is dropped."""
@@ -88,10 +131,13 @@ class Connection(H11Protocol):
         taken = self._counted.written - waiting
         if waiting == 0 or taken > self._taken:
             self._taken, self._took_at = taken, now
-        elif now - self._took_at >= self._unread_s:
+        elif now - self._took_at >= self._limits.unread_s:
             self.cut()
             return
-        self._timer = self.loop.call_later(self._unread_s / _LOOKS, self._look)
+        if self.is_idle and now - self._idle_since >= self._limits.idle_s:
+            self.close()
+            return
+        self._timer = self.loop.call_later(min(self._limits.unread_s, self._limits.idle_s) / _LOOKS, self._look)
 
 
 def cut(scope: Scope) -> None:

@@ -3,9 +3,12 @@ request, which has nothing of what it says."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -19,6 +22,9 @@ from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
 
+_UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held")
+"""Codes of errors after which the rest of a body may still come: nobody reads it, the connection is closed."""
+
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
 
@@ -28,8 +34,80 @@ GONE = 499
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
+class HeldBodies:
+    """Bytes of bodies that requests hold: all together, and each client's."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._by_client = Counter[str]()
+
+    def add(self, client: str, num_bytes: int) -> None:
+        """Raises:
+        BodyError: they are more than may be held.
+        """
+        self._by_client[client] += num_bytes
+        if self._by_client.total() > self._limits.held_bytes:
+            raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
+        if self._by_client[client] > self._limits.client_held_bytes:
+            raise BodyError("you send too many long requests at a time", code="too_much_held", status=429)
+
+    def drop(self, client: str, num_bytes: int) -> None:
+        """They are not held any more."""
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+class Body:
+    """The body of one request, while it comes and until its prompt is made."""
+
+    def __init__(self, held: HeldBodies, client: str, limits: ServerLimits) -> None:
+        self._held, self._client, self._limits = held, client, limits
+        self._began = time.monotonic()
+        self._come = self._counted = 0  # bytes
+        self._is_whole = False
+
+    async def receive(self, receive: Receive) -> Message:
+        """The next message of its request.
+
+        Raises:
+            BodyError: it is too long, comes too slowly, or too much is held.
+        """
+        if self._is_whole:  # what follows is that the client goes away
+            return await receive()
+        ends = self._began + self._limits.body_s + self._come / self._limits.body_rate
+        try:
+            async with asyncio.timeout(ends - time.monotonic()):
+                message = await receive()
+        except TimeoutError:
+            raise BodyError(
+                f"the body has not arrived within {self._limits.body_s:g} s and {self._limits.body_rate:,.0f} bytes a "
+                "second",
+                code="body_too_slow",
+                status=408,
+            ) from None
+        self._is_whole = not message.get("more_body", False)
+        num_bytes = len(message.get("body", b""))
+        self._come += num_bytes
+        if self._come > self._limits.body_bytes:
+            raise self.too_long(self._limits)
+        self._counted += num_bytes
+        self._held.add(self._client, num_bytes)
+        return message
+
+    def release(self) -> None:
+        """It is not held any more."""
+        self._held.drop(self._client, self._counted)
+        self._counted = 0
+
+    @staticmethod
+    def too_long(limits: ServerLimits) -> BodyError:
+        return BodyError(f"the body is longer than {limits.body_bytes:,} bytes", code="body_too_long", status=413)
+
+
 class Gate:
-    """An ASGI application around another one."""
+    """An ASGI application around another one. A request's scope has its `Body`, to be released early, as
+    `triforce_body`, and what the log shall say of it as `triforce`."""
 
     def __init__(
         self,
@@ -48,13 +126,15 @@ class Gate:
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
         self._hidden, self._limits = hidden, limits
-        self._held = 0  # bytes of bodies of requests that are not answered yet
+        self._held = HeldBodies(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        began, status, noted, held = time.perf_counter(), GONE, dict[str, Any](), 0
-        scope["triforce"] = noted
+        began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
+        client = scope.get("client")
+        body = Body(self._held, client[0] if client else "", self._limits)
+        scope["triforce"], scope["triforce_body"] = noted, body
 
         async def noting_send(message: Message) -> None:
             nonlocal status
@@ -62,25 +142,12 @@ class Gate:
                 status = message["status"]
             await send(message)
 
-        async def limited_receive() -> Message:
-            nonlocal held
-            message = await receive()
-            more = len(message.get("body", b""))
-            held += more
-            self._held += more
-            if held > self._limits.body_bytes:
-                raise self._too_long()
-            if self._held > self._limits.held_bytes:
-                raise BodyError("too many long requests at a time", code="too_much_held", status=503)
-            return message
-
         try:
-            error = await self._answer(scope, limited_receive, noting_send)
+            error = await self._answer(scope, partial(body.receive, receive), noting_send)
             if error is not None and status == GONE:
                 await error_response(error, self._hidden)(scope, receive, noting_send)
         finally:
-            self._held -= held
-            client = scope.get("client")
+            body.release()
             route = self._routes(scope["path"])
             line = {
                 "time": round(time.time(), 3),
@@ -100,7 +167,7 @@ class Gate:
         refused = self._access.refusal(scope["path"], headers)
         length = headers.get("content-length", "")
         if refused is None and length.isdecimal() and int(length[:20]) > self._limits.body_bytes:
-            refused = self._too_long()
+            refused = Body.too_long(self._limits)
         if refused is not None:
             return refused
         try:
@@ -109,15 +176,14 @@ class Gate:
             return as_body_error(error)
         return None
 
-    def _too_long(self) -> BodyError:
-        return BodyError(f"the body is longer than {self._limits.body_bytes:,} bytes", code="body_too_long", status=413)
-
 
 def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:
     """An error in OpenAI's form."""
     headers = dict(_HEADERS)
     if error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
+    if error.code in _UNFINISHED:
+        headers["Connection"] = "close"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(public_error(error, hidden), error.status, headers)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,18 +15,29 @@ from ....offload.contexts.home import user_store
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
-from ...session.prompt import Context
+from ...session.prompt import Context, Prompt
 from ...session.request_prompt import request_prompt
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.fair_queue import FairQueue
-from ..answering.jobs import Job, Saved, Upload
+from ..answering.jobs import Job, Saved, Upload, queue_full
 from ..answering.worker import Worker
 from ..http_limits import ServerLimits
 from ..options import ServeOptions
 from .events import Events
+from .preparing import Preparing
 
 T = TypeVar("T")
+
+_LETTERS_A_TOKEN = 8
+"""A text with more letters than this for each of the model's positions is encoded in part first, to see whether it is
+too long."""
+
+_MARGIN = 1.1
+"""Of tokens beyond the model's positions, so that it does not matter how a text is cut there."""
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+"""A text in JSON."""
 
 
 class Service:
@@ -37,11 +49,11 @@ class Service:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, options.grace, limits
         self.name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-        self._tokenizer = Tokenizer.load(directory).with_arguments(options.template_args)
         self._options, self._models = options, {self.name, self.name.rpartition("/")[2]}
+        self._directory = directory
+        self._load_tokenizer()  # a wrong --template-arg is said now
         self.store = user_store()
-        # One thread: some tokenizers cannot be used by two at a time.
-        self._preparing = ThreadPoolExecutor(1, "prompts")
+        self._preparing = Preparing(self._load_tokenizer, options.max_queue, limits)
         self.hidden = {str(self.store.root): "the saved contexts", str(directory): "the model"}
         """What stands in messages to clients for places on this machine."""
 
@@ -55,9 +67,14 @@ class Service:
         Raises:
             BodyError: it cannot be answered as it was asked, or not now.
         """
-        self._check_open()
-        request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
-        prompt = await self._prepare(lambda: request_prompt(request, self._tokenizer, self._config))
+        self._check_open(client)
+
+        def prepare(tokenizer: Tokenizer) -> tuple[AnswerRequest, Prompt, Delivery]:
+            request, delivery = self._checked(raw, endpoint)
+            prompt = request_prompt(request, tokenizer, self._config)
+            return replace(request, messages=(), prompt=""), prompt, delivery  # the prompt is all that is needed
+
+        request, prompt, delivery = await self._prepare(client, len(raw), prepare)
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
         job = Job(client, events.send, request, prompt, *told)
@@ -70,17 +87,17 @@ class Service:
         Raises:
             BodyError: it cannot be, or not now.
         """
-        self._check_open()
+        self._check_open(client)
 
-        def prepare() -> Upload:
+        def prepare(tokenizer: Tokenizer) -> Upload:
             self.store.directory(name)
             text = checked(decoded(raw, "file", lambda _: None), "file")
-            context = Context.read(text, name, self._tokenizer)
+            context = Context.read(text, name, tokenizer)
             check_context(self._config, len(context.token_ids), 1)
             return Upload(client, events.send, name, context.token_ids, context.frame)
 
         events = Events(self.limits.unread_bytes)
-        upload = await self._prepare(prepare)
+        upload = await self._prepare(client, len(raw), prepare)
         engine = self.worker.engine
         assert engine and engine.contexts  # it was loaded from files
         if await asyncio.to_thread(upload.missing, engine.contexts):
@@ -95,23 +112,39 @@ class Service:
         self.queue.remove(work)
 
     def close(self) -> None:
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
+
+    def _load_tokenizer(self) -> Tokenizer:
+        """The model's, that stops early where a text is too long."""
+        tokenizer = Tokenizer.load(self._directory).with_arguments(self._options.template_args)
+        positions, encode_all = self._config.max_position_embeddings, tokenizer.encode
+
+        def encode(text: str, special: bool) -> list[int]:
+            beginning = text[: _LETTERS_A_TOKEN * positions]
+            if len(beginning) < len(text) and (tokens := len(encode_all(beginning, special))) > _MARGIN * positions:
+                raise CapacityError(
+                    f"the text has more than {tokens:,} tokens, but {self._config.name} has {positions:,} positions"
+                    f"{self._config.positions_note}; shorten it"
+                )
+            return encode_all(text, special)
+
+        return replace(tokenizer, encode=encode)
 
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
-        body = parsed(raw)
+        body = parsed(raw, self.limits.parts)
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
         return request_from_body(body, endpoint, self._options, self._models), validated(Delivery, delivery)
 
-    async def _prepare(self, work: Callable[[], T]) -> T:
-        """Runs what takes time beside the loop."""
+    async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
+        """Runs what takes time, with a text of so many bytes, beside the loop."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._preparing, work)
+            return await self._preparing.run(client, num_bytes, work)
         except CapacityError as error:
             raise BodyError(str(error), code="context_length_exceeded") from error
         except TriforceError as error:
             raise error if isinstance(error, BodyError) else BodyError(str(error)) from error
 
-    def _check_open(self) -> None:
+    def _check_open(self, client: str) -> None:
         """Raises:
         BodyError: nothing can be answered now.
         """
@@ -120,24 +153,24 @@ class Service:
             raise BodyError("the model is being loaded; ask again later", code="loading", status=503)
         if state != "ready":
             raise self.worker.refusal()
-        if self.queue.full:
-            raise _queue_full()
+        if not self.queue.has_room(client):
+            raise queue_full()
 
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):
-            raise self.worker.refusal() if self.worker.state != "ready" else _queue_full()
+            raise self.worker.refusal() if self.worker.state != "ready" else queue_full()
 
 
-def _queue_full() -> BodyError:
-    return BodyError("too many requests wait already; ask again later", code="queue_full", status=429)
-
-
-def parsed(raw: bytes) -> dict[str, Any]:
+def parsed(raw: bytes, most_parts: int) -> dict[str, Any]:
     """A body's fields.
+
+    Args: `most_parts` is how many objects and lists it may have: each takes many times its bytes.
 
     Raises:
         BodyError: it is no JSON object.
     """
+    if _num_parts(raw) > most_parts and _num_parts(_STRING.sub(b"", raw)) > most_parts:
+        raise BodyError(f"the body has more than {most_parts:,} objects and lists", code="too_many_parts", status=413)
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -147,3 +180,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BodyError("the body is not a JSON object", code="invalid_json")
     return body
+
+
+def _num_parts(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")

@@ -1,0 +1,174 @@
+"""Bodies that stall, pile up or take long to become prompts, and connections that ask nothing, hold up nobody else:
+over HTTP, with lowered limits."""
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import time
+
+import pytest
+from served import CHAT, COMPLETION
+from served_within import serving_within
+
+HEAD = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n".encode()
+OTHER = "127.0.0.2"
+
+
+def begin(server, sent, address=OTHER):
+    """A connection whose client has sent this and then nothing."""
+    connection = socket.create_connection(("127.0.0.1", server.port), 60, source_address=(address, 0))
+    connection.sendall(sent)
+    return connection
+
+
+def answer(connection):
+    """What a connection is told, which is closed then."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    found = response.status, json.loads(response.read())["error"]["code"]
+    assert connection.recv(1) == b""
+    connection.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def looping(pair, tmp_path_factory):
+    """A model whose chat template takes time with the square of a message's length."""
+    directory = tmp_path_factory.mktemp("looping") / "target"
+    shutil.copytree(pair[0], directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% set text = messages[0].content %}{% for a in text %}{% for b in text %}{% endfor %}{% endfor %}{{ text }}"
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory, directory
+
+
+def test_a_body_that_does_not_come_is_given_up(pair):
+    with serving_within(pair, limits={"body_s": 0.5}) as server:
+        stalled = begin(server, HEAD + b"{")
+        assert server.complete().status == 200
+        assert answer(stalled) == (408, "body_too_slow")
+
+
+def test_a_long_body_has_the_time_that_its_bytes_take(pair):
+    with serving_within(pair, limits={"body_s": 0.3, "body_rate": 1000}) as server:
+        body = json.dumps({"prompt": "It was", "max_tokens": 1, "user": "x" * 3000}).encode()
+        connection = begin(server, HEAD.replace(b"100000", str(len(body)).encode()) + body[:2000])
+        time.sleep(1.0)
+        connection.sendall(body[2000:])
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == 200
+        connection.close()
+
+
+def test_bodies_of_one_client_hold_up_no_other(pair):
+    limits = {"held_bytes": 40_000, "client_held_bytes": 10_000}
+    with serving_within(pair, limits=limits) as server:
+        stalled = [begin(server, HEAD + b" " * 4000) for _ in range(16)]
+        told = [answer(connection) for connection in stalled[2:]]  # two are within what one client may hold
+        assert told == [(429, "too_much_held")] * 14
+        assert server.complete(user="x" * 8000).status == 200
+        assert server.at(OTHER).complete(user="x" * 8000).status == 429
+        for connection in stalled[:2]:
+            connection.close()
+        server.wait_for(lambda: server.at(OTHER).complete(user="x" * 8000).status == 200)
+
+
+def test_a_body_is_not_held_while_its_answer_is_written(long_pair):
+    with serving_within(long_pair, limits={"held_bytes": 5000}) as server:
+        body = {"prompt": "It was", "max_tokens": 4000, "stream": True, "user": "x" * 3000}
+        connection = server.connect("POST", COMPLETION, body)
+        response = connection.getresponse()
+        assert server.complete(user="x" * 3000).status == 200 and not response.closed
+        connection.close()
+
+
+def test_a_template_has_limited_time_and_other_clients_go_on(looping):
+    with serving_within(looping, limits={"render_s": 1.0, "long_bytes": 50_000}) as server:
+        began = time.monotonic()
+        endless = [server.at(OTHER).connect("POST", CHAT, {"messages": [{"role": "user", "content": "x" * 10**5}]})]
+        assert server.chat("Why?").status == 200
+        assert time.monotonic() - began < 1.0, "it waited for the template of a long text"
+        endless += [
+            server.at(OTHER).connect("POST", CHAT, {"messages": [{"role": "user", "content": "x" * 40_000}]})
+            for _ in range(4)
+        ]
+        assert server.chat("Why?").status == 200
+        assert time.monotonic() - began < 3.5, "it waited for more than the one text that was in work"
+        for connection in endless:
+            response = connection.getresponse()
+            assert (response.status, json.loads(response.read())["error"]["code"]) == (400, "template_too_slow")
+
+
+def test_who_has_gone_is_not_waited_for(looping):
+    with serving_within(looping, limits={"render_s": 1.0}) as server:
+        body = {"messages": [{"role": "user", "content": "x" * 40_000}]}
+        left = [server.connect("POST", CHAT, body) for _ in range(6)]
+        time.sleep(0.3)  # they have arrived
+        for connection in left:
+            connection.close()
+        began = time.monotonic()
+        assert server.chat("Why?").status == 200
+        assert time.monotonic() - began < 2.5, "at most the one that was in work"
+
+
+def test_a_body_of_many_small_parts_is_refused_before_it_takes_memory(pair):
+    with serving_within(pair, limits={"parts": 1000}) as server:
+        reply = server.ask("POST", COMPLETION, b'{"prompt": [' + b"[]," * 2000 + b"[]]}")
+        assert (reply.status, reply.json["error"]["code"]) == (413, "too_many_parts")
+        assert server.complete("[{" * 60, user="[" * 5000).status == 200, "brackets in texts are none"
+
+
+def test_a_text_that_must_be_too_long_is_not_encoded_whole(pair):
+    with serving_within(pair) as server:
+        for reply in (server.complete("It was " * 10**6), server.upload("long", "It was " * 10**6)):
+            assert reply.status == 400 and "has more than" in reply.json["error"]["message"], reply.body
+            assert reply.json["error"]["code"] == "context_length_exceeded"
+
+
+def test_in_a_full_queue_the_client_with_most_requests_makes_room(lasting):
+    with serving_within(lasting, max_sequences=1, max_queue=3) as server:
+        long = {"prompt": "It was", "max_tokens": 60_000, "stream": True}
+        busy = [server.at(OTHER).connect("POST", COMPLETION, long)]
+        server.wait_for(lambda: server.metric("running_answers") == 1)
+        for waiting in (1, 2, 3):
+            busy.append(server.at(OTHER).connect("POST", COMPLETION, {**long, "stream": False}))
+            server.wait_for(lambda waiting=waiting: server.metric("queue_length") == waiting)
+        assert server.at(OTHER).complete().status == 429
+        honest = server.connect("POST", COMPLETION, {"prompt": "It was", "max_tokens": 1})
+        refused = busy[3].getresponse()
+        assert refused.status == 429 and json.loads(refused.read())["error"]["code"] == "queue_full"
+        for connection in busy:
+            connection.close()
+        assert honest.getresponse().status == 200
+
+
+def test_connections_that_ask_nothing_are_closed(pair):
+    with serving_within(pair, limits={"idle_s": 0.5}) as server:
+        silent, slow = begin(server, b""), begin(server, HEAD[:40])
+        kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        for _ in range(4):
+            kept.request("GET", "/health")
+            assert kept.getresponse().read()
+            time.sleep(0.2)
+        assert silent.recv(1) == slow.recv(1) == b""
+
+
+def test_of_too_many_connections_idle_ones_of_one_client_are_closed(pair):
+    with serving_within(pair, limits={"connections": 20}) as server:
+        mine = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        mine.request("GET", "/health")
+        mine.getresponse().read()
+        others = [begin(server, b"") for _ in range(60)]
+        mine.request("GET", "/health")
+        assert mine.getresponse().status == 200
+        others[-1].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert others[-1].recv(1), "the newest are open"
+        assert others[0].recv(1) == b""
+        for connection in others:
+            connection.close()
