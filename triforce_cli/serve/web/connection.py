@@ -1,4 +1,4 @@
-"""A client's connection, which is closed where the client does not take what waits for it."""
+"""A client's connection: it is closed where the client does not take what waits for it, and it knows whose it is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_CUT = "cut"
-"""Under this name a request's scope has `Connection.cut`."""
+from ..owner import owner_of
+
+_CUT, _OWNER = "cut", "owner"
+"""Under these names a request's scope has what its connection can do: `Connection.cut` and `Connection.owner`."""
 
 _LOOKS = 4
 """How many times it is checked, in the time that a client has, whether it takes anything."""
@@ -66,7 +69,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
-        self.app_state = {**self.app_state, _CUT: self.cut}
+        self.app_state = {**self.app_state, _CUT: self.cut, _OWNER: cache(self.owner)}
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -81,6 +84,10 @@ class Connection(H11Protocol):
         self._on_unread()
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
+
+    def owner(self) -> int | None:
+        """The user id that holds its other end; `None` where that cannot be told."""
+        return owner_of(self.server, self.client) if self.server and self.client and self.server[1] else None
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing for too long."""
@@ -97,3 +104,9 @@ class Connection(H11Protocol):
 def cut(scope: Scope) -> None:
     """Closes the connection that a request came by, as nobody reads what is sent."""
     scope["state"][_CUT]()
+
+
+def owner(scope: Scope) -> int | None:
+    """The user id that holds the other end of the connection that a request came by, looked up once a connection;
+    `None` where that cannot be told."""
+    return scope["state"][_OWNER]()

@@ -18,6 +18,7 @@ from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
+from .connection import owner
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
@@ -97,7 +98,7 @@ class Gate:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> BodyError | None:
         """Has the routes answer; the error, where that is not what they did."""
         headers = Headers(scope=scope)
-        refused = self._access.refusal(scope["path"], headers)
+        refused = self._access.refusal(scope["path"], headers, lambda: owner(scope))
         length = headers.get("content-length", "")
         if refused is None and length.isdecimal() and int(length[:20]) > self._limits.body_bytes:
             refused = self._too_long()

@@ -15,7 +15,7 @@ from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Context
-from ...session.request_prompt import request_prompt
+from ...session.request_prompt import request_prompts
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.fair_queue import FairQueue
@@ -38,7 +38,7 @@ class Service:
         self.worker, self._config, self.grace_s, self.limits = worker, config, options.grace, limits
         self.name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
         self._tokenizer = Tokenizer.load(directory).with_arguments(options.template_args)
-        self._options, self._models = options, {self.name, self.name.rpartition("/")[2]}
+        self._options, self.models = options, {self.name, self.name.rpartition("/")[2]}
         self.store = user_store()
         # One thread: some tokenizers cannot be used by two at a time.
         self._preparing = ThreadPoolExecutor(1, "prompts")
@@ -57,10 +57,10 @@ class Service:
         """
         self._check_open()
         request, delivery = await self._prepare(lambda: self._checked(raw, endpoint))
-        prompt = await self._prepare(lambda: request_prompt(request, self._tokenizer, self._config))
+        prompts = await self._prepare(lambda: request_prompts(request, self._tokenizer, self._config))
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
-        job = Job(client, events.send, request, prompt, *told)
+        job = Job(client, events.send, request, prompts, *told)
         self._put(job)
         return job, events, delivery
 
@@ -100,7 +100,7 @@ class Service:
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
         body = parsed(raw)
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
-        return request_from_body(body, endpoint, self._options, self._models), validated(Delivery, delivery)
+        return request_from_body(body, endpoint, self._options, self.models), validated(Delivery, delivery)
 
     async def _prepare(self, work: Callable[[], T]) -> T:
         """Runs what takes time beside the loop."""
