@@ -32,6 +32,7 @@ from .parameters import (
     MODEL,
     NAME,
     REFRESH,
+    SEED,
     TEXT,
     Kind,
     choice,
@@ -211,9 +212,9 @@ SAMPLING_OPTIONS = {
     "min_p": option(SAMPLING, real("P"), "Drop tokens less likely than P times the likeliest; 0 drops none."),
     "seed": option(
         SAMPLING,
-        whole(0, "S"),
-        "Random seed. The same seed gives the same tokens, whatever drafts them. Default: drawn at random; a little "
-        "more of the draft is accepted then, but the text cannot be reproduced.",
+        SEED,
+        "Random seed, a whole number, also below 0. The same seed gives the same tokens, whatever drafts them. "
+        "Default: drawn at random; a little more of the draft is accepted then, but the text cannot be reproduced.",
     ),
 }
 """Every field of `Sampling`."""

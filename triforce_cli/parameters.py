@@ -88,6 +88,7 @@ def real(metavar: str) -> Kind:
     return _number(metavar, "a number", float, lambda number: True)
 
 
+SEED = _number("S", "a whole number from -2^63 to 2^63 - 1", int, lambda seed: -(2**63) <= seed < 2**63)
 AUTO_OR_TOKENS = _number("N", "auto or a whole number of tokens from 1", int, lambda n: n >= 1, auto=True)
 AUTO_OR_THREADS = _number("N", "auto or a whole number from 1", int, lambda n: n >= 1, auto=True)
 AUTO_OR_GIB = _number("GIB", "auto or a number of GiB, 0 or more", float, lambda x: 0 <= x < inf, auto=True)

@@ -86,8 +86,9 @@ Noise = FreshNoise | CommonNoise
 
 
 def key_of(seed: int, sequence: int = 0) -> int:
-    """The key of one of the sequences that are drawn with a seed; that of sequence 0 is the seed itself."""
-    return seed if sequence == 0 else mixed(mixed(seed) + sequence * _STEP)
+    """The key of one of the sequences that are drawn with a seed: a number of 64 bits. That of sequence 0 is the seed
+    itself, in two's complement."""
+    return seed % 2**64 if sequence == 0 else mixed(mixed(seed) + sequence * _STEP)
 
 
 def mixed(x: int) -> int:

@@ -13,9 +13,10 @@ from ...tp.errors import UsageError
 class Sampling:
     """Sampling parameters. `temperature` 0 is greedy; `top_p` 1, `top_k` 0 and `min_p` 0 switch the filters off.
 
-    A seed that was given is a text: the tokens then follow from model, prompt and sampling parameters (and from the
-    number of ranks, the dtype and the kernels), not from what was drafted. With `None` tokens are drawn with fresh
-    noise, with which a little more of the draft is accepted.
+    A seed is any whole number of 64 bits with a sign; -1 is one like others. One that was given is a text: the tokens
+    then follow from model, prompt and sampling parameters (and from the number of ranks, the dtype and the kernels),
+    not from what was drafted. With `None` tokens are drawn with fresh noise, with which a little more of the draft is
+    accepted.
 
     Raises:
         UsageError: a value out of range.
@@ -37,8 +38,8 @@ class Sampling:
             raise UsageError(f"top-k is {self.top_k}; it must be 0 (off) or more")
         if not 0.0 <= self.min_p <= 1.0:
             raise UsageError(f"min-p is {self.min_p}; it must be from 0 (off) to 1")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2^63 - 1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed is {self.seed}; it must be from -2^63 to 2^63 - 1")
 
     @property
     def greedy(self) -> bool:

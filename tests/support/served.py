@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from command import Fork, triforce
+
+_PR_SET_KEEPCAPS, _MAY_READ = 8, 1 << 2
+"""Of Linux: capabilities outlive a change of user; CAP_DAC_READ_SEARCH."""
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -43,6 +47,8 @@ class Client:
     port: int
     address = "127.0.0.1"
     """From where they come."""
+    unix: Path | None = None
+    """The Unix socket that it listens at instead, if it does."""
 
     def at(self, address: str) -> Client:
         """Another client of the same server, at another of this machine's addresses."""
@@ -53,6 +59,10 @@ class Client:
     def connect(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
         source = (self.address, 0)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60, source_address=source)
+        if self.unix is not None:
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(60)
+            connection.sock.connect(str(self.unix))
         raw = json.dumps(body).encode() if isinstance(body, dict) else body
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, raw, given)
@@ -112,12 +122,22 @@ class Client:
 class Process(Client):
     """`triforce serve` in a process of its own, or in several that were started as torchrun starts them."""
 
-    def __init__(self, pair: tuple[Path, Path], log: Path, forks: list[Fork], *options: object, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        pair: tuple[Path, Path],
+        log: Path,
+        forks: list[Fork],
+        *options: object,
+        ranks: int = 1,
+        account: int | None = None,
+    ) -> None:
         """Args:
         log: where its stderr goes.
         forks: takes the processes.
+        account: the user that it runs as, if that is another one, which only root can have.
         """
-        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--port", 0)
+        fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
+        fixed += () if "--uds" in options else ("--port", 0)
         self.forks, self._log = forks, log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -131,12 +151,13 @@ class Process(Client):
             for rank in range(ranks):
                 place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared} if ranks > 1 else {}
                 call = triforce("serve", *fixed, *options)
+                call = call if account is None else as_account(account, call)
                 self.forks.append(Fork(call, streams, {**os.environ, **place}))
         self.fork = self.forks[0]
         self.wait_for_words("ready\n")
-        found = re.search(r"listening at http://[\d.]+:(\d+)", self.log)
+        found = re.search(r"listening at (?:http://.+:(\d+)|unix:(.+))\n", self.log)
         assert found
-        self.port = int(found[1])
+        self.port, self.unix = int(found[1] or 0), Path(found[2]) if found[2] else None
 
     @property
     def log(self) -> str:
@@ -171,6 +192,24 @@ class Process(Client):
             time.sleep(0.005)
         assert len(lines) >= 3, "no stream came"
         return lines, thread
+
+
+def as_account(account: int, call: Callable[[], object]) -> Callable[[], object]:
+    """What a process of root's calls to go on as another user, for good. It may still read every file, as those of the
+    interpreter may be root's alone; what it may write, open a socket or send a signal to is as that user's."""
+
+    def change_and_call() -> object:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
+        os.setgroups([])
+        os.setgid(account)
+        os.setuid(account)
+        # Version 3 of the interface, this process; effective, permitted and inheritable, the low words first.
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        libc.capset(header, (ctypes.c_uint32 * 6)(_MAY_READ, _MAY_READ, 0, 0, 0, 0))
+        return call()
+
+    return change_and_call
 
 
 def flags(options: dict[str, Any]) -> list[object]:

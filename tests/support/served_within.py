@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from served import Client
-from triforce.cli.serve.access import Access, listener
+from triforce.cli.serve.access import Access
 from triforce.cli.serve.http_limits import ServerLimits
+from triforce.cli.serve.listening import listener
 from triforce.cli.serve.options import ServeOptions
 from triforce.cli.serve.run import Server
 

@@ -14,7 +14,7 @@ from ...tp.errors import PeerError, TriforceError
 from ...tp.weights.tokenizer import Tokenizer
 from ..session.prompt import Prompt
 from ..session.report import SECONDS_BETWEEN_LINES, progress_lines
-from ..session.request_prompt import request_prompt, request_task
+from ..session.request_prompt import request_prompts, request_task
 from ..session.response import FinishedAnswer, Timings, response_body
 from ..session.session import Failed, Finished, Session, Task, Written
 from ..session.wire import AnswerRequest, BodyError
@@ -36,7 +36,7 @@ class BatchItem:
 
     line: RequestLine
     request: AnswerRequest
-    prompt: Prompt | None = None
+    prompts: tuple[Prompt, ...] = ()
     """Once it is its turn."""
     finished: dict[int, FinishedAnswer] = field(default_factory=dict)
     """Its complete answers, by their numbers."""
@@ -157,10 +157,9 @@ class Runner:
             self._figures += Figures.of(task.sequence.statistics)
         item.finished[task.number] = answer
         if item.complete:
-            answers = [item.finished[number] for number in range(item.request.answers)]
-            self._file.add(answer_line(item.line, 200, response_body(item.request, self._model, answers)))
+            self._file.add(answer_line(item.line, 200, response_body(item.request, self._model, item.finished)))
             self.totals.answered += 1
-            item.finished, item.prompt = {}, None
+            item.finished, item.prompts = {}, ()
 
     def _next(self, waits: bool) -> Task | None:
         """The next answer to be begun; requests whose prompt cannot be made fail on the way."""
@@ -170,11 +169,13 @@ class Runner:
             if item.failed:
                 continue
             try:
-                item.prompt = item.prompt or request_prompt(item.request, self._tokenizer, self._engine.target.config)
+                item.prompts = item.prompts or request_prompts(
+                    item.request, self._tokenizer, self._engine.target.config
+                )
             except TriforceError as error:
                 self._fail(item, error if isinstance(error, BodyError) else BodyError(str(error)))
                 continue
-            return request_task(item.request, item.prompt, number, item)
+            return request_task(item.request, item.prompts, number, item)
         return None
 
     def _fail(self, item: BatchItem, error: BodyError) -> None:
@@ -196,7 +197,7 @@ class Runner:
         for item, answers in unfinished.items():
             if answers:
                 self.totals.interrupted += 1
-                body = response_body(item.request, self._model, [answers[number] for number in sorted(answers)])
+                body = response_body(item.request, self._model, answers)
                 error = {"code": "interrupted", "message": "the run was stopped before the answer was complete"}
                 self._file.add(answer_line(item.line, 499, body, error))
 

@@ -155,8 +155,9 @@ def _answers(
         if isinstance(prompt, TriforceError):
             answers.append(Answer(one, None, prompt))
             continue
-        limits = options.max_new_tokens, options.ignore_eos, one.number
-        answers.append(Answer(one, Task(prompt, contexts, options.sampling, *limits)))
+        limits = options.max_new_tokens, options.ignore_eos
+        task = Task(prompt, contexts, options.sampling, *limits, draw=one.number)
+        answers.append(Answer(one, task))
         contexts = ContextRequest()
     return answers
 

@@ -1,16 +1,18 @@
-"""Who may ask: where this server listens, which names are its own, and the key that requests must bring."""
+"""Who may ask: which names are this server's own, the keys that requests must bring, and without one the account that
+they must come from."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ...tp.errors import TriforceError, UsageError
+from ...tp.errors import UsageError
 from ..session.source import read_bytes
 from ..session.wire import BodyError
 from .options import ServeOptions
@@ -25,33 +27,50 @@ WITHOUT_KEY = ("/health", "/", "/page.css", "/page.js", "/kept.js", "/plot.js", 
 class Access:
     """What is checked of every request before anything else."""
 
-    key: bytes | None
-    hosts: frozenset[str]
-    """Names and addresses of this server, in lower case."""
+    keys: tuple[bytes, ...]
+    """One of which a request must bring; none: see `own_user`."""
+    hosts: frozenset[str] | None
+    """Names and addresses of this server, in lower case; `None`: any, as a Unix socket has no name."""
     any_address: bool
     """Whether every address is taken for its own: it listens at more than the loopback one. A page elsewhere that has
     its own name lead here still brings that name."""
+    own_user: bool
+    """Whether the account that serves is the only one that is answered, besides root."""
+    anybody: bool
+    """Whether whoever can reach it is answered, as --no-auth says."""
 
     @classmethod
     def of(cls, options: ServeOptions) -> Access:
         """Raises:
-        UsageError: anybody on the network could ask, and it was not said that they may; or a key that is none.
-        TriforceError: the file of the key cannot be read.
+        UsageError: anybody on the network could ask, and it was not said that they may; a key that is none; or two
+            places to listen at.
+        TriforceError: the file of the keys cannot be read.
         """
         if options.api_key is not None and options.no_auth:
             raise UsageError("--api-key and --no-auth are both given; give one of them")
-        loopback = is_loopback(options.host)
+        if options.uds is not None:
+            if options.host is not None or options.port is not None:
+                raise UsageError("--uds and --host or --port are both given; give a Unix socket or an address")
+            return cls(_keys(options.api_key), None, False, False, options.no_auth)
+        host = options.address[0]
+        loopback = is_loopback(host)
         if not loopback and options.api_key is None and not options.no_auth:
             raise UsageError(
-                f"--host {options.host} can be reached by others: give --api-key @FILE, which requests must then "
+                f"--host {host} can be reached by others: give --api-key @FILE, which requests must then "
                 "bring, or --no-auth to answer anybody"
             )
         own = [] if loopback else [socket.gethostname(), socket.getfqdn()]
-        hosts = {host.lower().strip("[]") for host in (options.host, *_LOOPBACK, *own, *(options.allow_host or []))}
-        return cls(_key(options.api_key), frozenset(hosts), not loopback)
+        hosts = {name.lower().strip("[]") for name in (host, *_LOOPBACK, *own, *(options.allow_host or []))}
+        keys = _keys(options.api_key)
+        return cls(keys, frozenset(hosts), not loopback, not keys and not options.no_auth, options.no_auth)
 
-    def refusal(self, path: str, headers: Mapping[str, str]) -> BodyError | None:
-        """Why a request is not answered, if it is not. Names of headers are in lower case."""
+    def refusal(self, path: str, headers: Mapping[str, str], owner: Callable[[], int | None]) -> BodyError | None:
+        """Why a request is not answered, if it is not.
+
+        Args:
+        headers: by their names in lower case.
+        owner: gives the user id that holds the other end of the connection, `None` where that cannot be told.
+        """
         host = headers.get("host", "").lower()
         if not self._is_ours(_hostname(host)):
             return BodyError(
@@ -61,18 +80,31 @@ class Access:
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host:
             return BodyError("a page of another origin may not ask here", code="foreign_origin", status=403)
-        if self.key is None or path in WITHOUT_KEY:
+        if path in WITHOUT_KEY:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.key):
+        if self.own_user:
+            return _refusal_of(owner())
+        if not self.keys or self._key_number(headers) is not None:
             return None
         return BodyError(
             "the key of this server is missing or wrong; send it as Authorization: Bearer KEY",
             code="invalid_api_key", status=401,
         )  # fmt: skip
 
+    def client(self, headers: Mapping[str, str], address: str) -> str:
+        """Whose request it is, for the queue: where there are several keys, that of the key, else of the address."""
+        return f"key {self._key_number(headers)}" if len(self.keys) > 1 else address
+
+    def _key_number(self, headers: Mapping[str, str]) -> int | None:
+        """Which of the keys a request brings, if it brings one; compared with each, in the same time for all."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        same = [hmac.compare_digest(given.strip().encode(), key) for key in self.keys]
+        return same.index(True) if any(same) else None
+
     def _is_ours(self, name: str) -> bool:
-        return name in self.hosts or (self.any_address and _is_address(name))
+        return self.hosts is None or name in self.hosts or (self.any_address and _is_address(name))
 
 
 def is_loopback(host: str) -> bool:
@@ -81,35 +113,33 @@ def is_loopback(host: str) -> bool:
     return name == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
 
 
-def listener(options: ServeOptions) -> socket.socket:
-    """A socket at the host and port, which does not listen yet.
-
-    Raises:
-        TriforceError: there cannot be one.
-    """
-    where = f"--host {options.host} --port {options.port}"
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        found = socket.socket(family, kind)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except OSError as error:
-        raise TriforceError(f"{where} cannot be listened at: {error.strerror or error}") from error
-    return found
-
-
-def _key(option: str | None) -> bytes | None:
-    if option is None:
+def _refusal_of(owner: int | None) -> BodyError | None:
+    """Why the requests of a connection are not answered without a key, if they are not. Root may read all that the
+    account that serves may, and is answered."""
+    if owner is not None and owner in (os.geteuid(), 0):
         return None
+    what = "it cannot be told whose request this is" if owner is None else "the request is of another user"
+    return BodyError(
+        f"{what}, and without a key only the one who serves is answered: start triforce serve with --api-key @FILE, "
+        "with --uds PATH (a Unix socket), or with --no-auth to answer anybody",
+        code="other_user", status=401,
+    )  # fmt: skip
+
+
+def _keys(option: str | None) -> tuple[bytes, ...]:
+    """The keys of --api-key, each once."""
+    if option is None:
+        return ()
     if option.startswith("@"):
-        raw = read_bytes(Path(option[1:]), "--api-key").strip()
+        lines = read_bytes(Path(option[1:]), "--api-key").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
     else:
-        raw = option.strip().encode("utf-8", "surrogateescape")
-    if not raw or any(byte <= 32 or byte > 126 for byte in raw):
-        raise UsageError("--api-key must be letters, digits and signs without spaces, at least one")
-    return raw
+        found = [option.strip().encode("utf-8", "surrogateescape")]
+    if not found or not all(key and all(32 < byte <= 126 for byte in key) for key in found):
+        raise UsageError(
+            "--api-key must be letters, digits and signs without spaces; a file may have several, one a line"
+        )
+    return tuple(dict.fromkeys(found))
 
 
 def _is_address(name: str) -> bool:

@@ -20,6 +20,10 @@ EPILOG = """[bold]Examples[/]
 
   For others, who need a key:
   [cyan]triforce serve --model llama-3.1-8b-instruct --host 0.0.0.0 --api-key @key.txt[/]
+
+  For programs of one's own, by a file that nobody else can open:
+  [cyan]triforce serve --context book --uds ~/triforce.sock[/]
+  [cyan]curl --unix-socket ~/triforce.sock http://localhost/v1/models[/]
 """
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
@@ -38,7 +42,8 @@ def serve(options: ServeOptions, call: Call) -> None:
         )
     from ..ranks import starts_or_follows
     from ..terminal.streams import print_note
-    from .access import Access, listener
+    from .access import Access
+    from .listening import listener
 
     if options.api_key is None:
         Access.of(options)  # refused before anything is downloaded or started

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from ..options import SERVING, AnsweringOptions, flag, new_tokens, option
-from ..parameters import PORT, SECONDS, TEXT, whole
+from ..parameters import FILE, PORT, SECONDS, TEXT, whole
+
+_HOST, _PORT = "127.0.0.1", 8000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,24 +18,38 @@ class ServeOptions(AnsweringOptions):
 
     json: Path | None = None  # no option here: a server has no end to report
     host: Annotated[
-        str,
+        str | None,
         option(
             SERVING,
             TEXT,
-            "The address to listen at. Any but this machine's own (loopback) needs --api-key or --no-auth.",
+            "The address to listen at. Any but this machine's own (loopback) needs --api-key or --no-auth. "
+            f"Default: {_HOST}.",
         ),
-    ] = "127.0.0.1"
-    port: Annotated[int, option(SERVING, PORT, "The port to listen at; 0 takes a free one and says which.")] = 8000
+    ] = None
+    port: Annotated[
+        int | None,
+        option(SERVING, PORT, f"The port to listen at; 0 takes a free one and says which. Default: {_PORT}."),
+    ] = None
+    uds: Annotated[
+        Path | None,
+        option(
+            SERVING,
+            FILE,
+            "Listen at a Unix socket instead of --host and --port: a file that is made here, which only its owner can "
+            "open unless its mode is changed. Whoever can open it is answered where there is no key.",
+        ),
+    ] = None
     api_key: Annotated[
         str | None,
         option(
             SERVING,
             TEXT,
             "The key that requests must bring (Authorization: Bearer KEY); [bold]@FILE[/] reads it from a file, so "
-            "that no list of processes shows it.",
+            "that no list of processes shows it. A file may have several, one a line: each one's requests take turns. "
+            "Without a key only the user who serves is answered.",
         ),
     ] = None
-    no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer anybody who can reach --host, without a key.")] = False
+    no_auth: Annotated[bool, flag("--no-auth", SERVING, "Answer anybody who can reach it, without a key.")] = False
     allow_host: Annotated[
         list[str] | None,
         option(
@@ -62,3 +78,8 @@ class ServeOptions(AnsweringOptions):
     max_new_tokens: Annotated[
         int, new_tokens(1, "Maximum number of tokens of an answer; a request may give its own.")
     ] = 256
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen at, where it is no Unix socket."""
+        return self.host or _HOST, _PORT if self.port is None else self.port

@@ -58,6 +58,8 @@ def run(
     """
     server = Server(options, access, listening, directories, print_note)
     print_note(server.introduction)
+    if access.anybody:
+        print_note("--no-auth: anybody who can reach it is answered, and can ask about and delete all saved contexts")
     _allow_many_connections()
     server.start()
     ended: BaseException | None = None
@@ -143,7 +145,8 @@ class Server:
         self.service = Service(options, directories[0], config, self.worker, limits)
         self.app = make_app(self.service, access, metrics, note)
         self._http = HttpThread(self.app, listening, limits, metrics.unread.inc, self.worker.stop)
-        self._host, self.port = listening.getsockname()[:2]
+        self._unix = listening.getsockname() if listening.family == socket.AF_UNIX else None
+        self._host, self.port = ("", 0) if self._unix is not None else listening.getsockname()[:2]
         place = Place.from_environment()
         self.ranks = place.size if place else 1
         self._ranks_here, self._ranks_at_first = ranks_here, len(ranks_here())
@@ -157,9 +160,10 @@ class Server:
     @property
     def introduction(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
+        where = f"http://{host}:{self.port}" if self._unix is None else f"unix:{self._unix}"
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         what = f"{self.service.name}, {self._million:,.1f} M parameters{ranks}"
-        return f"{what}: loading; listening at http://{host}:{self.port}"
+        return f"{what}: loading; listening at {where}"
 
     def start(self, *, load: bool = True) -> None:
         """Begins to listen and, with `load`, to load the model."""

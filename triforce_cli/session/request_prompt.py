@@ -14,29 +14,36 @@ from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
 
 
-def request_task(request: AnswerRequest, prompt: Prompt, number: int, owner: Any, save: str | None = None) -> Task:
+_TIMES_POSITIONS = 4
+"""So many times the model's positions the prompts of one request may have as tokens."""
+
+
+def request_task(
+    request: AnswerRequest, prompts: Sequence[Prompt], number: int, owner: Any, save: str | None = None
+) -> Task:
     """What the engine is to do for one of a request's answers.
 
     Args:
-        prompt: the request's.
-        number: of the answer, from 0.
+        prompts: the request's.
+        number: of the answer, from 0, as `AnswerRequest.n` has it. What is drawn for it is what its prompt alone gets.
         owner: whatever the command knows it by.
         save: the name of the context that the prompt is saved as, if it is.
     """
     contexts = ContextRequest(name=request.context, find=request.context is None, save=save)
     return Task(
-        prompt,
+        prompts[number // request.n],
         contexts,
         request.sampling,
         request.max_new_tokens,
         number=number,
+        draw=number % request.n,
         top_logprobs=request.top_logprobs,
         owner=owner,
     )
 
 
-def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
-    """The prompt of a checked request.
+def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelConfig) -> tuple[Prompt, ...]:
+    """The prompts of a checked request: one, but of a completion that has several.
 
     Raises:
         BodyError: messages in an order that has no form here, no token, more than the model has positions for, or a
@@ -50,9 +57,26 @@ def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelCo
         except TriforceError as error:
             raise BodyError(str(error), "context", code="context_not_usable") from error
     if request.endpoint == CHAT:
-        name, prompt = "messages", _message_prompt(request, context, tokenizer)
-    else:
-        name, prompt = "prompt", _text_prompt(request.prompt, context, tokenizer, config)
+        return (_checked("messages", _message_prompt(request, context, tokenizer), request, config),)
+    names = [f"prompt[{index}]" for index in range(len(request.prompts))] if len(request.prompts) > 1 else ["prompt"]
+    prompts, tokens, most = [], 0, _TIMES_POSITIONS * config.max_position_embeddings
+    for name, text in zip(names, request.prompts, strict=True):
+        prompts.append(_checked(name, _text_prompt(name, text, context, tokenizer, config), request, config))
+        tokens += len(prompts[-1].token_ids)
+        if tokens > most:
+            raise BodyError(
+                f"prompt has several prompts of more than {most:,} tokens together; give them in several requests",
+                "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+    return tuple(prompts)
+
+
+def _checked(name: str, prompt: Prompt, request: AnswerRequest, config: ModelConfig) -> Prompt:
+    """A prompt, of the field `name`, with the stop texts of its request.
+
+    Raises:
+        BodyError: no token, or more than the model has positions for.
+    """
     tokens, positions = len(prompt.token_ids), config.max_position_embeddings
     if not tokens:
         raise BodyError(f"{name} gives no token; give a longer text", name)
@@ -65,14 +89,16 @@ def request_prompt(request: AnswerRequest, tokenizer: Tokenizer, config: ModelCo
     return Prompt(prompt.token_ids, prompt.answers, (*request.stops, *prompt.stops))
 
 
-def _text_prompt(text: str | list[int], context: Context | None, tokenizer: Tokenizer, config: ModelConfig) -> Prompt:
+def _text_prompt(
+    name: str, text: str | list[int], context: Context | None, tokenizer: Tokenizer, config: ModelConfig
+) -> Prompt:
     """The prompt of a completion: a text as it is, or token ids, behind that of the context."""
     before = context.token_ids if context else []
     if not isinstance(text, str):
         unknown = [token for token in text if not 0 <= token < config.vocab_size]
         if unknown:
             last = config.vocab_size - 1
-            raise BodyError(f"prompt has the token {unknown[0]}; the model knows 0 to {last:,}", "prompt")
+            raise BodyError(f"{name} has the token {unknown[0]}; the model knows 0 to {last:,}", name)
         return Prompt([*before, *text])
     return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...offload.statistics import Statistics
 from .logprobs import Entry, logprobs_field
 from .wire import CHAT, AnswerRequest, BodyError
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""In OpenAI's words, by status; others below 500 are `invalid_request_error`, those from 500 on `server_error`."""
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
@@ -64,14 +67,18 @@ class FinishedAnswer(AnswerEnd):
     """Of its tokens, where they were asked for."""
 
 
-def response_body(request: AnswerRequest, model: str, answers: Sequence[FinishedAnswer]) -> dict[str, Any]:
-    """The answers to a request, at least one, in their order. `model` is its name."""
+def response_body(request: AnswerRequest, model: str, answers: Mapping[int, FinishedAnswer]) -> dict[str, Any]:
+    """The answers to a request, at least one.
+
+    Args:
+        model: its name.
+        answers: by their numbers, as `AnswerRequest.n` has them.
+    """
     chat = request.endpoint == CHAT
     return {
         **response_head(request, model),
-        "choices": [_choice(index, answer, chat) for index, answer in enumerate(answers)],
-        "usage": usage(answers),
-        "timings": timings([answer.timings for answer in answers]),
+        "choices": [_choice(number, answers[number], chat) for number in sorted(answers)],
+        **cost_of(request, answers),
     }
 
 
@@ -95,28 +102,32 @@ def finish_reason_of(answer: AnswerEnd) -> str:
     return _FINISH_REASONS.get(answer.finish_reason, answer.finish_reason)
 
 
-def usage(answers: Sequence[AnswerEnd]) -> dict[str, Any]:
-    """Tokens. The prompt counts once; `cached_tokens` are those of it that the first answer did not have to read."""
-    prompt = answers[0].timings.prompt_tokens
-    written = sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
+def cost_of(request: AnswerRequest, answers: Mapping[int, AnswerEnd]) -> dict[str, Any]:
+    """`usage` and `timings` of answers, at least one, by their numbers. A prompt counts once, as the first answer to it
+    has read it."""
+    firsts: dict[int, Timings] = {}
+    for number in sorted(answers):
+        firsts.setdefault(number // request.n, answers[number].timings)
+    read = list(firsts.values())
+    prompts, written = sum(one.prompt_tokens for one in read), sum(one.num_tokens for one in answers.values())
+    usage = {
+        "prompt_tokens": prompts,
         "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": answers[0].timings.reused_tokens},
+        "total_tokens": prompts + written,
+        "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in read)},
     }
+    return {"usage": usage, "timings": timings(read, [one.timings for one in answers.values()])}
 
 
-def timings(answers: Sequence[Timings]) -> dict[str, Any]:
-    """Milliseconds and tokens: reading is the first answer's, decoding lasts as long as the longest answer. The speed
-    is of the tokens after the first of each answer."""
-    first = answers[0]
+def timings(read: Sequence[Timings], answers: Sequence[Timings]) -> dict[str, Any]:
+    """Milliseconds and tokens: reading is that of the first answer to each prompt (`read`), decoding lasts as long as
+    the longest answer. The speed is of the tokens after the first of each answer."""
     decode_s = max(one.decode_s for one in answers)
     decoded = sum(one.decoded_tokens for one in answers)
     return {
-        "cache_n": first.reused_tokens,
-        "prompt_n": first.prompt_tokens - first.reused_tokens,
-        "prompt_ms": first.prefill_s * 1e3,
+        "cache_n": sum(one.reused_tokens for one in read),
+        "prompt_n": sum(one.prompt_tokens - one.reused_tokens for one in read),
+        "prompt_ms": sum(one.prefill_s for one in read) * 1e3,
         "predicted_n": sum(one.new_tokens for one in answers),
         "predicted_ms": decode_s * 1e3,
         "predicted_per_second": decoded / decode_s if decode_s else 0.0,
@@ -127,5 +138,5 @@ def timings(answers: Sequence[Timings]) -> dict[str, Any]:
 
 def error_body(error: BodyError) -> dict[str, Any]:
     """Why a request was refused."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "server_error" if error.status >= 500 else _ERROR_TYPES.get(error.status, "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}

@@ -31,6 +31,8 @@ class Task:
     ignore_eos: bool = False
     number: int = 0
     """Of the answers to one request: which one, from 0."""
+    draw: int = 0
+    """Of the answers that are drawn with one seed from one prompt: which one, from 0."""
     top_logprobs: int | None = None
     owner: Any = None
     """Whatever the command knows it by."""
@@ -73,7 +75,7 @@ class Task:
 
     def request(self) -> Request:
         """What the engine is asked for."""
-        options = {"number": self.number, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
+        options = {"number": self.draw, "top_logprobs": self.top_logprobs, "contexts": self.contexts}
         limits, stops = (self.max_new_tokens, self.ignore_eos), self._take if self.text.may_stop else None
         return Request(self.prompt.token_ids, self.sampling, *limits, **options, stops=stops, tag=self)
 

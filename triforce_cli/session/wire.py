@@ -33,7 +33,7 @@ from ..options import AnsweringOptions
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 MAX_ANSWERS = 128
-"""Of one request (`n`), as in OpenAI's form."""
+"""Of one request: `n`, as in OpenAI's form, times the prompts of a completion."""
 
 MAX_STOPS = 16
 """Stop texts of one request."""
@@ -132,15 +132,22 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _prompt(given: Any) -> str | list[int]:
-    if isinstance(given, str):
-        return _of_whole_characters(given)
-    if isinstance(given, list) and given and all(type(token) is int for token in given):
-        return given
-    if isinstance(given, list):
-        raise ValueError("is a list; give one text, or one list of token ids, a request")
+def _prompts(given: Any) -> tuple[str | list[int], ...]:
+    if isinstance(given, str) or _are_tokens(given):
+        return (_of_whole_characters(given) if isinstance(given, str) else given,)
+    if isinstance(given, list) and given:
+        if len(given) > MAX_ANSWERS:
+            raise ValueError(f"has {len(given):,} prompts; a request can have {MAX_ANSWERS}, several requests more")
+        if all(isinstance(one, str) for one in given):
+            return tuple(map(_of_whole_characters, given))
+        if all(map(_are_tokens, given)):
+            return tuple(given)
     found = "missing" if given is None else _shown(given)
-    raise ValueError(f"is {found}; give a text, or a list of token ids")
+    raise ValueError(f"is {found}; give a text or a list of token ids, or a list of texts, or of such lists")
+
+
+def _are_tokens(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
 
 
 def _messages(given: Any) -> list[Any]:
@@ -247,7 +254,8 @@ class Message(ClientObject):
 
 
 _SAMPLING = get_type_hints(Sampling)
-_KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: NotNegative}
+_KINDS: dict[Any, Any] = {float: Number, int: NotNegative, int | None: Whole}
+"""Of fields of `Sampling`; the whole number that may be `None` is the seed."""
 _FIELDS: dict[str, Any] = {name: (_KINDS.get(kind, kind) | None, None) for name, kind in _SAMPLING.items()}
 
 SamplingFields = create_model(
@@ -266,7 +274,7 @@ class AnswerBody(SamplingFields):
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     """A text, or several, that the answer ends before."""
     n: Annotated[Whole, _between(1, MAX_ANSWERS)] = 1
-    """Answers."""
+    """Answers to each prompt."""
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
@@ -313,11 +321,22 @@ class ChatBody(AnswerBody):
 
 
 class CompletionBody(AnswerBody):
-    """A text to go on from."""
+    """Texts to go on from."""
 
-    prompt: Annotated[str | list[int], PlainValidator(_prompt)] = NEEDED
-    """A text, or token ids."""
+    prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)] = NEEDED
+    """One or several: texts, or token ids."""
     logprobs: Annotated[Whole, _between(0, MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionBody:
+        answers = len(self.prompt) * self.n
+        if answers > MAX_ANSWERS:
+            says = (
+                f"prompt has {len(self.prompt):,} prompts and n is {self.n}, which are {answers:,} answers; a request "
+                f"can have {MAX_ANSWERS}, several requests more"
+            )
+            raise BodyError(says, "prompt")
+        return self
 
 
 _BODIES: dict[str, type[ChatBody | CompletionBody]] = {CHAT: ChatBody, COMPLETION: CompletionBody}
@@ -402,6 +421,20 @@ def _in_our_words(fault: ErrorDetails) -> BodyError:
     return BodyError(f"{name} {says}", name, code=kind if kind == "unsupported_field" else None)
 
 
+def check_model(name: str, models: Collection[str]) -> None:
+    """Args: `models` are the names of the model that is loaded.
+
+    Raises:
+        BodyError: another model is asked for.
+    """
+    if name not in models:
+        names = " or ".join(map(repr, sorted(models)))
+        raise BodyError(
+            f"model is {_shown(name)}, but {names} answers here; name that one, or none, or load the other",
+            "model", code="model_not_found", status=404,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AnswerRequest:
     """What a body asks for, checked but for the length of its prompt."""
@@ -410,19 +443,25 @@ class AnswerRequest:
     """`CHAT` or `COMPLETION`."""
     messages: tuple[Message, ...]
     """Of `CHAT`; at least one."""
-    prompt: str | list[int]
-    """Of `COMPLETION`: a text, or token ids."""
+    prompts: tuple[str | list[int], ...]
+    """Of `COMPLETION`; at least one: texts, or token ids."""
     context: str | None
     """The saved context that stands before it."""
     max_new_tokens: int
     sampling: Sampling
     stops: tuple[str, ...]
-    answers: int
+    n: int
+    """Answers to each prompt: answer `i` to prompt `p` is number `p * n + i`."""
     top_logprobs: int | None = None
     """Of how many of the likeliest tokens the target's own probabilities are wanted, besides each token's; `None` for
     none at all."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, besides those of the command's options."""
+
+    @property
+    def answers(self) -> int:
+        """To all prompts together; messages are one."""
+        return self.n * max(1, len(self.prompts))
 
 
 def request_from_body(
@@ -438,27 +477,23 @@ def request_from_body(
         BodyError: a field is missing, impossible, or would change the answer and is not honoured.
     """
     asked = validated(_BODIES[endpoint], body)
-    if asked.model is not None and asked.model not in models:
-        names = " or ".join(map(repr, sorted(models)))
-        raise BodyError(
-            f"model is {asked.model!r}, but {names} answers here; leave the field out, or load that model",
-            "model", code="model_not_found", status=404,
-        )  # fmt: skip
+    if asked.model is not None:
+        check_model(asked.model, models)
     if isinstance(asked, ChatBody):
-        messages, prompt = tuple(asked.messages), ""
+        messages, prompts = tuple(asked.messages), ()
         max_tokens = asked.max_completion_tokens or asked.max_tokens
         top_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     else:
-        messages, prompt, max_tokens, top_logprobs = (), asked.prompt, asked.max_tokens, asked.logprobs
+        messages, prompts, max_tokens, top_logprobs = (), asked.prompt, asked.max_tokens, asked.logprobs
     return AnswerRequest(
         endpoint=endpoint,
         messages=messages,
-        prompt=prompt,
+        prompts=prompts,
         context=asked.context or options.context,
         max_new_tokens=max_tokens or options.max_new_tokens,
         sampling=asked.sampling(options.sampling),
         stops=asked.stop,
-        answers=asked.n,
+        n=asked.n,
         top_logprobs=top_logprobs,
         template_arguments=asked.chat_template_kwargs if isinstance(asked, ChatBody) else {},
     )

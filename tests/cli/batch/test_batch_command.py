@@ -99,6 +99,23 @@ def test_an_answer_is_the_one_that_generate_writes(batch, answers, pair, capfd):
         assert body_of(answers()[name])["choices"][0]["text"] == json.loads(alone.out)["text"]
 
 
+def test_a_request_may_have_several_prompts(batch, answers):
+    fields = {"temperature": 1, "seed": -5, "n": 2}
+    batch(
+        [
+            completion("both", ["It was", "Was it?"], **fields),
+            completion("a", **fields),
+            completion("b", "Was it?", **fields),
+        ]
+    )
+    both, a, b = (body_of(answers()[name]) for name in ("both", "a", "b"))
+    assert [one["index"] for one in both["choices"]] == [0, 1, 2, 3]
+    assert [one["text"] for one in both["choices"]] == [one["text"] for found in (a, b) for one in found["choices"]]
+    assert both["usage"]["prompt_tokens"] == a["usage"]["prompt_tokens"] + b["usage"]["prompt_tokens"]
+    outcome = batch([completion("many", ["It was"] * 65, n=2)], expect=1)
+    assert "130 answers" in outcome.err and "can have 128" in outcome.err
+
+
 def test_answers_do_not_depend_on_how_many_are_written_at_a_time(batch, answers, files):
     lines = [chat(str(n), f"Why {n}?", max_tokens=4 + n, temperature=1, seed=n) for n in range(7)]
     batch(lines, "--max-sequences", 1)

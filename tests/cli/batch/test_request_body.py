@@ -41,7 +41,8 @@ def test_honoured_fields_are_taken_over():
     assert (found.max_new_tokens, found.stops, found.answers, found.context) == (5, ("\n",), 2, "book")
     assert check(max_completion_tokens=5).max_new_tokens == check(max_tokens=5, max_completion_tokens=5).max_new_tokens
     assert check(stop=["a", "b"]).stops == ("a", "b") and check(stop=[]).stops == ()
-    assert check(COMPLETION).prompt == "It was" and check(COMPLETION, prompt=[1, 2]).prompt == [1, 2]
+    assert check(COMPLETION).prompts == ("It was",) and check(COMPLETION, prompt=[1, 2]).prompts == ([1, 2],)
+    assert check(seed=-5).sampling.seed == -5
     assert check(seed=2.0).sampling.seed == 2, "whole numbers may be written with a point"
 
 
@@ -136,9 +137,19 @@ def test_impossible_values_name_field_and_value(fields, param, words):
     assert error.param == param and words in str(error)
 
 
-@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [[1], [2]], [True], 5])
-def test_a_completion_has_one_prompt(prompt):
+@pytest.mark.parametrize("prompt", [None, [], ["a", [1]], [[1], []], [[1], [True]], [True], ["a", None], ["\ud83d"], 5])
+def test_a_completion_has_texts_or_token_ids(prompt):
     assert refusal(COMPLETION, prompt=prompt).param == "prompt"
+
+
+def test_a_completion_may_have_several_prompts():
+    found = check(COMPLETION, prompt=["a", "b", "a"], n=2)
+    assert (found.prompts, found.n, found.answers) == (("a", "b", "a"), 2, 6)
+    assert check(COMPLETION, prompt=[[1, 2], [3]]).prompts == ([1, 2], [3])
+    assert check(COMPLETION, prompt=["a"] * 128).answers == check(COMPLETION, prompt=["a"] * 64, n=2).answers == 128
+    for prompt, n in ((["a"] * 129, 1), (["a"] * 65, 2), ([[1]] * 2, 65)):
+        error = refusal(COMPLETION, prompt=prompt, n=n)
+        assert error.param == "prompt" and "128" in str(error)
 
 
 def test_stops_are_found_however_the_text_comes():

@@ -6,7 +6,7 @@ import pytest
 from command import TEXT, run_here
 from templates import with_template
 from transformers import AutoTokenizer
-from triforce.cli.session.request_prompt import request_prompt
+from triforce.cli.session.request_prompt import request_prompts
 from triforce.cli.session.wire import CHAT, COMPLETION, AnswerRequest, BodyError, Message
 from triforce.offload import Sampling
 from triforce.tp.errors import TriforceError
@@ -18,12 +18,13 @@ def said(*messages):
     return tuple(Message.model_construct(role=role, content=(text,)) for role, text in messages)
 
 
-REQUEST = AnswerRequest(CHAT, said(("user", "Why?")), "", None, 16, Sampling(), ("END",), 1)
+REQUEST = AnswerRequest(CHAT, said(("user", "Why?")), (), None, 16, Sampling(), ("END",), 1)
 TURNS = said(("user", "Why?"), ("assistant", "So."), ("user", "How?"))
 
 
 def prompt_of(model, request):
-    return request_prompt(request, Tokenizer.load(model), ModelConfig.load(model))
+    (found,) = request_prompts(request, Tokenizer.load(model), ModelConfig.load(model))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +84,14 @@ def test_a_system_message_that_has_no_place_is_refused(pair, chatty, book):
 
 def test_a_completion_is_its_text_or_its_tokens(pair):
     tokenizer = Tokenizer.load(pair[0])
-    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="It was")
+    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompts=("It was",))
     found = prompt_of(pair[0], asked)
     assert found.token_ids == tokenizer.encode("It was", True) and not found.answers
-    assert prompt_of(pair[0], replace(asked, prompt=[5, 6, 7])).token_ids == [5, 6, 7]
+    assert prompt_of(pair[0], replace(asked, prompts=([5, 6, 7],))).token_ids == [5, 6, 7]
     with pytest.raises(BodyError, match="the token 999; the model knows 0 to 319"):
-        prompt_of(pair[0], replace(asked, prompt=[5, 999]))
+        prompt_of(pair[0], replace(asked, prompts=([5, 999],)))
     with pytest.raises(BodyError, match="gives no token"):
-        prompt_of(pair[0], replace(asked, prompt=""))
+        prompt_of(pair[0], replace(asked, prompts=("",)))
 
 
 def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
@@ -105,7 +106,7 @@ def test_a_context_comes_before_the_messages_as_it_was_saved(chatty, book):
 
 def test_a_completion_goes_on_from_a_context(chatty, book):
     tokenizer = Tokenizer.load(chatty)
-    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompt="And then", context="raw")
+    asked = replace(REQUEST, endpoint=COMPLETION, messages=(), prompts=("And then",), context="raw")
     found = prompt_of(chatty, asked)
     assert tokenizer.decode(found.token_ids) == book + "And then"
 

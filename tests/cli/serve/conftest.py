@@ -39,10 +39,10 @@ def serving(pair, tmp_path_factory):
     """Makes further ones: `with serving(max_queue=1) as server`."""
 
     @contextmanager
-    def make(models: tuple[Path, Path] = pair, **options: Any) -> Iterator[Process]:
+    def make(models: tuple[Path, Path] = pair, account: int | None = None, **options: Any) -> Iterator[Process]:
         forks: list[Fork] = []
         try:
-            yield Process(models, tmp_path_factory.mktemp("serving") / "log", forks, *flags(options))
+            yield Process(models, tmp_path_factory.mktemp("serving") / "log", forks, *flags(options), account=account)
         finally:
             for fork in forks:
                 fork.kill()

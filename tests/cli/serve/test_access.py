@@ -1,5 +1,7 @@
 """Who is answered: keys, hosts and origins."""
 
+import os
+
 import pytest
 from triforce.cli.serve.access import Access
 from triforce.cli.serve.options import ServeOptions
@@ -13,18 +15,18 @@ def access(**options):
 
 
 def refused(found, **headers):
-    error = found.refusal(CHAT, {name.replace("_", "-"): value for name, value in headers.items()})
+    error = found.refusal(CHAT, {name.replace("_", "-"): value for name, value in headers.items()}, os.geteuid)
     return error and error.status
 
 
 def test_only_this_machine_is_answered_unless_a_key_or_no_auth_says_more():
     for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1"):
-        assert access(host=host).key is None
+        assert access(host=host).keys == ()
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(UsageError, match="--api-key"):
             access(host=host)
-        assert access(host=host, no_auth=True).key is None
-        assert access(host=host, api_key="k").key == b"k"
+        assert access(host=host, no_auth=True).keys == ()
+        assert access(host=host, api_key="k").keys == (b"k",)
     with pytest.raises(UsageError, match="both given"):
         access(api_key="k", no_auth=True)
     for key in ("", "  ", "two words", "n\0", "ü"):
@@ -35,12 +37,12 @@ def test_only_this_machine_is_answered_unless_a_key_or_no_auth_says_more():
 def test_a_key_comes_from_a_file_without_its_line_end(tmp_path):
     (tmp_path / "key").write_text("secret\n")
     found = access(api_key=f"@{tmp_path / 'key'}")
-    assert found.key == b"secret"
+    assert found.keys == (b"secret",)
     assert refused(found, host="localhost", authorization="Bearer secret") is None
     for wrong in ("Bearer secre", "Bearer secrett", "Bearer", "Basic secret", "secret", "Bearer ü"):
         assert refused(found, host="localhost", authorization=wrong) == 401
     assert refused(found, host="localhost") == 401
-    assert found.refusal("/health", {"host": "localhost"}) is None
+    assert found.refusal("/health", {"host": "localhost"}, lambda: None) is None
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "", "localhost@evil", "["])

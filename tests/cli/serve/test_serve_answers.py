@@ -177,6 +177,85 @@ def test_logprobs_of_a_completion_are_lists(server):
     assert [offset for one in sent for offset in one["text_offset"]] == offsets
 
 
+def test_a_model_is_found_by_its_name(server, serving, pair, monkeypatch):
+    (listed,) = server.ask("GET", "/v1/models").json["data"]
+    assert server.ask("GET", "/v1/models/target").json == listed
+    for name in ("gpt-4o", "meta-llama/Llama-3.1-8B", "meta-llama%2FLlama", "target/", "targe", "%00", ""):
+        reply = server.ask("GET", f"/v1/models/{name}")
+        assert reply.status == 404 and reply.json["error"]["type"] == "invalid_request_error", name
+        assert reply.json["error"]["code"] == "model_not_found" and reply.json["error"]["param"] == "model"
+    lines = [json.loads(line) for line in server.log.splitlines() if "/v1/models/" in line]
+    assert {line["route"] for line in lines} == {"/v1/models/{name}"}
+
+
+def check_alike(choice, alone):
+    assert choice["text"] == alone["text"] and choice["finish_reason"] == alone["finish_reason"]
+    for name in ("tokens", "text_offset"):
+        assert choice["logprobs"][name] == alone["logprobs"][name]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(alone["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "prompts", [["It was", "Was it?", "It was"], [[5, 6, 7], [8], [9, 5]]], ids=["texts", "tokens"]
+)
+def test_several_prompts_are_answered_as_each_alone(server, prompts):
+    fields = {"temperature": 1, "seed": -5, "max_tokens": 9, "logprobs": 2, "n": 2}
+    found = server.complete(prompts, **fields).json
+    alone = [server.complete(prompt, **fields).json for prompt in prompts]
+    assert [one["index"] for one in found["choices"]] == list(range(6))
+    for choice, other in zip(found["choices"], [one for each in alone for one in each["choices"]], strict=True):
+        check_alike(choice, other)
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert found["usage"][name] == sum(each["usage"][name] for each in alone), name
+    assert found["timings"]["cache_n"] + found["timings"]["prompt_n"] == found["usage"]["prompt_tokens"]
+    stream = server.complete(prompts, stream=True, stream_options={"include_usage": True}, **fields)
+    assert [pieces_of(stream, number) for number in range(6)] == [one["text"] for one in found["choices"]]
+    told = stream.events[-2]["usage"]
+    assert {name: told[name] for name in told if "details" not in name} == {
+        name: found["usage"][name] for name in told if "details" not in name
+    }
+
+
+def test_several_prompts_are_bounded_and_named_where_one_cannot_be_answered(server):
+    assert len(server.complete(["a"] * 64, n=2, max_tokens=1).json["choices"]) == 128
+    for prompts, n in ((["a"] * 129, 1), (["a"] * 65, 2)):
+        refused = server.complete(prompts, n=n)
+        assert refused.status == 400 and refused.json["error"]["param"] == "prompt"
+        assert "can have 128" in refused.json["error"]["message"]
+    for prompts in (["a", [5]], [["a"]], ["a", None], [[5], []], [], [[5], 5]):
+        assert server.complete(prompts).json["error"]["param"] == "prompt", prompts
+    refused = server.complete([[5], [320]])
+    assert refused.status == 400 and "prompt[1] has the token 320" in refused.json["error"]["message"]
+    refused = server.complete(["a", "b " * 2000], stream=True)
+    assert refused.json["error"]["code"] == "context_length_exceeded" and refused.json["error"]["param"] == "prompt[1]"
+
+
+def test_reading_is_told_of_each_of_several_prompts(server):
+    prompts = [TEXT + " one", "Not " + TEXT]
+    events = server.complete(prompts, stream=True, return_progress=True, n=2).events[:-1]
+    told = [(one["choices"][0]["index"], one["prompt_progress"]) for one in events if "prompt_progress" in one]
+    assert {index for index, _ in told} == {0, 2}
+    assert all(last["processed"] == last["total"] for last in dict(told).values())
+
+
+def test_seeds_below_0_are_seeds(server):
+    fields = {"temperature": 1, "max_tokens": 12}
+    texts = {seed: text_of(server.complete(seed=seed, **fields)) for seed in (-1, -5, 1, 5, 0, -(2**63), 2**63 - 1)}
+    assert len(set(texts.values())) == len(texts)
+    assert all(text_of(server.complete(seed=seed, **fields)) == texts[seed] for seed in (-1, -5))
+    assert [text_of(server.complete(seed=-1, **fields)) for _ in range(2)] == [texts[-1]] * 2, "-1 is like others"
+    for seed in (-(2**63) - 1, 2**63, -0.5):
+        refused = server.complete(seed=seed)
+        assert refused.status == 400 and refused.json["error"]["param"] == "seed"
+
+
+def test_an_answer_whose_length_is_not_said_has_that_of_the_option(serving, long_pair):
+    with serving(long_pair, max_new_tokens=7) as server:
+        for reply in (server.chat(max_tokens=None), server.complete(max_tokens=None)):
+            assert reply.json["usage"]["completion_tokens"] == 7
+            assert reply.json["choices"][0]["finish_reason"] == "length"
+
+
 def test_models_and_health(server, pair):
     (model,) = server.ask("GET", "/v1/models").json["data"]
     assert model["id"] == "target" and server.chat(model="target").status == 200
@@ -310,6 +389,9 @@ def test_the_client_of_openai_is_served(server):
     plain = client.completions.create(model="target", prompt="It was", max_tokens=6)
     assert plain.choices[0].finish_reason in ("length", "stop")
     assert [model.id for model in client.models.list()] == ["target"]
+    assert client.models.retrieve("target").id == "target"
+    several = client.completions.create(model="target", prompt=["It was", "Was it?"], max_tokens=6, n=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**asked, presence_penalty=1)
     assert refused.value.param == "presence_penalty"

@@ -172,3 +172,12 @@ def test_of_too_many_connections_idle_ones_of_one_client_are_closed(pair):
         assert others[0].recv(1) == b""
         for connection in others:
             connection.close()
+
+
+def test_prompts_of_one_request_are_bounded_together(pair):
+    with serving_within(pair) as server:
+        prompt = [5] * 400
+        assert server.complete([prompt] * 2, max_tokens=1).status == 200
+        reply = server.complete([prompt] * 128, max_tokens=1)
+        assert (reply.status, reply.json["error"]["param"]) == (400, "prompt")
+        assert "several requests" in reply.json["error"]["message"]

@@ -49,6 +49,33 @@ def test_a_request_for_many_answers_holds_nobody_out(serving, long_pair, address
     assert found[0]["usage"]["completion_tokens"] == 128 * 12
 
 
+@pytest.mark.parametrize("keys", ["two keys", "one key"])
+def test_who_has_another_key_waits_for_one_answer_and_not_for_all(serving, long_pair, tmp_path, keys):
+    (tmp_path / "keys").write_text("a\nb\n" if keys == "two keys" else "a\n")
+    body, done = {"prompt": "It was", "temperature": 0, "max_tokens": 60}, []
+
+    def ask(key):
+        assert server.ask("POST", COMPLETION, body, Authorization=f"Bearer {key}").status == 200
+        done.append(key)
+
+    def waiting():
+        lines = server.ask("GET", "/metrics", Authorization="Bearer a").body.decode().splitlines()
+        return float(dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")["triforce_queue_length"])
+
+    with serving(long_pair, api_key=f"@{tmp_path / 'keys'}", max_sequences=1) as server:
+        threads = [threading.Thread(target=ask, args=("a",)) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        server.wait_for(lambda: waiting() + len(done) >= 15)
+        before, mine = len(done), "b" if keys == "two keys" else "a"
+        assert server.ask("POST", COMPLETION, body, Authorization=f"Bearer {mine}").status == 200
+        passed = len(done) - before
+        for thread in threads:
+            thread.join(60)
+    assert len(done) == 16 and before < 8
+    assert passed <= 4 if keys == "two keys" else passed >= 16 - before - 1, f"{passed} others were answered before"
+
+
 def test_who_goes_away_takes_along_the_answers_that_wait(serving, long_pair):
     with serving(long_pair, max_sequences=2, max_queue=1) as server:
         connection = server.connect("POST", COMPLETION, {"prompt": "It was", "n": 128, "max_tokens": 4000})

@@ -32,6 +32,28 @@ def test_a_key_comes_from_a_file_without_its_line_end(serving, tmp_path):
         assert "secret" not in server.log
 
 
+def test_a_file_may_have_several_keys(serving, tmp_path):
+    (tmp_path / "keys").write_text("first\n\n second \nfirst\n")
+    with serving(api_key=f"@{tmp_path / 'keys'}") as server:
+        for given, status in (("first", 200), ("second", 200), ("third", 401), ("firstsecond", 401), ("", 401)):
+            assert server.ask("GET", "/v1/models", Authorization=f"Bearer {given}").status == status, given
+        assert "first" not in server.log and "second" not in server.log
+
+
+def test_errors_have_the_types_that_clients_of_openai_know(serving):
+    with serving(api_key="k") as server:
+        key = {"Authorization": "Bearer k"}
+        for reply, status, kind in (
+            (server.ask("POST", COMPLETION, {}, **key), 400, "invalid_request_error"),
+            (server.ask("POST", COMPLETION, {"prompt": "a", "model": "b"}, **key), 404, "invalid_request_error"),
+            (server.ask("GET", "/nothing", **key), 404, "invalid_request_error"),
+            (server.ask("GET", CHAT, **key), 405, "invalid_request_error"),
+            (server.ask("GET", "/v1/models"), 401, "authentication_error"),
+            (server.ask("GET", "/v1/models", Host="evil.example", **key), 403, "permission_error"),
+        ):
+            assert (reply.status, reply.json["error"]["type"]) == (status, kind)
+
+
 def test_a_server_is_reached_by_the_names_that_it_is_told(serving):
     with serving(host="0.0.0.0", no_auth=True, allow_host="chat.example.org") as server:
         for name, status in (("chat.example.org", 200), ("10.0.0.1:8000", 200), ("evil.example", 403)):

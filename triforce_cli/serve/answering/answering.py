@@ -125,9 +125,10 @@ class Answering:
                 self._fail(found, error)
 
     def _saved_as(self, work: Job) -> str | None:
-        """The name of the context that a prompt is saved as, if it is: the first answer saves for all."""
-        prompt = work.prompt.token_ids
-        if self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and work.begun == 1:
+        """The name of the context that a prompt is saved as, if it is: the first answer to it saves for all."""
+        index, draw = divmod(work.begun - 1, work.request.n)
+        prompt = work.prompts[index].token_ids
+        if self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and draw == 0:
             return f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
         return None
 
@@ -142,7 +143,7 @@ class Answering:
             work.missing(self._engine.contexts)  # while it waited, another text may have got its name
             contexts = ContextRequest(save=work.name, frame=work.frame, required=True)
             return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
-        task = request_task(work.request, work.prompt, work.begun - 1, work, self._saved_as(work))
+        task = request_task(work.request, work.prompts, work.begun - 1, work, self._saved_as(work))
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)
 
     def _may_join(self, work: Job | Upload) -> bool:
@@ -156,7 +157,7 @@ class Answering:
         s = task.sequence.statistics
         if event.round.index == 0:
             self._metrics.add_first_token(time.perf_counter() - job.asked_at)
-            if task.number == 0:
+            if task.draw == 0:
                 self._metrics.add_prompt(s)
         else:
             self._metrics.add_round(event.round)
@@ -177,13 +178,15 @@ class Answering:
     def _send_progress(self, task: Task, share: float) -> None:
         """Says how much of a prompt is read."""
         work, now = task.owner, time.perf_counter()
-        if task.number or not work.wants_progress or (share < 1 and now - work.progress_sent < TELL_S):
+        if task.draw or not work.wants_progress or (share < 1 and now - work.progress_sent < TELL_S):
             return
         assert task.sequence
+        if task.number != work.reading:
+            work.reading, work.reading_began = task.number, 0.0
         work.reading_began, work.progress_sent = work.reading_began or now, now
         s = task.sequence.statistics
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
-        work.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.reading_began))
+        work.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.reading_began, task.number))
 
     def fail_all(self, error: BaseException) -> None:
         """Tells all who still wait that nothing follows."""

@@ -27,6 +27,8 @@ class Progress:
     processed: int
     """Those that are known or read by now."""
     seconds: float
+    number: int = 0
+    """Of the first answer to the prompt."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class _Work:
     begun: int = field(default=0, init=False)
     """Its parts that have left the queue."""
     reading_began: float = field(default=0.0, init=False)
-    """When its prompt was first read, by `time.perf_counter`; 0 before."""
+    """When the prompt that is read was first, by `time.perf_counter`; 0 before."""
+    reading: int = field(default=0, init=False)
+    """The first answer to that prompt."""
     progress_sent: float = field(default=0.0, init=False)
     """When that was last said."""
 
@@ -117,7 +121,7 @@ class Job(_Work):
     """A request for answers, each of which waits for its turn."""
 
     request: AnswerRequest
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     timed: bool = False
     """Whether timings are wanted with each piece."""
     wants_progress: bool = False

@@ -17,7 +17,7 @@ from ....offload.contexts.manifest import ContextError
 from ....tp.errors import UsageError
 from ...contexts import describe, describe_all
 from ...session.response import AnswerEnd, FinishedAnswer, response_body
-from ...session.wire import CHAT, COMPLETION, BodyError
+from ...session.wire import CHAT, COMPLETION, BodyError, check_model
 from ..access import Access
 from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload, as_body_error
 from ..answering.metrics import Metrics
@@ -30,8 +30,8 @@ from .streams import AnswerStream, reading_stream
 
 T = TypeVar("T")
 
-_CONTEXTS = "/v1/contexts"
-_ROUTES = (*PAGE, "/health", "/metrics", "/v1/models", CHAT, COMPLETION, _CONTEXTS)
+_MODELS, _CONTEXTS = "/v1/models", "/v1/contexts"
+_ROUTES = (*PAGE, "/health", "/metrics", _MODELS, CHAT, COMPLETION, _CONTEXTS)
 _STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _STREAM_TYPE = "text/event-stream"
 
@@ -39,12 +39,13 @@ _STREAM_TYPE = "text/event-stream"
 def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[str], None]) -> ASGIApp:
     """The application of one server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = Routes(service, metrics)
+    routes = Routes(service, metrics, access)
     for path in PAGE:
         app.get(path)(routes.page)
     app.get("/health")(routes.health)
     app.get("/metrics")(routes.metrics)
-    app.get("/v1/models")(routes.models)
+    app.get(_MODELS)(routes.models)
+    app.get(_MODELS + "/{name:path}")(routes.model)
     app.post(CHAT)(routes.answer)
     app.post(COMPLETION)(routes.answer)
     app.get(_CONTEXTS)(routes.list_contexts)
@@ -69,14 +70,14 @@ def route_of(path: str) -> str:
     """The route of a path, with nothing in it that a client has made up."""
     if path in _ROUTES:
         return path
-    return f"{_CONTEXTS}/{{name}}" if path.startswith(f"{_CONTEXTS}/") else "other"
+    return next((f"{one}/{{name}}" for one in (_MODELS, _CONTEXTS) if path.startswith(f"{one}/")), "other")
 
 
 class Routes:
     """What is done for each."""
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service, self._metrics = service, metrics
+    def __init__(self, service: Service, metrics: Metrics, access: Access) -> None:
+        self._service, self._metrics, self._access = service, metrics, access
 
     async def page(self, request: Request) -> Response:
         return page_response(request.url.path)
@@ -89,21 +90,28 @@ class Routes:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> Response:
-        model = {"id": self._service.name, "object": "model", "created": 0, "owned_by": "triforce"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, name: str) -> Response:
+        check_model(name, self._service.models)
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._service.name, "object": "model", "created": 0, "owned_by": "triforce"}
 
     async def answer(self, request: Request) -> Response:
         """An answer, streamed or whole."""
         service = self._service
         # Nothing keeps the body once its prompt is made.
-        asking = service.ask(await _body(request), request.url.path, _client(request))
+        asking = service.ask(await _body(request), request.url.path, self._client(request))
         job, events, delivery = await self._until_gone(request, None, asking)
         request.scope["triforce_body"].release()
         noted = request.scope["triforce"]
-        noted |= {"prompt_tokens": len(job.prompt.token_ids), "answers": job.request.answers}
+        noted |= {"prompt_tokens": sum(len(one.token_ids) for one in job.prompts), "answers": job.request.answers}
         if not delivery.stream:
             answers = await self._until_gone(request, job, _collect(job, events, service.limits.whole_bytes))
-            noted["new_tokens"] = sum(answer.num_tokens for answer in answers)
+            noted["new_tokens"] = sum(answer.num_tokens for answer in answers.values())
             return JSONResponse(response_body(job.request, service.name, answers))
         stream = AnswerStream(job.request, service.name, delivery, service.limits.keep_alive_s)
 
@@ -130,7 +138,7 @@ class Routes:
             if wanted not in ("true", "false"):
                 raise BodyError("return_progress must be true or false", "return_progress")
             raw = await file.read()
-        upload, events = await self._until_gone(request, None, service.upload(name, raw, _client(request)))
+        upload, events = await self._until_gone(request, None, service.upload(name, raw, self._client(request)))
         del raw, file
         request.scope["triforce_body"].release()
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
@@ -161,6 +169,10 @@ class Routes:
         if not known:
             raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
         return JSONResponse({"name": name, "deleted": True})
+
+    def _client(self, request: Request) -> str:
+        """Whose request it is, for the queue."""
+        return self._access.client(request.headers, request.client.host if request.client else "")
 
     def _error(self, error: BodyError) -> dict[str, Any]:
         return public_error(error, self._service.hidden)
@@ -242,8 +254,8 @@ _PIECE_BYTES = 200
 """What Python takes for a piece beside its text, about."""
 
 
-async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAnswer]:
-    """All answers of a request.
+async def _collect(job: Job, events: Events, most_bytes: int) -> dict[int, FinishedAnswer]:
+    """All answers of a request, by their numbers.
 
     Args: `most_bytes` is what they may take, about.
 
@@ -270,7 +282,7 @@ async def _collect(job: Job, events: Events, most_bytes: int) -> list[FinishedAn
             )  # fmt: skip
         if isinstance(event, Complete):
             ends[event.number] = event.end
-    return [_whole(job, pieces[number], ends[number]) for number in sorted(ends)]
+    return {number: _whole(job, pieces[number], end) for number, end in ends.items()}
 
 
 def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:
@@ -290,8 +302,3 @@ async def _saved(events: Events) -> Saved:
         if isinstance(event, Failed):
             raise event.error
     return event
-
-
-def _client(request: Request) -> str:
-    """Whose request it is, for the queue."""
-    return request.client.host if request.client else ""

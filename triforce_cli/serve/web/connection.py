@@ -1,4 +1,5 @@
-"""A client's connection, which is closed where the client does not take what waits for it, or asks nothing."""
+"""A client's connection: it is closed where the client does not take what waits for it, or asks nothing; and it knows
+whose it is."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..http_limits import ServerLimits
+from ..owner import owner_of
 
-_CUT = "cut"
-"""Under this name a request's scope has `Connection.cut`."""
+_CUT, _OWNER = "cut", "owner"
+"""Under these names a request's scope has what its connection can do: `Connection.cut` and `Connection.owner`."""
 
 _LOOKS = 4
 """How many times it is checked, in the time that a client has, whether it takes or asks anything."""
@@ -98,7 +101,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
-        self.app_state = {**self.app_state, _CUT: self.cut}
+        self.app_state = {**self.app_state, _CUT: self.cut, _OWNER: cache(self.owner)}
         self._all_open.add(self, self.client[0] if self.client else "")
         self._look()
 
@@ -125,6 +128,11 @@ class Connection(H11Protocol):
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
+    def owner(self) -> int | None:
+        """The user id that holds its other end; `None` where that cannot be told."""
+        port = self.server[1] if self.server else None
+        return owner_of((self.server[0], port), self.client) if self.server and port and self.client else None
+
     def _look(self) -> None:
         """Closes it where the client has taken nothing for too long."""
         now, waiting = self.loop.time(), self._counted.waiting
@@ -143,3 +151,9 @@ class Connection(H11Protocol):
 def cut(scope: Scope) -> None:
     """Closes the connection that a request came by, as nobody reads what is sent."""
     scope["state"][_CUT]()
+
+
+def owner(scope: Scope) -> int | None:
+    """The user id that holds the other end of the connection that a request came by, looked up once a connection;
+    `None` where that cannot be told."""
+    return scope["state"][_OWNER]()

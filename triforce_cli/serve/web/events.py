@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ...session.wire import BodyError
-from ..answering.jobs import Complete, Event, Failed, Piece
+from ..answering.jobs import Complete, Event, Failed, Piece, Progress
 
 
 class Events:
@@ -43,7 +43,7 @@ class Events:
                 self._loop.call_soon_threadsafe(wake)
 
     def _add(self, event: Event) -> None:
-        key = type(event), event.number if isinstance(event, Piece | Complete) else 0
+        key = type(event), event.number if isinstance(event, Piece | Complete | Progress) else 0
         if isinstance(event, Piece):
             self._num_bytes += event.num_bytes
             before = self._waiting.get(key)

@@ -21,6 +21,7 @@ from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
+from .connection import owner
 
 _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held")
 """Codes of errors after which the rest of a body may still come: nobody reads it, the connection is closed."""
@@ -164,7 +165,7 @@ class Gate:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> BodyError | None:
         """Has the routes answer; the error, where that is not what they did."""
         headers = Headers(scope=scope)
-        refused = self._access.refusal(scope["path"], headers)
+        refused = self._access.refusal(scope["path"], headers, lambda: owner(scope))
         length = headers.get("content-length", "")
         if refused is None and length.isdecimal() and int(length[:20]) > self._limits.body_bytes:
             refused = Body.too_long(self._limits)

@@ -16,7 +16,7 @@ from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Context, Prompt
-from ...session.request_prompt import request_prompt
+from ...session.request_prompt import request_prompts
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.fair_queue import FairQueue
@@ -49,7 +49,7 @@ class Service:
         """Args: `directory` is the target's."""
         self.worker, self._config, self.grace_s, self.limits = worker, config, options.grace, limits
         self.name = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-        self._options, self._models = options, {self.name, self.name.rpartition("/")[2]}
+        self._options, self.models = options, {self.name, self.name.rpartition("/")[2]}
         self._directory = directory
         self._load_tokenizer()  # a wrong --template-arg is said now
         self.store = user_store()
@@ -69,15 +69,16 @@ class Service:
         """
         self._check_open(client)
 
-        def prepare(tokenizer: Tokenizer) -> tuple[AnswerRequest, Prompt, Delivery]:
+        def prepare(tokenizer: Tokenizer) -> tuple[AnswerRequest, tuple[Prompt, ...], Delivery]:
             request, delivery = self._checked(raw, endpoint)
-            prompt = request_prompt(request, tokenizer, self._config)
-            return replace(request, messages=(), prompt=""), prompt, delivery  # the prompt is all that is needed
+            prompts = request_prompts(request, tokenizer, self._config)
+            without_texts = replace(request, messages=(), prompts=("",) * len(request.prompts))
+            return without_texts, prompts, delivery
 
-        request, prompt, delivery = await self._prepare(client, len(raw), prepare)
+        request, prompts, delivery = await self._prepare(client, len(raw), prepare)
         events = Events(self.limits.unread_bytes if delivery.stream else self.limits.whole_bytes)
         told = delivery.timings_per_token, delivery.return_progress
-        job = Job(client, events.send, request, prompt, *told)
+        job = Job(client, events.send, request, prompts, *told)
         self._put(job)
         return job, events, delivery
 
@@ -133,7 +134,7 @@ class Service:
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
         body = parsed(raw, self.limits.parts)
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
-        return request_from_body(body, endpoint, self._options, self._models), validated(Delivery, delivery)
+        return request_from_body(body, endpoint, self._options, self.models), validated(Delivery, delivery)
 
     async def _prepare(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
         """Runs what takes time, with a text of so many bytes, beside the loop."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ...session.logprobs import logprobs_field
-from ...session.response import AnswerEnd, finish_reason_of, response_head, timings, usage
+from ...session.response import AnswerEnd, cost_of, finish_reason_of, response_head, timings
 from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
 from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved
 from .events import Events
@@ -63,9 +63,9 @@ class AnswerStream:
                 yield sse(error_of(event.error))
                 return
             elif isinstance(event, Progress):
-                yield self._chunk(0, {} if self._chat else "", prompt_progress=progress_body(event))
+                yield self._chunk(event.number, {} if self._chat else "", prompt_progress=progress_body(event))
             elif isinstance(event, Piece):
-                more = {"timings": timings([event.timings])} if event.timings else {}
+                more = {"timings": timings([event.timings], [event.timings])} if event.timings else {}
                 said = {"content": event.text} if self._chat else event.text
                 yield self._chunk(event.number, said, None, self._logprobs(event), **more)
             elif isinstance(event, Complete):
@@ -75,7 +75,7 @@ class AnswerStream:
                     break
             event = await events.next(self._keep_alive_s)
         if self._delivery.stream_options.include_usage:
-            cost = {"usage": usage(self._ordered), "timings": self._timings}
+            cost = cost_of(self._request, self._answers)
             yield sse({**self._same, "choices": [], **cost})
         yield DONE
 
@@ -84,17 +84,9 @@ class AnswerStream:
         """Of the answers that are complete."""
         return sum(answer.num_tokens for answer in self._answers.values())
 
-    @property
-    def _ordered(self) -> list[AnswerEnd]:
-        return [self._answers[number] for number in sorted(self._answers)]
-
-    @property
-    def _timings(self) -> dict[str, Any]:
-        return timings([answer.timings for answer in self._ordered])
-
     def _end(self, event: Complete) -> bytes:
         whole = len(self._answers) == self._request.answers
-        more = {"timings": self._timings} if whole else {}
+        more = {"timings": cost_of(self._request, self._answers)["timings"]} if whole else {}
         return self._chunk(event.number, {} if self._chat else "", finish_reason_of(event.end), **more)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

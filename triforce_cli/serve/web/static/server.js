@@ -15,12 +15,11 @@ export async function call(path, options = {}) {
     const key = sessionStorage.getItem("key");
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const response = await fetch(path, { ...options, headers });
-    if (response.status === 401) {
+    if (response.ok) return response;
+    const found = await response.json().catch(() => null);
+    if (found?.error?.code === "invalid_api_key") {
       sessionStorage.setItem("key", await keyFromUser());
-    } else if (response.ok) {
-      return response;
     } else {
-      const found = await response.json().catch(() => null);
       throw new Error(found?.error?.message ?? `the server answers ${response.status}`);
     }
   }
