@@ -13,7 +13,6 @@ from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
 from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
 
-
 _TIMES_POSITIONS = 4
 """So many times the model's positions the prompts of one request may have as tokens."""
 
