@@ -63,7 +63,7 @@ def chat(*said: str, **fields: Any) -> Ask:
     return Ask("POST", CHAT, {"messages": messages, "max_tokens": 5, "temperature": 0, "seed": 1} | fields)
 
 
-def complete(prompt: str | list[int], **fields: Any) -> Ask:
+def complete(prompt: Any, **fields: Any) -> Ask:
     return Ask("POST", COMPLETION, {"prompt": prompt, "max_tokens": 5, "temperature": 0, "seed": 1} | fields)
 
 
@@ -438,6 +438,10 @@ SCENARIOS = (
             complete("x", n=129),
             complete("x", max_tokens=0),
             complete("x", seed=-1),
+            complete("x", seed=2**63),
+            complete(["x", [5]]),
+            complete(["x"] * 65, n=2),
+            complete([[5], [320]]),
             complete("x", stop=""),
             complete("x", stop=5),
             complete("x", echo=True),
@@ -450,6 +454,7 @@ SCENARIOS = (
         (
             Ask("GET", "/v1/nothing"),
             Ask("GET", "/v1/models/target"),
+            Ask("GET", "/v1/models/other"),
             Ask("GET", CHAT),
             Ask("POST", "/health"),
             Ask("GET", f"{CONTEXTS}/"),

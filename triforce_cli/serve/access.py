@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -64,12 +64,17 @@ class Access:
         keys = _keys(options.api_key)
         return cls(keys, frozenset(hosts), not loopback, not keys and not options.no_auth, options.no_auth)
 
-    def refusal(self, path: str, headers: Mapping[str, str], owner: Callable[[], int | None]) -> BodyError | None:
+    def asks_owner(self, path: str) -> bool:
+        """Whether it depends on the owner of the connection if a request for this path is answered."""
+        return self.own_user and path not in WITHOUT_KEY
+
+    def refusal(self, path: str, headers: Mapping[str, str], owner: int | None) -> BodyError | None:
         """Why a request is not answered, if it is not.
 
         Args:
         headers: by their names in lower case.
-        owner: gives the user id that holds the other end of the connection, `None` where that cannot be told.
+        owner: the user id that holds the other end of the connection, `None` where that cannot be told; matters where
+            `asks_owner` says so.
         """
         host = headers.get("host", "").lower()
         if not self._is_ours(_hostname(host)):
@@ -83,7 +88,7 @@ class Access:
         if path in WITHOUT_KEY:
             return None
         if self.own_user:
-            return _refusal_of(owner())
+            return _refusal_of(owner)
         if not self.keys or self._key_number(headers) is not None:
             return None
         return BodyError(

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from command import check_refusal, run_here
+from command import TEXT, check_refusal, run_here
 from forks import Fork
 from served import as_account
 
@@ -81,6 +81,28 @@ def test_a_connection_keeps_its_owner(server):
 
     assert ask_several() == [200] * 4
     assert said_to(NOBODY, ask_several, "/").strip() == str([200, 401, 401, 200])
+
+
+@needs_root
+def test_a_connection_that_nobody_holds_any_more_is_nobodys(server):
+    """The system tells of such a one that it is root's, as which the server runs."""
+    assert server.upload("book", TEXT).status == 201
+
+    def ask_and_leave() -> None:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(b"DELETE /v1/contexts/book HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+    server.signal(signal.SIGSTOP)
+    try:
+        assert said_to(NOBODY, ask_and_leave, "/").strip() == "None"
+    finally:
+        server.signal(signal.SIGCONT)
+    asked = '"method": "DELETE", "route": "/v1/contexts/{name}"'
+    server.wait_for(
+        lambda: [asked in line and '"status": 401' in line for line in server.log.splitlines()].count(True) >= 3
+    )
+    assert [one["name"] for one in server.ask("GET", "/v1/contexts").json["data"]] == ["book"]
 
 
 def from_family(family, address, port):

@@ -11,7 +11,6 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from starlette.types import Scope
@@ -92,6 +91,7 @@ class Connection(H11Protocol):
         self._took_at = 0.0  # by the loop's clock
         self._idle_since = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._owner: asyncio.Future[int | None] | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -101,7 +101,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
-        self.app_state = {**self.app_state, _CUT: self.cut, _OWNER: cache(self.owner)}
+        self.app_state = {**self.app_state, _CUT: self.cut, _OWNER: self.owner}
         self._all_open.add(self, self.client[0] if self.client else "")
         self._look()
 
@@ -128,10 +128,14 @@ class Connection(H11Protocol):
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
-    def owner(self) -> int | None:
-        """The user id that holds its other end; `None` where that cannot be told."""
-        port = self.server[1] if self.server else None
-        return owner_of((self.server[0], port), self.client) if self.server and port and self.client else None
+    async def owner(self) -> int | None:
+        """The user id that holds its other end; `None` where that cannot be told. Looked up once, beside the loop: it
+        takes milliseconds."""
+        if self.server is None or self.client is None or self.server[1] is None:
+            return None
+        if self._owner is None:
+            self._owner = self.loop.run_in_executor(None, owner_of, (self.server[0], self.server[1]), self.client)
+        return await self._owner
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing for too long."""
@@ -153,7 +157,7 @@ def cut(scope: Scope) -> None:
     scope["state"][_CUT]()
 
 
-def owner(scope: Scope) -> int | None:
-    """The user id that holds the other end of the connection that a request came by, looked up once a connection;
-    `None` where that cannot be told."""
-    return scope["state"][_OWNER]()
+async def owner(scope: Scope) -> int | None:
+    """The user id that holds the other end of the connection that a request came by; `None` where that cannot be
+    told."""
+    return await scope["state"][_OWNER]()

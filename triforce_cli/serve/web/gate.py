@@ -165,7 +165,8 @@ class Gate:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> BodyError | None:
         """Has the routes answer; the error, where that is not what they did."""
         headers = Headers(scope=scope)
-        refused = self._access.refusal(scope["path"], headers, lambda: owner(scope))
+        peer = await owner(scope) if self._access.asks_owner(scope["path"]) else None
+        refused = self._access.refusal(scope["path"], headers, peer)
         length = headers.get("content-length", "")
         if refused is None and length.isdecimal() and int(length[:20]) > self._limits.body_bytes:
             refused = Body.too_long(self._limits)
