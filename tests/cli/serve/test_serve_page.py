@@ -347,7 +347,7 @@ def scripted(server, browser, window):
                 body = "".join(f"data: {one if one == '[DONE]' else json.dumps(one)}\n\n" for one in events)
                 route.fulfill(status=200, content_type="text/event-stream", body=body)
 
-        page_of = window(server)
+        page_of = window(server, 390)
         page_of.route("**/v1/chat/completions", answer)
         return page_of, sent
 
@@ -374,6 +374,7 @@ def test_failed_turns_are_marked_left_out_and_asked_again_by_retry(scripted, bro
     )
     for question in ("one", "two", "three", "four"):
         ask_for_any_end(page_of, expect, question)
+        expect(page_of.locator(".foot").last).to_be_in_viewport()
     page_of.click("#retry")
     marks = [
         re.compile(r"^no answer: refused with 429\."),

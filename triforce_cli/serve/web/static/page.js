@@ -40,9 +40,12 @@ function sure(question) {
 
 // The turns of the conversation.
 
-function follow(turn) {
+// Makes a change to the last turn; whoever has its end in sight keeps it in sight.
+function follow(turn, change) {
   const turns = at("turns");
-  if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turn.scrollIntoView({ block: "end" });
+  const near = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120;
+  change();
+  if (near) turn.scrollIntoView({ block: "end" });
 }
 
 function figuresOf(timings) {
@@ -179,8 +182,7 @@ async function answer() {
   say("waiting");
   const draw = () => {
     frame = 0;
-    view.show(turn.content, true);
-    follow(shown);
+    follow(shown, () => view.show(turn.content, true));
   };
   try {
     const body = { messages, stream: true, return_progress: true, timings_per_token: true };
@@ -210,10 +212,11 @@ async function answer() {
   turn.error = turn.end === "failed" ? failure.message : undefined;
   say(turn.error ?? (turn.end === "stopped" ? "stopped" : ""), turn.end === "failed");
   cancelAnimationFrame(frame);
-  view.show(turn.content);
   showReading(null);
-  finishTurn(shown, turn);
-  follow(shown);
+  follow(shown, () => {
+    view.show(turn.content);
+    finishTurn(shown, turn);
+  });
   keepCurrent();
   setRunning(null);
   showList();
