@@ -152,19 +152,21 @@ def f():
 
 def outline(found):
     """Of blocks: their kinds and texts."""
-    return [(one["kind"], one.get("text") or [outline(item) for item in one["items"]]) for one in found]
+    return [(one["kind"], one.get("text") or outline(one["content"])) for one in found]
 
 
 def test_paragraphs_lists_and_code_are_told_apart(run_script):
     found = run_script("/markdown.js", "blocks", 'return blocks(given.split("\\n"));', ANSWER)
-    two = [("p", "two"), ("ul", [[("p", "inner `x`")]]), ("p", "more of inner's neighbour")]
     assert outline(found) == [
         ("p", "First line\nsecond line, with `code` and <b>no tag</b>"),
-        ("ol", [[("p", "one")], two, [("p", "three")]]),
+        ("ol", [("p", "one")]),
+        ("ol", [("p", "two"), ("ul", [("p", "inner `x`")]), ("p", "more of inner's neighbour")]),
+        ("ol", [("p", "three")]),
         ("pre", 'def f():\n\n    return "- no item"'),
-        ("ul", [[("p", "a")], [("p", "b")]]),
+        ("ul", [("p", "a")]),
+        ("ul", [("p", "b")]),
     ]
-    assert run_script("/markdown.js", "blocks", "return blocks(given);", ["4. four"])[0]["start"] == 4
+    assert run_script("/markdown.js", "blocks", "return blocks(given);", ["4. four"])[0]["number"] == 4
     for one in ("1986.5 is a number", "-5 degrees", "**bold** words", "``` in `a` line"):
         assert outline(run_script("/markdown.js", "blocks", "return blocks(given);", [one])) == [("p", one)]
 
@@ -173,7 +175,7 @@ def test_an_answer_of_nothing_but_signs_of_a_list_is_shown(run_script):
     found = run_script("/markdown.js", "blocks", "return blocks(given);", ["- " * 50_000])
     depth = 0
     while found and found[0]["kind"] == "ul":
-        found, depth = found[0]["items"][0], depth + 1
+        found, depth = found[0]["content"], depth + 1
     assert 1 < depth < 20
 
 

@@ -16,8 +16,8 @@ function skip(lines, index, ends) {
   return index;
 }
 
-// The blocks of lines: { kind: "p" | "pre", from, text } or { kind: "ul" | "ol", from, start, items }. `from` is the
-// index of the first line, `start` the first number of a numbered list; an item is a list of blocks.
+// The blocks of lines: { kind: "p" | "pre", from, text }, or for an item of a list { kind: "ul" | "ol", from, number,
+// content }. `from` is the index of the first line, `content` are blocks.
 export function blocks(lines, depth = 0) {
   const itemIn = (line) => (depth < DEEPEST ? ITEM.exec(line) : null);
   const found = [];
@@ -35,9 +35,7 @@ export function blocks(lines, depth = 0) {
       index = skip(lines, index + 1, (line) => line.trim() && indentOf(line) <= indent.length);
       const rest = lines.slice(from + 1, index).map((line) => line.slice(Math.min(marker.length, indentOf(line))));
       const content = blocks([lines[from].slice(marker.length), ...rest], depth + 1);
-      const kind = number ? "ol" : "ul";
-      if (found.at(-1)?.kind === kind) found.at(-1).items.push(content);
-      else found.push({ kind, from, start: Number(number ?? 1), items: [content] });
+      found.push({ kind: number ? "ol" : "ul", from, number: Number(number ?? 1), content });
     } else {
       index = skip(lines, index + 1, (line) => !line.trim() || FENCE.test(line) || itemIn(line));
       found.push({ kind: "p", from, text: lines.slice(from, index).join("\n") });
@@ -46,21 +44,33 @@ export function blocks(lines, depth = 0) {
   return found;
 }
 
-function element(kind, children) {
+function add(parent, kind, text = "") {
   const found = document.createElement(kind);
-  for (const child of children) found.append(child);
+  found.textContent = text;
+  parent.append(found);
   return found;
 }
 
-function nodeOf(block) {
-  if (block.kind === "pre") return element("pre", [element("code", [block.text])]);
-  if (block.kind === "p") {
-    const parts = block.text.split(INLINE_CODE); // every second one is code
-    return element("p", parts.map((part, index) => (index % 2 ? element("code", [part]) : part)));
+// Adds a block; the node that was made for it. An item goes into the list that stands last, if one of its kind does.
+function addBlock(parent, block) {
+  if (block.kind === "pre") {
+    const found = add(parent, "pre");
+    add(found, "code", block.text);
+    return found;
   }
-  const list = element(block.kind, block.items.map((item) => element("li", item.map(nodeOf))));
-  if (block.kind === "ol") list.start = block.start;
-  return list;
+  if (block.kind === "p") {
+    const found = add(parent, "p");
+    block.text.split(INLINE_CODE).forEach((part, index) => (index % 2 ? add(found, "code", part) : found.append(part)));
+    return found;
+  }
+  let list = parent.lastElementChild;
+  if (list?.localName !== block.kind) {
+    list = add(parent, block.kind);
+    if (block.kind === "ol") list.start = block.number;
+  }
+  const found = add(list, "li");
+  for (const one of block.content) addBlock(found, one);
+  return found;
 }
 
 // Shows a text that grows in an element. Blocks before the last one are complete and stay as they are.
@@ -78,7 +88,7 @@ export class MarkdownView {
     const found = blocks(lines);
     if (!found.length) return;
     this.last?.remove();
-    for (const block of found) this.element.append((this.last = nodeOf(block)));
+    for (const block of found) this.last = addBlock(this.element, block);
     for (const line of lines.slice(0, found.at(-1).from)) this.settled += line.length + 1;
   }
 }
