@@ -19,7 +19,7 @@ from .options import ServeOptions
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-WITHOUT_KEY = ("/health", "/", "/page.css", "/page.js", "/kept.js", "/plot.js", "/server.js")
+WITHOUT_KEY = ("/health", "/", "/page.css", "/page.js", "/kept.js", "/markdown.js", "/plot.js", "/server.js")
 """Paths that need no key: what they say is nobody's secret. The page asks for the key."""
 
 

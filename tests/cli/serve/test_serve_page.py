@@ -1,7 +1,10 @@
 """The page: what the browser is told, and that nothing in its files could do more than that."""
 
+import base64
+import json
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -67,6 +70,113 @@ def test_its_scripts_are_well_formed(files):
         pytest.skip("no node here to look at it")
     for script in texts(files, "javascript"):
         subprocess.run([node, "--input-type=module", "--check"], input=script.encode(), check=True, timeout=60)
+
+
+@pytest.fixture
+def run_script(server):
+    """Runs a script that uses exported names of the page's `module`, which needs no browser; what it returns."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here to run it")
+
+    def run(module, names, body, given):
+        source = base64.b64encode(server.ask("GET", module).body).decode()
+        script = f"""
+            const {{ {names} }} = await import("data:text/javascript;base64,{source}");
+            const use = (given) => {{ {body} }};
+            console.log(JSON.stringify(use({json.dumps(given)})));
+        """
+        command = [node, "--input-type=module"]
+        return json.loads(subprocess.run(command, input=script.encode(), capture_output=True, check=True).stdout)
+
+    return run
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def test_answers_that_failed_and_their_questions_are_not_sent_again(run_script):
+    turns = [
+        turn("user", "whole?"), turn("assistant", "yes", end="stop"),
+        turn("user", "refused?"), turn("assistant", "", end="failed", error="too many requests wait already"),
+        turn("user", "lost?"), turn("assistant", "half an ans", end="failed", error="the connection was lost"),
+        turn("user", "empty?"), turn("assistant", "", end="stop"),
+        turn("user", "left before an answer?"),
+        turn("user", "cut?"), turn("assistant", "a long", end="length"),
+        turn("user", "stopped early?"), turn("assistant", "", end="stopped"),
+        turn("user", "stopped?"), turn("assistant", "some text", end="stopped"),
+        turn("user", "kept without an end?"), turn("assistant", "by an earlier page"),
+        turn("user", "last?"),
+    ]  # fmt: skip
+    sent = run_script("/kept.js", "messagesOf", "return messagesOf({ turns: given });", turns)
+    wanted = ["whole?", "yes", "cut?", "a long", "stopped?", "some text", "kept without an end?", "by an earlier page"]
+    assert [one["content"] for one in sent] == [*wanted, "last?"]
+    assert [one["role"] for one in sent] == ["user", "assistant"] * 4 + ["user"]
+    assert all(set(one) == {"role", "content"} for one in sent)
+
+
+def test_an_answer_that_is_not_whole_says_why(run_script):
+    ends = [
+        turn("assistant", "a", end="length", timings={"predicted_n": 256}),
+        turn("assistant", "a", end="stopped"),
+        turn("assistant", "a", end="failed", error="rank 1 ended"),
+        turn("assistant", "", end="failed", error="no key"),
+        turn("assistant", "a", end="stop"),
+        turn("assistant", "a"),
+    ]
+    cut, stopped, broken, none, *whole = run_script("/kept.js", "cutOf", "return given.map(cutOf);", ends)
+    assert cut == "cut after 256 tokens: maximum length" and stopped == "stopped"
+    assert broken.startswith("broken off: rank 1 ended.") and none.startswith("no answer: no key.")
+    assert whole == ["", ""]
+
+
+ANSWER = """First line
+second line, with `code` and <b>no tag</b>
+
+1. one
+2. two
+   - inner `x`
+   more of inner's neighbour
+
+3. three
+
+```python
+def f():
+
+    return "- no item"
+```
+- a
+- b"""
+
+
+def outline(found):
+    """Of blocks: their kinds and texts."""
+    return [(one["kind"], one.get("text") or outline(one["content"])) for one in found]
+
+
+def test_paragraphs_lists_and_code_are_told_apart(run_script):
+    found = run_script("/markdown.js", "blocks", 'return blocks(given.split("\\n"));', ANSWER)
+    assert outline(found) == [
+        ("p", "First line\nsecond line, with `code` and <b>no tag</b>"),
+        ("ol", [("p", "one")]),
+        ("ol", [("p", "two"), ("ul", [("p", "inner `x`")]), ("p", "more of inner's neighbour")]),
+        ("ol", [("p", "three")]),
+        ("pre", 'def f():\n\n    return "- no item"'),
+        ("ul", [("p", "a")]),
+        ("ul", [("p", "b")]),
+    ]
+    assert run_script("/markdown.js", "blocks", "return blocks(given);", ["4. four"])[0]["number"] == 4
+    for one in ("1986.5 is a number", "-5 degrees", "**bold** words", "``` in `a` line"):
+        assert outline(run_script("/markdown.js", "blocks", "return blocks(given);", [one])) == [("p", one)]
+
+
+def test_an_answer_of_nothing_but_signs_of_a_list_is_shown(run_script):
+    found = run_script("/markdown.js", "blocks", "return blocks(given);", ["- " * 50_000])
+    depth = 0
+    while found and found[0]["kind"] == "ul":
+        found, depth = found[0]["content"], depth + 1
+    assert 1 < depth < 20
 
 
 @pytest.fixture
@@ -148,7 +258,7 @@ def test_conversations_outlast_a_reload_and_are_deleted_one_by_one(serving, brow
         expect(page_of.locator(".user")).to_have_text(["Second?", "And third?"])
         expect(page_of.locator("#conversations .open")).to_have_text(["Second?", "First?"])
         page_of.get_by_role("button", name="First?", exact=True).click()
-        expect(page_of.locator(".assistant .text")).to_have_text(answer)
+        expect(page_of.locator(".assistant .text")).to_have_text(answer, use_inner_text=True)
         page_of.click("[aria-label='Delete the conversation: First?']")
         page_of.get_by_role("button", name="Delete", exact=True).click()
         expect(page_of.locator("#conversations .open")).to_have_text(["Second?"])
@@ -195,7 +305,9 @@ def test_an_answer_is_plotted_stopped_with_escape_and_copied(serving, browser, w
         page_of.click("[aria-label='Copy this answer']")
         expect(page_of.locator("#status")).to_have_text("copied")
         copied = page_of.evaluate("navigator.clipboard.readText()")
-        assert copied == page_of.locator(".assistant .text").text_content()
+        kept = page_of.evaluate("Object.values(localStorage).map((one) => JSON.parse(one).turns[1].content)")
+        assert [copied] == kept
+        expect(page_of.locator(".cut")).to_have_text("stopped")
 
 
 @pytest.mark.slow
@@ -213,3 +325,180 @@ def test_everything_is_reached_by_keyboard_and_has_a_name(serving, browser, wind
         unnamed = """() => [...document.querySelectorAll("button, input, select, textarea, progress, svg, nav, main")]
             .filter((one) => !(one.ariaLabel || one.textContent.trim() || one.labels?.length)).map((one) => one.id)"""
         assert page_of.evaluate(unnamed) == []
+
+
+def chunk(text=None, reason=None, **more):
+    return {"choices": [{"index": 0, "delta": {"content": text} if text else {}, "finish_reason": reason}], **more}
+
+
+@pytest.fixture
+def scripted(server, browser, window):
+    """Opens a page whose questions get the events that are given, one list a question (a number: that status, with an
+    error). The page, and the bodies that it sent."""
+
+    def open_page(*answers):
+        left, sent = list(answers), []
+
+        def answer(route):
+            sent.append(route.request.post_data_json)
+            events = left.pop(0)
+            if isinstance(events, int):
+                error = {"error": {"message": f"refused with {events}", "type": "server_error", "code": None}}
+                route.fulfill(status=events, json=error)
+            else:
+                body = "".join(f"data: {one if one == '[DONE]' else json.dumps(one)}\n\n" for one in events)
+                route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+        page_of = window(server, 390)
+        page_of.route("**/v1/chat/completions", answer)
+        return page_of, sent
+
+    return open_page
+
+
+def ask_for_any_end(window, expect, question):
+    before = window.locator(".foot").count()
+    window.fill("#question", question)
+    window.keyboard.press("Enter")
+    expect(window.locator(".foot")).to_have_count(before + 1)
+
+
+@pytest.mark.slow
+def test_failed_turns_are_marked_left_out_and_asked_again_by_retry(scripted, browser):
+    expect = browser[1]
+    error = {"error": {"message": "memory ran out", "type": "server_error", "param": None, "code": "out_of_memory"}}
+    page_of, sent = scripted(
+        [chunk("Yes."), chunk(None, "stop"), "[DONE]"],
+        429,
+        [chunk("Half"), error],
+        [chunk("Lost")],
+        [chunk("Cut"), chunk(None, "length", timings={"predicted_n": 7, "predicted_ms": 1.0}), "[DONE]"],
+    )
+    for question in ("one", "two", "three", "four"):
+        ask_for_any_end(page_of, expect, question)
+        expect(page_of.locator(".foot").last).to_be_in_viewport()
+    page_of.click("#retry")
+    marks = [
+        re.compile(r"^no answer: refused with 429\."),
+        re.compile(r"^broken off: memory ran out\."),
+        "cut after 7 tokens: maximum length",
+    ]
+    expect(page_of.locator(".cut")).to_have_text(marks)
+    asked = [[one["content"] for one in body["messages"]] for body in sent]
+    assert asked == [["one"], *(["one", "Yes.", question] for question in ("two", "three", "four", "four"))]
+    page_of.reload()
+    expect(page_of.locator(".cut")).to_have_text(marks)
+    expect(page_of.locator(".assistant .text")).to_have_text(["Yes.", "", "Half", "Cut"])
+
+
+@pytest.mark.slow
+def test_an_answer_reads_well_while_it_grows_and_is_copied_as_it_came(scripted, browser):
+    expect = browser[1]
+    pieces = [chunk(sign) for sign in ANSWER]
+    page_of, _ = scripted([*pieces, chunk(None, "stop"), "[DONE]"])
+    page_of.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask_for_any_end(page_of, expect, "How?")
+    shape = """() => [...document.querySelector(".assistant .text").children].map((one) => one.outerHTML)"""
+    shown = page_of.evaluate(shape)
+    assert shown == [
+        "<p>First line\nsecond line, with <code>code</code> and &lt;b&gt;no tag&lt;/b&gt;</p>",
+        '<ol start="1"><li><p>one</p></li><li><p>two</p><ul><li><p>inner <code>x</code></p></li></ul>'
+        "<p>more of inner's neighbour</p></li><li><p>three</p></li></ol>",
+        '<pre><code>def f():\n\n    return "- no item"</code></pre>',
+        "<ul><li><p>a</p></li><li><p>b</p></li></ul>",
+    ]
+    in_steps = """async (answer) => {
+        const { MarkdownView } = await import("./markdown.js");
+        const place = document.createElement("div");
+        const view = new MarkdownView(place);
+        const first = [];
+        for (let end = 1; end <= answer.length; end += 1) {
+            view.show(answer.slice(0, end), true);
+            first.push(place.firstChild);
+        }
+        view.show(answer);
+        return [[...place.children].map((one) => one.outerHTML), first.at(-1) === first[answer.indexOf("1. one") + 2]];
+    }"""
+    assert page_of.evaluate(in_steps, ANSWER) == [shown, True]
+    page_of.click("[aria-label='Copy this answer']")
+    expect(page_of.locator("#status")).to_have_text("copied")
+    assert page_of.evaluate("navigator.clipboard.readText()") == ANSWER
+
+
+@pytest.mark.slow
+def test_the_key_dialog_is_left_with_escape_and_opened_again(serving, browser, tmp_path, monkeypatch):
+    expect = browser[1]
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving(api_key="secret", max_new_tokens=4) as server:
+        page_of = browser[0].new_page()
+        page_of.goto(f"http://127.0.0.1:{server.port}/")
+        expect(page_of.locator("#locked")).to_be_visible()
+        page_of.keyboard.press("Escape")
+        expect(page_of.locator("#locked")).to_be_hidden()
+        expect(page_of.locator("#status")).to_have_text(re.compile("^this server needs its key: press “Give the key”"))
+        page_of.wait_for_timeout(300)
+        assert not page_of.locator("#locked").is_visible()
+        page_of.click("#unlock")
+        for key, title in (("wrong", "This server needs its key."), ("secret", "This key is wrong.")):
+            expect(page_of.locator("#locked-title")).to_have_text(title)
+            page_of.fill("#key", key)
+            page_of.keyboard.press("Enter")
+        expect(page_of.locator("#model")).to_have_text("target")
+        expect(page_of.locator("#unlock")).to_be_hidden()
+        expect(page_of.locator("#status")).to_have_text("")
+
+
+@pytest.mark.slow
+def test_a_question_without_the_key_fails_once_and_is_answered_by_retry(serving, browser, tmp_path, monkeypatch):
+    expect = browser[1]
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving(api_key="secret", max_new_tokens=4) as server:
+        page_of = browser[0].new_page()
+        page_of.goto(f"http://127.0.0.1:{server.port}/")
+        expect(page_of.locator("#locked")).to_be_visible()
+        page_of.keyboard.press("Escape")
+        page_of.fill("#question", "Why?")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator("#locked")).to_be_visible()
+        page_of.keyboard.press("Escape")
+        expect(page_of.locator(".cut")).to_have_text(re.compile("^no answer: this server needs its key"))
+        assert not page_of.locator("#locked").is_visible()
+        page_of.click("#retry")
+        page_of.fill("#key", "secret")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator(".assistant .figures")).to_have_count(1)
+        expect(page_of.locator("#model")).to_have_text("target")
+
+
+@pytest.mark.slow
+def test_another_refusal_with_status_401_is_shown_and_asks_for_no_key(scripted, browser):
+    page_of, _ = scripted(401)
+    ask_for_any_end(page_of, browser[1], "Why?")
+    browser[1](page_of.locator("#status")).to_have_text("refused with 401")
+    assert not page_of.locator("#locked").is_visible()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_is_said_under_the_answer(serving, browser, window, lasting):
+    expect = browser[1]
+    with serving(lasting, max_new_tokens=60_000) as server:
+        page_of = window(server)
+        page_of.fill("#question", "Why?")
+        page_of.keyboard.press("Enter")
+        expect(page_of.locator("#tbt")).to_have_text(re.compile(r"^TBT [\d.]+ ms"))
+        server.signal(signal.SIGKILL)
+        expect(page_of.locator(".cut")).to_have_text(re.compile("^broken off: the (connection to the )?server "))
+        ask_for_any_end(page_of, expect, "And now?")
+        expect(page_of.locator(".cut").last).to_have_text(re.compile("^no answer: the server cannot be reached"))
+
+
+@pytest.mark.slow
+def test_an_empty_page_says_what_to_do_first(serving, browser, window):
+    expect = browser[1]
+    with serving(max_new_tokens=4) as server:
+        page_of = window(server)
+        expect(page_of.locator("#hint")).to_have_text(re.compile("^Add a text.*Or just ask"))
+        ask(page_of, expect, "Why?")
+        expect(page_of.locator("#hint")).to_be_hidden()
+        page_of.click("#new")
+        expect(page_of.locator("#hint")).to_be_visible()

@@ -1,5 +1,6 @@
 // Conversations with the model of this server. All that comes from it, or from a file, is put into the page as text.
-import { conversations, forget, keep, newConversation, titleOf } from "./kept.js";
+import { conversations, cutOf, forget, keep, messagesOf, newConversation, titleOf } from "./kept.js";
+import { MarkdownView } from "./markdown.js";
 import { Plot } from "./plot.js";
 import { call, events } from "./server.js";
 
@@ -39,9 +40,12 @@ function sure(question) {
 
 // The turns of the conversation.
 
-function follow(turn) {
+// Makes a change to the last turn; whoever has its end in sight keeps it in sight.
+function follow(turn, change) {
   const turns = at("turns");
-  if (turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120) turn.scrollIntoView({ block: "end" });
+  const near = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 120;
+  change();
+  if (near) turn.scrollIntoView({ block: "end" });
 }
 
 function figuresOf(timings) {
@@ -69,8 +73,12 @@ async function copy(text) {
 
 function showTurn(turn) {
   const found = element("div", `turn ${turn.role}`);
-  found.append(element("div", "text", turn.content));
-  if (turn.role === "assistant") finishTurn(found, turn);
+  const text = element("div", "text", turn.role === "user" ? turn.content : "");
+  found.append(text);
+  if (turn.role === "assistant") {
+    new MarkdownView(text).show(turn.content);
+    finishTurn(found, turn);
+  }
   at("turns").append(found);
   found.scrollIntoView({ block: "end" });
   return found;
@@ -78,6 +86,8 @@ function showTurn(turn) {
 
 function finishTurn(shown, turn) {
   const foot = element("div", "foot");
+  const cut = cutOf(turn);
+  if (cut) foot.append(element("span", "cut", cut));
   if (turn.timings) foot.append(element("span", "figures", figuresOf(turn.timings)));
   if (turn.content) foot.append(button("Copy", "Copy this answer", () => copy(turn.content)));
   shown.append(foot);
@@ -100,12 +110,17 @@ function showList() {
   disableWhileRunning();
 }
 
+function showHint() {
+  at("hint").hidden = Boolean(current.turns.length || current.context);
+}
+
 function choose(conversation) {
   if (running) return;
   current = conversation;
   sessionStorage.setItem("conversation", current.id);
   at("turns").replaceChildren();
   current.turns.forEach(showTurn);
+  showHint();
   showChosenContext();
   at("speed").hidden = true;
   say("");
@@ -129,7 +144,7 @@ function disableWhileRunning() {
   for (const id of ["new", "context", "file"]) at(id).disabled = busy;
   for (const one of at("conversations").querySelectorAll("button")) one.disabled = busy;
   at("remove").disabled = busy || !at("context").value;
-  at("retry").disabled = busy || current.turns.length < 2;
+  at("retry").disabled = busy || !current.turns.length;
 }
 
 function setRunning(controller) {
@@ -150,10 +165,14 @@ function showReading(progress) {
 }
 
 async function answer() {
-  const messages = current.turns.map(({ role, content }) => ({ role, content }));
-  const turn = { role: "assistant", content: "" };
+  const messages = messagesOf(current);
+  const turn = { role: "assistant", content: "", end: "failed", error: "the page was closed" }; // as kept if it is
   const shown = element("div", "turn assistant");
   const text = element("div", "text");
+  const view = new MarkdownView(text);
+  let frame = 0; // in which the text is drawn, however many pieces come before it
+  let reason = null;
+  let failure = null;
   shown.append(text);
   at("turns").append(shown);
   current.turns.push(turn);
@@ -161,6 +180,10 @@ async function answer() {
   setRunning(controller);
   plot.clear();
   say("waiting");
+  const draw = () => {
+    frame = 0;
+    follow(shown, () => view.show(turn.content, true));
+  };
   try {
     const body = { messages, stream: true, return_progress: true, timings_per_token: true };
     if (current.context) body.context = current.context;
@@ -172,24 +195,33 @@ async function answer() {
         at("speed").hidden = false;
       }
       if (event.prompt_progress) showReading(event.prompt_progress);
-      const piece = event.choices?.[0]?.delta?.content;
-      if (!piece) continue;
-      turn.content += piece;
-      text.textContent = turn.content;
-      follow(shown);
+      const choice = event.choices?.[0];
+      reason = choice?.finish_reason ?? reason;
+      if (!choice?.delta?.content) continue;
+      turn.content += choice.delta.content;
+      frame ||= requestAnimationFrame(draw);
       say("writing");
     }
-    say("");
+    reason ??= "stop";
   } catch (error) {
-    say(controller.signal.aborted ? "stopped" : error.message, !controller.signal.aborted);
+    failure = error;
   }
+  // An answer that has its finish_reason is whole, whatever comes after that.
+  const stopped = controller.signal.aborted;
+  turn.end = reason ?? (stopped ? "stopped" : "failed");
+  turn.error = turn.end === "failed" ? failure.message : undefined;
+  say(turn.error ?? (turn.end === "stopped" ? "stopped" : ""), turn.end === "failed");
+  cancelAnimationFrame(frame);
   showReading(null);
-  finishTurn(shown, turn);
-  follow(shown);
+  follow(shown, () => {
+    view.show(turn.content);
+    finishTurn(shown, turn);
+  });
   keepCurrent();
   setRunning(null);
   showList();
   at("question").focus();
+  if (turn.end !== "failed" && !at("model").textContent) connect();
 }
 
 at("ask").addEventListener("submit", (event) => {
@@ -200,6 +232,7 @@ at("ask").addEventListener("submit", (event) => {
   const turn = { role: "user", content: question };
   current.turns.push(turn);
   showTurn(turn);
+  showHint();
   sessionStorage.setItem("conversation", current.id);
   keepCurrent();
   answer();
@@ -218,9 +251,11 @@ document.addEventListener("keydown", (event) => {
 at("stop").addEventListener("click", () => running?.abort());
 
 at("retry").addEventListener("click", () => {
-  if (running || current.turns.length < 2) return;
-  current.turns.pop();
-  at("turns").lastElementChild.remove();
+  if (running || !current.turns.length) return;
+  if (current.turns.at(-1).role === "assistant") {
+    current.turns.pop();
+    at("turns").lastElementChild.remove();
+  }
   answer();
 });
 
@@ -295,10 +330,7 @@ addEventListener("drop", (event) => {
   addText(event.dataTransfer.files[0]);
 });
 
-async function begin() {
-  const chosen = sessionStorage.getItem("conversation");
-  const kept = conversations();
-  choose(kept.find((one) => one.id === chosen) ?? kept[0] ?? current);
+async function connect() {
   try {
     const { data } = await (await call("v1/models")).json();
     at("model").textContent = data[0].id;
@@ -308,4 +340,11 @@ async function begin() {
   }
 }
 
-begin();
+at("unlock").addEventListener("click", () => {
+  say("");
+  connect();
+});
+
+const chosen = sessionStorage.getItem("conversation");
+choose(conversations().find((one) => one.id === chosen) ?? conversations()[0] ?? current);
+connect();
