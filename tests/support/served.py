@@ -103,10 +103,19 @@ class Client:
 class Process(Client):
     """`triforce serve` in a process of its own, or in several that were started as torchrun starts them."""
 
-    def __init__(self, pair: tuple[Path, Path], log: Path, forks: list[Fork], *options: object, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        pair: tuple[Path, Path],
+        log: Path,
+        forks: list[Fork],
+        *options: object,
+        ranks: int = 1,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         """Args:
         log: where its stderr goes.
         forks: takes the processes.
+        before: called in each of them first; what it changes there, a library for instance, nobody else sees.
         """
         fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32", "--port", 0)
         self.forks, self._log = forks, log
@@ -122,7 +131,7 @@ class Process(Client):
             for rank in range(ranks):
                 place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared} if ranks > 1 else {}
                 call = triforce("serve", *fixed, *options)
-                self.forks.append(Fork(call, streams, {**os.environ, **place}))
+                self.forks.append(Fork(lambda call=call: (before(), call()), streams, {**os.environ, **place}))
         self.fork = self.forks[0]
         self.wait_for_words("ready\n")
         found = re.search(r"listening at http://[\d.]+:(\d+)", self.log)
@@ -147,12 +156,13 @@ class Process(Client):
         """What comes of a completion, to be read as it comes."""
         return self.connect("POST", COMPLETION, body).getresponse()
 
-    def stream(self, tokens: int) -> tuple[list[bytes], threading.Thread]:
+    def stream(self, tokens: int, **fields: Any) -> tuple[list[bytes], threading.Thread]:
         """What comes of a stream, in a list that grows, and the thread that reads it."""
         lines: list[bytes] = []
 
         def read() -> None:
-            response = self.post({"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True})
+            body = {"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
+            response = self.post(body)
             lines.extend(line for line in response if line.startswith(b"data: "))
 
         thread = threading.Thread(target=read)

@@ -90,9 +90,11 @@ class _Work:
     """Tells whoever waits for it; from any thread."""
     asked_at: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
-    """Whether nobody waits for it any more."""
+    """Whether nobody waits for it any more. Any thread may set it, and none takes it back."""
     begun: int = field(default=0, init=False)
-    """Its parts that have left the queue."""
+    """Its parts that have left the queue, which counts them under its lock."""
+    ended: int = field(default=0, init=False)
+    """Its parts that are done."""
     reading_began: float = field(default=0.0, init=False)
     """When its prompt was first read, by `time.perf_counter`; 0 before."""
     progress_sent: float = field(default=0.0, init=False)
@@ -109,6 +111,8 @@ class _Work:
         return self.begun == self.parts
 
     def fail(self, error: BaseException) -> None:
+        """Says that nothing follows; from any thread."""
+        self.abandoned = True
         self.send(Failed(as_body_error(error)))
 
 
@@ -156,6 +160,14 @@ class Upload(_Work):
             raise BodyError(str(error), "name", code="context_exists", status=409) from error
 
 
+@dataclass(eq=False)
+class Check(_Work):
+    """A few tokens for nobody, which show whether the engine works."""
+
+    wants_progress: bool = field(default=False, init=False)
+    """As `Job` has it."""
+
+
 def as_body_error(error: BaseException) -> BodyError:
     """What a client is told of an error; of one that is a fault here, not more than that."""
     if isinstance(error, BodyError):
@@ -174,6 +186,11 @@ def as_body_error(error: BaseException) -> BodyError:
 def rank_ended() -> BodyError:
     """What those are told who wait when another rank has ended."""
     return BodyError("a rank of the server has ended, and the server with it", code="rank_ended", status=500)
+
+
+def engine_failed() -> BodyError:
+    """What those are told who wait when the engine has failed for good, or ask then."""
+    return BodyError("the engine has failed, and the server ends with it", code="engine_failed", status=500)
 
 
 def stopping() -> BodyError:
