@@ -130,11 +130,13 @@ class Process(Client):
         *options: object,
         ranks: int = 1,
         account: int | None = None,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         """Args:
         log: where its stderr goes.
         forks: takes the processes.
         account: the user that it runs as, if that is another one, which only root can have.
+        before: called in each of them first; what it changes there, a library for instance, nobody else sees.
         """
         fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
         fixed += () if "--uds" in options else ("--port", 0)
@@ -152,7 +154,7 @@ class Process(Client):
                 place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared} if ranks > 1 else {}
                 call = triforce("serve", *fixed, *options)
                 call = call if account is None else as_account(account, call)
-                self.forks.append(Fork(call, streams, {**os.environ, **place}))
+                self.forks.append(Fork(lambda call=call: (before(), call()), streams, {**os.environ, **place}))
         self.fork = self.forks[0]
         self.wait_for_words("ready\n")
         found = re.search(r"listening at (?:http://.+:(\d+)|unix:(.+))\n", self.log)
@@ -177,12 +179,13 @@ class Process(Client):
         """What comes of a completion, to be read as it comes."""
         return self.connect("POST", COMPLETION, body).getresponse()
 
-    def stream(self, tokens: int) -> tuple[list[bytes], threading.Thread]:
+    def stream(self, tokens: int, **fields: Any) -> tuple[list[bytes], threading.Thread]:
         """What comes of a stream, in a list that grows, and the thread that reads it."""
         lines: list[bytes] = []
 
         def read() -> None:
-            response = self.post({"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True})
+            body = {"prompt": "It was", "max_tokens": tokens, "temperature": 0, "stream": True, **fields}
+            response = self.post(body)
             lines.extend(line for line in response if line.startswith(b"data: "))
 
         thread = threading.Thread(target=read)

@@ -17,7 +17,7 @@ from tiny import save_llama
 def process(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Any]:
     """Starts one: `process("--grace", 1, ranks=2)`."""
     forks: list[Fork] = []
-    yield lambda *options, ranks=1, models=pair: Process(models, tmp_path / "log", forks, *options, ranks=ranks)
+    yield lambda *options, models=pair, **more: Process(models, tmp_path / "log", forks, *options, **more)
     for fork in forks:
         fork.kill()
 

@@ -9,15 +9,17 @@ from contextlib import closing
 from hashlib import blake2b
 
 from ....offload import Engine
+from ....offload.contexts.manifest import ContextError
 from ....offload.contexts.model import ContextRequest
+from ....tp.errors import CapacityError, TriforceError, UsageError
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Prompt
 from ...session.request_prompt import request_task
 from ...session.response import AnswerEnd, Timings
-from ...session.session import Failed, Finished, Session, Task, Written
+from ...session.session import Event, Failed, Finished, Session, Task, Written
 from ...session.wire import BodyError
 from .fair_queue import FairQueue
-from .jobs import Complete, Job, Piece, Progress, Saved, Upload
+from .jobs import Check, Complete, Job, Piece, Progress, Saved, Upload
 from .metrics import Metrics
 
 _SAVED_FROM = 1024
@@ -27,9 +29,21 @@ _SAVED_FROM = 1024
 TELL_S = 0.1
 """Between two events of how a prompt is read."""
 
+_CHECK_TOKENS = 4
+"""What a check writes: a prompt is read, and rounds follow."""
+
+_EXPLAINED = CapacityError, ContextError, UsageError, BodyError
+"""Errors that say nothing about whether the engine works."""
+
 
 class Answering:
-    """Works on what waits in the queue."""
+    """Works on what waits in the queue.
+
+    An error can be one request's, or one after which the engine works again, or one that sticks, as most errors of a GPU
+    do. That is found out: after an error that is none of `_EXPLAINED` the engine is in doubt until it writes a token.
+    Where it has nothing to write, or its run has broken off, it first writes a few tokens for a check; if that fails,
+    it has failed for good. So a request that always fails does not end the server.
+    """
 
     def __init__(
         self,
@@ -54,10 +68,14 @@ class Answering:
         self._session: Session | None = None
         self.broken = False
         """Whether it broke off where other ranks, if there are any, go on."""
+        self.failed = False
+        """Whether the engine has failed for good."""
+        self._in_doubt = False  # whether it works
+        self._checking = False  # and nothing else begins meanwhile
 
     def __len__(self) -> int:
-        """Answers that are being written and texts that are read, or wait for memory."""
-        return len(self._tasks)
+        """Answers that are being written and texts that are read, or wait for memory; for any thread."""
+        return len(self._session.tasks) if self._session else 0
 
     @property
     def _tasks(self) -> list[Task]:
@@ -67,8 +85,9 @@ class Answering:
         """Works until the queue is closed. All that was taken from it gets its last event.
 
         Raises:
-            Exception: the engine failed; those who waited are told.
+            Exception: the engine failed; those who waited are told. `failed` is whether that is for good.
         """
+        self._checking = self._in_doubt
         session = self._session = Session(
             self._engine, self._tokenizer, max_sequences=self._most, on_read=self._send_progress
         )
@@ -80,7 +99,8 @@ class Answering:
                         if isinstance(event, Finished | Failed):
                             self._fail(event.task.owner, why)
                         continue
-                    if event and event.task.owner.abandoned:
+                    self._judge(event)
+                    if event and (event.task.owner.abandoned or isinstance(event.task.owner, Check)):
                         event = None
                     if isinstance(event, Written):
                         self._send_piece(event)
@@ -92,11 +112,13 @@ class Answering:
                         if task.owner.abandoned:
                             session.end(task)
                     self._count_traffic(session)
-            self.fail_all(
+            self._fail_all(
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )
         except BaseException as error:
-            self.fail_all(error)
+            self._in_doubt = not isinstance(error, _EXPLAINED)
+            self.failed = self._checking and self._in_doubt
+            self._fail_all(error)
             raise
         finally:
             self.broken = session.broken
@@ -108,7 +130,11 @@ class Answering:
 
     def _next(self, waits: bool) -> Task | None:
         """What the engine is to do next; waits for it where nothing else is running."""
-        while True:
+        if waits and self._in_doubt:
+            self._checking = True
+            owner, limits = Check("", lambda _: None), {"max_new_tokens": _CHECK_TOKENS, "ignore_eos": True}
+            return Task(Prompt([0]), ContextRequest(), **limits, owner=owner)
+        while not self._checking:
             found = self._queue.next() if waits else self._queue.pop(self._may_join)
             if found is None:
                 return None
@@ -123,6 +149,25 @@ class Answering:
             except Exception as error:
                 self._note(f"error: a request could not be begun ({type(error).__name__})")
                 self._fail(found, error)
+        return None
+
+    def _judge(self, event: Event) -> None:
+        """Learns from an event whether the engine works.
+
+        Raises:
+            Exception: what a check has failed with.
+        """
+        checks = event is not None and isinstance(event.task.owner, Check)
+        if isinstance(event, Failed):
+            self._in_doubt = not isinstance(event.error, _EXPLAINED)
+            if checks and self._in_doubt:
+                raise event.error
+            if not isinstance(event.error, TriforceError):
+                self._note(f"error: the engine failed at a request ({type(event.error).__name__}); its client was told")
+        elif event is not None and (isinstance(event, Finished) or not checks):
+            self._in_doubt = False
+        if checks and not isinstance(event, Written):
+            self._checking = False
 
     def _saved_as(self, work: Job) -> str | None:
         """The name of the context that a prompt is saved as, if it is: the first answer to it saves for all."""
@@ -169,6 +214,9 @@ class Answering:
         """Says that an answer is complete, or a text is saved."""
         assert task.sequence
         s, work = task.sequence.statistics, task.owner
+        work.ended += 1
+        if work.ended == work.parts:
+            self._queue.remove(work)
         if isinstance(work, Upload):
             self._metrics.add_text(s)
             work.send(Saved(s.prompt_tokens - s.reused_tokens, s.ttft_s))
@@ -188,8 +236,8 @@ class Answering:
         processed = s.reused_tokens + round(share * (s.prompt_tokens - s.reused_tokens))
         work.send(Progress(s.prompt_tokens, s.reused_tokens, processed, now - work.reading_began, task.number))
 
-    def fail_all(self, error: BaseException) -> None:
-        """Tells all who still wait that nothing follows."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Tells all whose work was begun that nothing follows."""
         for job in dict.fromkeys(task.owner for task in self._tasks):
             self._fail(job, error)
         if self._session:
@@ -198,5 +246,4 @@ class Answering:
     def _fail(self, job: Job | Upload, error: BaseException) -> None:
         """Tells whoever waits for it that nothing follows; what waits of it is dropped."""
         job.fail(error)
-        job.abandoned = True
         self._queue.remove(job)

@@ -1,5 +1,6 @@
 """Work that waits: a bounded queue, round-robin over clients, so that one who asks a lot delays the others little. What
-has several parts is popped once for each, and in between comes what others wait for."""
+has several parts is popped once for each, and in between comes what others wait for. It also knows what was popped and
+has not ended, so that any thread can break that off."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class FairQueue(Generic[W]):
         """
         self._most, self._begin, self._refuse = most, begin, refuse
         self._by_client: OrderedDict[str, deque[W]] = OrderedDict()
+        self._popped: dict[W, None] = {}  # and not removed since
         self._changed = threading.Condition()  # of a lock that its holder may take again
         self._closed = False
 
@@ -93,6 +95,7 @@ class FairQueue(Generic[W]):
             waiting = self._by_client[client]
             waiting.remove(work)
             self._by_client.move_to_end(client)
+            self._popped[work] = None
             if not self._begin(work):
                 waiting.append(work)
             if not waiting:
@@ -100,8 +103,9 @@ class FairQueue(Generic[W]):
             return work
 
     def remove(self, work: W) -> None:
-        """Forgets a piece of work, if it waits."""
+        """Forgets a piece of work that waits or was popped: it has ended, or nobody wants it."""
         with self._changed:
+            self._popped.pop(work, None)
             waiting = self._by_client.get(work.client)
             if waiting and work in waiting:
                 waiting.remove(work)
@@ -117,3 +121,10 @@ class FairQueue(Generic[W]):
                 self.remove(work)
             self._changed.notify_all()
             return left
+
+    def clear(self) -> list[W]:
+        """Closes it and forgets all; what was waiting, and what was popped and has not ended."""
+        with self._changed:
+            popped = list(self._popped)
+            self._popped.clear()
+            return list(dict.fromkeys([*popped, *self.close()]))

@@ -92,9 +92,11 @@ class _Work:
     """Tells whoever waits for it; from any thread."""
     asked_at: float = field(default_factory=time.perf_counter, init=False)
     abandoned: bool = field(default=False, init=False)
-    """Whether nobody waits for it any more."""
+    """Whether nobody waits for it any more. Any thread may set it, and none takes it back."""
     begun: int = field(default=0, init=False)
-    """Its parts that have left the queue."""
+    """Its parts that have left the queue, which counts them under its lock."""
+    ended: int = field(default=0, init=False)
+    """Its parts that are done."""
     reading_began: float = field(default=0.0, init=False)
     """When the prompt that is read was first, by `time.perf_counter`; 0 before."""
     reading: int = field(default=0, init=False)
@@ -113,6 +115,8 @@ class _Work:
         return self.begun == self.parts
 
     def fail(self, error: BaseException) -> None:
+        """Says that nothing follows; from any thread."""
+        self.abandoned = True
         self.send(Failed(as_body_error(error)))
 
 
@@ -160,6 +164,14 @@ class Upload(_Work):
             raise BodyError(str(error), "name", code="context_exists", status=409) from error
 
 
+@dataclass(eq=False)
+class Check(_Work):
+    """A few tokens for nobody, which show whether the engine works."""
+
+    wants_progress: bool = field(default=False, init=False)
+    """As `Job` has it."""
+
+
 def as_body_error(error: BaseException) -> BodyError:
     """What a client is told of an error; of one that is a fault here, not more than that."""
     if isinstance(error, BodyError):
@@ -183,6 +195,11 @@ def rank_ended() -> BodyError:
 def queue_full() -> BodyError:
     """What those are told for whom there is no place in the queue."""
     return BodyError("too many requests wait already; ask again later", code="queue_full", status=429)
+
+
+def engine_failed() -> BodyError:
+    """What those are told who wait when the engine has failed for good, or ask then."""
+    return BodyError("the engine has failed, and the server ends with it", code="engine_failed", status=500)
 
 
 def stopping() -> BodyError:

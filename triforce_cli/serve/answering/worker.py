@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ....offload import Engine
 from ....tp.errors import PeerError, TriforceError
@@ -16,8 +16,11 @@ from ...session.wire import BodyError
 from ..options import ServeOptions
 from .answering import Answering
 from .fair_queue import FairQueue
-from .jobs import Job, Upload, queue_full, rank_ended, stopping
+from .jobs import Job, Upload, engine_failed, queue_full, rank_ended, stopping
 from .metrics import Metrics
+
+State = Literal["loading", "ready", "stopping", "failed"]
+"""In the order that it goes through them."""
 
 
 class Worker:
@@ -32,7 +35,8 @@ class Worker:
         self.queue: FairQueue[Job | Upload] = FairQueue(
             options.max_queue, lambda work: work.begin(), lambda work: work.fail(queue_full())
         )
-        self.state: Literal["loading", "ready", "stopping", "failed"] = "loading"
+        self.state: State = "loading"
+        self._changing = threading.Lock()  # the state, which other threads change too
         self.engine: Engine | None = None
         """Once it is loaded."""
         self.error: BaseException | None = None
@@ -54,14 +58,15 @@ class Worker:
 
     def stop(self) -> None:
         """Has it end once the requests are answered that have begun to be; what waits is refused."""
-        if self.state != "failed":
-            self.state = "stopping"
+        self._enter("stopping")
         for work in self.queue.close(keeps=lambda work: work.begun > 0):
             work.fail(self.refusal())
 
     def refusal(self) -> BodyError:
         """What those are told whom it does not answer any more."""
-        return rank_ended() if isinstance(self.error, PeerError) else stopping()
+        if isinstance(self.error, PeerError):
+            return rank_ended()
+        return engine_failed() if self.error else stopping()
 
     def cut(self, wait_s: float, why: BodyError) -> bool:
         """Breaks off what is under way, and tells those who wait `why`; whether the thread has ended within `wait_s`
@@ -70,9 +75,17 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(wait_s if self.engine else 0)
         ended = not self._thread.is_alive()
-        if self._answering and not ended:
-            self._answering.fail_all(why)
+        if not ended:
+            for work in self.queue.clear():
+                work.fail(why)
         return ended
+
+    def _enter(self, state: State) -> bool:
+        """Goes on to a state; whether it was not past that already."""
+        with self._changing:
+            forward = get_args(State).index(state) > get_args(State).index(self.state)
+            self.state = state if forward else self.state
+            return forward
 
     def _run(self) -> None:
         try:
@@ -80,14 +93,14 @@ class Worker:
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
             self.engine = engine
-            if self.state == "loading":
-                self.state = "ready"
+            if self._enter("ready"):
                 self._note("ready")
             self._answer(engine, tokenizer)
             engine.finish()
             engine.close()
         except BaseException as error:
-            self.error, self.state = error, "failed"
+            self.error = error
+            self._enter("failed")
         finally:
             self.stop()
             for work in self.queue.close():
@@ -95,9 +108,11 @@ class Worker:
             self.ended.set()
 
     def _answer(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        """Works until the queue is closed. What fails does not end the server, unless ranks are lost.
+        """Works until the queue is closed. What fails does not end the server, unless ranks are lost or the engine does
+        not work any more.
 
         Raises:
+            TriforceError: it does not; see `Answering`.
             Exception: it failed where other ranks go on with it, or they have ended.
         """
         options = self._options
@@ -111,6 +126,12 @@ class Worker:
             except Exception as error:
                 if isinstance(error, PeerError) or (self._answering.broken and engine.target.ranks.size > 1):
                     raise
+                if self._answering.failed:
+                    what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    raise TriforceError(
+                        f"the engine failed, and again at a check of a few tokens ({what}): the server cannot go on; "
+                        "start it again"
+                    ) from error
                 if isinstance(error, TriforceError):
                     continue  # whoever asked knows
                 self._note(
