@@ -9,6 +9,7 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 from starlette.types import Scope
@@ -53,14 +54,15 @@ class _Counted:
 class Connection(H11Protocol):
     """As uvicorn has it, but for clients who do not read."""
 
-    def __init__(self, unread_s: float, on_unread: Callable[[], None], **others: Any) -> None:
+    def __init__(self, unread_s: float, on_unread: Callable[[], None], lookups: Executor, **others: Any) -> None:
         """Args:
         unread_s: seconds in which the client may take nothing of what waits for it.
         on_unread: called where it is closed for that.
+        lookups: where owners of connections are looked up.
         others: uvicorn's own.
         """
         super().__init__(**others)
-        self._unread_s, self._on_unread = unread_s, on_unread
+        self._unread_s, self._on_unread, self._lookups = unread_s, on_unread, lookups
         self._taken = 0  # bytes, when it took some last
         self._took_at = 0.0  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
@@ -90,9 +92,11 @@ class Connection(H11Protocol):
         takes milliseconds."""
         if self.server is None or self.client is None or self.server[1] is None:
             return None
-        if self._owner is None:
-            self._owner = self.loop.run_in_executor(None, owner_of, (self.server[0], self.server[1]), self.client)
-        return await self._owner
+        found = self._owner
+        if found is None:
+            ours = self.server[0], self.server[1]
+            found = self._owner = self.loop.run_in_executor(self._lookups, owner_of, ours, self.client)
+        return await found
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing for too long."""
