@@ -79,7 +79,7 @@ class Client:
         body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 10, **fields}
         return self.ask("POST", CHAT, body)
 
-    def complete(self, prompt: str | list[int] = "It was", **fields: Any) -> Reply:
+    def complete(self, prompt: Any = "It was", **fields: Any) -> Reply:
         return self.ask("POST", COMPLETION, {"prompt": prompt, "temperature": 0, "max_tokens": 10, **fields})
 
     def upload(self, name: str, text: str, **fields: str) -> Reply:

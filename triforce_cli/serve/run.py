@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -195,9 +196,13 @@ class HttpThread:
         on_unread: called where a connection is closed as nobody reads what is sent.
         on_failure: called where it ends by itself.
         """
+        # One thread: each look takes milliseconds, and the loop goes on meanwhile.
+        self._lookups = ThreadPoolExecutor(1, "owners")
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
-            http=partial(Connection, limits, Connections(limits.connections), on_unread),  # pyright: ignore[reportArgumentType]
+            http=partial(  # pyright: ignore[reportArgumentType]
+                Connection, limits, Connections(limits.connections), on_unread, self._lookups
+            ),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -221,6 +226,7 @@ class HttpThread:
         """Whether it has ended within `wait_s` seconds; what is being sent has two of them."""
         self._server.should_exit = True
         self._thread.join(wait_s)
+        self._lookups.shutdown(wait=False)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

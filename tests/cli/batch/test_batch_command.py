@@ -15,7 +15,7 @@ def chat(custom_id, question="Why?", **fields):
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
-def completion(custom_id, prompt="It was", **fields):
+def completion(custom_id, prompt: object = "It was", **fields):
     return {
         "custom_id": custom_id,
         "method": "POST",

@@ -49,6 +49,7 @@ def test_a_request_for_many_answers_holds_nobody_out(serving, long_pair, address
     assert found[0]["usage"]["completion_tokens"] == 128 * 12
 
 
+@pytest.mark.slow(keep=("two keys",))
 @pytest.mark.parametrize("keys", ["two keys", "one key"])
 def test_who_has_another_key_waits_for_one_answer_and_not_for_all(serving, long_pair, tmp_path, keys):
     (tmp_path / "keys").write_text("a\nb\n" if keys == "two keys" else "a\n")

@@ -11,6 +11,7 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 from starlette.types import Scope
@@ -78,15 +79,21 @@ class Connection(H11Protocol):
     """As uvicorn has it, but for clients who do not read, or ask nothing."""
 
     def __init__(
-        self, limits: ServerLimits, all_open: Connections, on_unread: Callable[[], None], **others: Any
+        self,
+        limits: ServerLimits,
+        all_open: Connections,
+        on_unread: Callable[[], None],
+        lookups: Executor,
+        **others: Any,
     ) -> None:
         """Args:
         all_open: to which this one is added.
         on_unread: called where it is closed as the client takes nothing of what waits for it.
+        lookups: where owners of connections are looked up.
         others: uvicorn's own.
         """
         super().__init__(**others)
-        self._limits, self._all_open, self._on_unread = limits, all_open, on_unread
+        self._limits, self._all_open, self._on_unread, self._lookups = limits, all_open, on_unread, lookups
         self._taken = 0  # bytes, when it took some last
         self._took_at = 0.0  # by the loop's clock
         self._idle_since = self.loop.time()
@@ -133,9 +140,11 @@ class Connection(H11Protocol):
         takes milliseconds."""
         if self.server is None or self.client is None or self.server[1] is None:
             return None
-        if self._owner is None:
-            self._owner = self.loop.run_in_executor(None, owner_of, (self.server[0], self.server[1]), self.client)
-        return await self._owner
+        found = self._owner
+        if found is None:
+            ours = self.server[0], self.server[1]
+            found = self._owner = self.loop.run_in_executor(self._lookups, owner_of, ours, self.client)
+        return await found
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing for too long."""
