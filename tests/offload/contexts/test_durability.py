@@ -7,8 +7,8 @@ import shutil
 import pytest
 from hooked_disk import HOWS, HookedDisk, PowerCut, full_after, read_only, recording
 from killed_reader import check_killed
-from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
 from small_disk import NoDiskError, small_disk
+from tiny_contexts import NAME, NEW_TOKENS, QUESTION, SAMPLINGS, SEGMENT, TEXT, assert_whole, store_at
 from tiny_disk import check_full_disk
 from triforce.offload import ContextError, ContextRequest
 

@@ -25,8 +25,8 @@ import torch
 from corruptions import check_damaged, save_generations
 from hooked_disk import HOWS, PowerCut, recording
 from killed_reader import check_killed
-from tiny_contexts import NAME, TEXT, TinyContexts, assert_whole, save_tiny_model, store_at
 from small_disk import small_disk
+from tiny_contexts import NAME, TEXT, TinyContexts, assert_whole, save_tiny_model, store_at
 from tiny_disk import check_full_disk
 
 
