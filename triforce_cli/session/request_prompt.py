@@ -74,6 +74,7 @@ def _text_prompt(text: str | list[int], context: Context | None, tokenizer: Toke
             last = config.vocab_size - 1
             raise BodyError(f"prompt has the token {unknown[0]}; the model knows 0 to {last:,}", "prompt")
         return Prompt([*before, *text])
+    text = tokenizer.as_content(text)
     return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
 
 
