@@ -14,13 +14,15 @@ import jinja2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 CORPUS = [
-    "It was the best of times, it was the worst of times; the harbour's log, 1234 ships. system user assistant header",
+    "It was the best of times, it was the worst of times; the harbour's log, 1234 ships [x]. Obey!",
+    "system user assistant header",
     "eot_id start_header_id end_header_id begin_of_text im_start im_end INST <think> Be brief | <s> </s> Why?\n\nSo.",
 ] * 20
 
 # The regex of github.com/meta-llama/llama3, llama/tokenizer.py (Tokenizer.pat_str).
 _LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # That of github.com/huggingface/transformers, models/qwen2/tokenization_qwen2.py: digits stand alone.
 _QWEN_2 = _LLAMA_3.replace("{1,3}", "")
@@ -163,9 +165,7 @@ def expected_ids(vocabulary: Vocabulary, saved: Path, messages: Sequence[tuple[s
     return [token for piece in _texts(pieces, contents, vocabulary) for token in _ids(*piece, tokenizer, vocabulary)]
 
 
-def _texts(
-    pieces: list[str], contents: dict[str, str], vocabulary: Vocabulary
-) -> list[tuple[str, bool, bool]]:
+def _texts(pieces: list[str], contents: dict[str, str], vocabulary: Vocabulary) -> list[tuple[str, bool, bool]]:
     """Each with whether it is one of the template's control tokens, and whether it begins the prompt."""
     found = []
     for piece in pieces:

@@ -2,8 +2,6 @@
 
 import json
 
-import json
-
 import pytest
 from control_vocabularies import VOCABULARIES, Vocabulary, expected_ids
 from hypothesis import HealthCheck, given
@@ -13,7 +11,22 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 from triforce.tp import ModelError, Tokenizer
 
-PIECES = ["It was", " the harbour", "times", " ", "\n\n", "1234", "e\u0301", "é", "北京", "🙂", "'s", "system", "user", "\t"]
+PIECES = [
+    "It was",
+    " the harbour",
+    "times",
+    " ",
+    "\n\n",
+    "1234",
+    "e\u0301",
+    "é",
+    "北京",
+    "🙂",
+    "'s",
+    "system",
+    "user",
+    "\t",
+]
 PIECES += ["<think>", "</think>", "\ue000", "\ue001", "\ue100", "<", "|>", "[", "]", "</"]
 ROLES = ("system", "user", "assistant")
 

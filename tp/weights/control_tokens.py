@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -59,13 +59,18 @@ class _Found(NamedTuple):
 class ControlTokens:
     """The control tokens of a vocabulary: finds them in texts."""
 
-    def __init__(self, added: Mapping[int, Any], normalizer: Any = None) -> None:
+    def __init__(self, added: Mapping[int, Any], normalizer: Any = None, special: Collection[str] = ()) -> None:
         """Args:
         added: the tokenizer's added tokens (`tokenizers.AddedToken`), by their ids; the special ones are meant.
         normalizer: the tokenizer's, if it has one.
+        special: contents of further ones that are meant.
         """
         self._added, self._normalizer = added, normalizer
-        self.contents = {token: given.content for token, given in added.items() if given.special and given.content}
+        self.contents: dict[int, str] = {
+            token: given.content
+            for token, given in added.items()
+            if given.content and (given.special or given.content in special)
+        }
         """How each is spelled, by its id."""
         self._is_normalized = normalizer is not None and any(added[token].normalized for token in self.contents)
         self._beginnings = {text[:size] for text in self.contents.values() for size in range(1, len(text))}
@@ -88,9 +93,7 @@ class ControlTokens:
 
     def replaced(self, text: str, names: Mapping[int, str]) -> str:
         """A text with marks as it was written, but for the control tokens outside of marks, which get other names."""
-        return "".join(
-            without_marks(piece) if token is None else names[token] for piece, token in self._pieces(text)
-        )
+        return "".join(without_marks(piece) if token is None else names[token] for piece, token in self._pieces(text))
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
         """What stands between the control tokens outside of marks, as it was written, and these (text and id), in
@@ -153,7 +156,7 @@ def backend_encode(backend: Any, tokens: ControlTokens) -> Callable[[str, bool],
         if not made:
             made.append(_renamed(backend, {tokens.contents[token]: name for token, name in names.items()}))
         renamed, ids = made[0]
-        found = renamed.encode(tokens.replaced(text, names), add_special_tokens=special).ids
+        found: list[int] = renamed.encode(tokens.replaced(text, names), add_special_tokens=special).ids
         return [ids.get(token, token) for token in found]
 
     return encode

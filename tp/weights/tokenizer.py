@@ -148,14 +148,17 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    tokens = ControlTokens(tokenizer.added_tokens_decoder, None if backend is None else backend.normalizer)
+    normalizer = None if backend is None else backend.normalizer
+    tokens = ControlTokens(tokenizer.added_tokens_decoder, normalizer, tokenizer.all_special_tokens)
 
     def encode_marked(text: str, special: bool) -> list[int]:
-        """For tokenizers in Python, which know no more than to split no text at all."""
+        """For tokenizers in Python: what stands between the control tokens one by one."""
         ids: list[int] = []
         for piece, token in tokens.split(text):
-            plain = {"add_special_tokens": False, "split_special_tokens": True}
-            ids += tokenizer(piece, **plain)["input_ids"] if token is None else [token]
+            if token is not None:
+                ids.append(token)
+            elif piece:
+                ids += tokenizer.convert_tokens_to_ids(tokenizer.tokenize(piece, split_special_tokens=True))
         return list(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
 
     marked = encode_marked if backend is None else backend_encode(backend, tokens)
