@@ -179,8 +179,9 @@ class QuestionForm:
         """All before the answer to `question`."""
         before = self.placeholder + self.line_ends
         if self.template is None:
-            asked = [f"Question: {one}\nAnswer:{answer}" for one, answer in exchanges]
-            return self.as_content(before + "\n\n".join([*asked, f"Question: {question}\nAnswer:"]))
+            texts = [*exchanges, (question, "")]
+            asked = [f"Question: {self.as_content(one)}\nAnswer:{self.as_content(answer)}" for one, answer in texts]
+            return before + "\n\n".join(asked)
         messages = [("system", self.frame.system)] if self.frame.system else []
         if self.frame.answered:
             messages += [("user", "?"), ("assistant", self.placeholder)]
