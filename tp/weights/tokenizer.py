@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ModelError, UsageError
 from .chat_template import Messages, compile_template, template_arguments, template_error
+from .control_tokens import ControlTokens, backend_encode, has_marks, without_marks
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _PLAIN_KEYS = {
@@ -32,11 +33,13 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 class Tokenizer:
     """A model's tokenizer.
 
-    `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`; `decode(ids)` leaves special
-    tokens out; `render(messages)` renders messages, each a role (`system`, `user`, `assistant`) and a text, and the
-    beginning of the answer to the last one, with the model's chat template; `chat(content, system)` does so for one
-    message of the user, after a system message if that is given. Both are `None` where there is no template.
-    `template_arguments` are the variables that the template can be given.
+    `encode(text, special)` gives ids, with the tokens that open a text (BOS) if `special`. A control token that `text`
+    spells becomes one, unless `as_content(text)` was given, or stands in what was: that keeps it a text, and returns
+    unchanged what spells none. `decode(ids)` leaves special tokens out. `render(messages)` renders messages, each a
+    role (`system`, `user`, `assistant`) and a text, as content, and the beginning of the answer to the last one, with
+    the model's chat template; `chat(content, system)` does so for one message of the user, after a system message if
+    that is given. Both are `None` where there is no template; what they return is for `encode`. `template_arguments`
+    are the variables that the template can be given.
     """
 
     encode: Callable[[str, bool], list[int]]
@@ -44,6 +47,7 @@ class Tokenizer:
     chat: Callable[[str, str | None], str] | None = None
     render: Callable[..., str] | None = None
     template_arguments: frozenset[str] = frozenset()
+    as_content: Callable[[str], str] = str
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -77,8 +81,16 @@ class Tokenizer:
         if unknown:
             known = ", ".join(sorted(self.template_arguments)) or "nothing"
             raise UsageError(f"{name} has {unknown[0]}, but the model's chat template asks for {known}")
-        render = partial(self.render, **given)
+        render = partial(self.render, **{key: self._argument(value) for key, value in given.items()})
         return replace(self, render=render, chat=_chat(render))
+
+    def _argument(self, value: Any) -> Any:
+        """A variable of the template, whose texts are content."""
+        if isinstance(value, str):
+            return self.as_content(value)
+        if isinstance(value, Mapping):
+            return {self._argument(key): self._argument(one) for key, one in value.items()}
+        return [self._argument(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _load_plain(directory: Path) -> Tokenizer | None:
@@ -103,11 +115,13 @@ def _load_plain(directory: Path) -> Tokenizer | None:
         return None
     backend.no_truncation()
     backend.no_padding()
-    return Tokenizer(
-        encode=lambda text, special: backend.encode(text, add_special_tokens=special).ids,
-        decode=lambda ids: backend.decode(list(ids), skip_special_tokens=True),
-        chat=_chat(render) if render else None,
-        render=render,
+    tokens = ControlTokens(backend.get_added_tokens_decoder(), backend.normalizer)
+    return _with_content(
+        lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+        backend_encode(backend, tokens),
+        lambda ids: backend.decode(list(ids), skip_special_tokens=True),
+        tokens,
+        render,
     )
 
 
@@ -133,10 +147,58 @@ def _load_with_transformers(directory: Path) -> Tokenizer:
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = None if backend is None else backend.normalizer
+    tokens = ControlTokens(tokenizer.added_tokens_decoder, normalizer, tokenizer.all_special_tokens)
+
+    def encode_marked(text: str, special: bool) -> list[int]:
+        """For tokenizers in Python: what stands between the control tokens one by one."""
+        ids: list[int] = []
+        for piece, token in tokens.split(text):
+            if token is not None:
+                ids.append(token)
+            elif piece:
+                ids += tokenizer.convert_tokens_to_ids(tokenizer.tokenize(piece, split_special_tokens=True))
+        return list(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
+
+    marked = encode_marked if backend is None else backend_encode(backend, tokens)
     if not tokenizer.chat_template:
-        return Tokenizer(encode, decode)
+        return _with_content(encode, marked, decode, tokens)
     taken = (*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map)
-    return Tokenizer(encode, decode, _chat(render), render, template_arguments(tokenizer.chat_template, taken))
+    arguments = template_arguments(tokenizer.chat_template, taken)
+    return _with_content(encode, marked, decode, tokens, render, arguments)
+
+
+def _with_content(
+    encode: Callable[[str, bool], list[int]],
+    encode_marked: Callable[[str, bool], list[int]],
+    decode: Callable[[Sequence[int]], str],
+    tokens: ControlTokens,
+    render: Callable[..., str] | None = None,
+    arguments: frozenset[str] = frozenset(),
+) -> Tokenizer:
+    """A tokenizer that tells control tokens of the template from those that its content spells.
+
+    Args:
+        encode: for texts without marks.
+        encode_marked: for texts with them.
+    """
+
+    def render_content(messages: Messages, **given: Any) -> str:
+        assert render is not None
+        try:
+            return render([(role, tokens.as_content(content)) for role, content in messages], **given)
+        except ModelError as error:  # a template may refuse a message with words of it
+            raise ModelError(without_marks(str(error))) from error
+
+    return Tokenizer(
+        lambda text, special: (encode_marked if has_marks(text) else encode)(text, special),
+        decode,
+        _chat(render_content) if render else None,
+        render_content if render else None,
+        arguments,
+        tokens.as_content,
+    )
 
 
 def _chat(render: Callable[[Messages], str]) -> Callable[[str, str | None], str]:

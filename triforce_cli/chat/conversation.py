@@ -26,6 +26,7 @@ class Piece:
     """A text, and the token ids that stand for it."""
 
     text: str
+    """As it is rendered: what is content is `Tokenizer.as_content`."""
     token_ids: list[int]
 
 
@@ -163,7 +164,7 @@ class Conversation:
         if asked.attempt:
             self._states.pop()
         before = asked.state
-        pieces = (*asked.pieces, Piece(reply.whole_text, reply.token_ids))
+        pieces = (*asked.pieces, Piece(self.tokenizer.as_content(reply.whole_text), reply.token_ids))
         self._states.append(_State((*before.turns, turn), before.asked + 1, pieces))
         return turn
 

@@ -2,7 +2,8 @@
 
 A text and a question that are given as two (options, a saved context, two parts of a message) are encoded apart, the
 text as `triforce read` encodes it; what is given as one is encoded whole. A question is put by the model's chat
-template; a model without one gets it as `Question: … Answer:`.
+template; a model without one gets it as `Question: … Answer:`. All of them are content: a control token that they spell
+stays text (`Tokenizer.as_content`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Context:
             reason = "--raw leaves it out" if raw else "this model has no chat template that it could stand in"
             raise UsageError(f"--system is given, but {reason}; put it into the text")
         form = QuestionForm.of(tokenizer, cls([], frame, "", name))
-        token_ids = tokenizer.encode(form.split_around_text([], "")[0] + text, form.begins_text)
+        before = form.split_around_text([], "")[0]
+        token_ids = tokenizer.encode(before + tokenizer.as_content(text), form.begins_text)
         if not token_ids:
             raise UsageError("the text gives no token; give a longer one")
         return cls(token_ids, frame, _line_ends_behind(text), name)
@@ -133,6 +135,8 @@ class QuestionForm:
     message of the user, or in the last answer where the context is a conversation."""
     line_ends: str = ""
     """Those between the context's text and a question."""
+    as_content: Callable[[str], str] = str
+    """The tokenizer's."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, context: Context | None = None, system: str | None = None) -> QuestionForm:
@@ -150,8 +154,8 @@ class QuestionForm:
         if tokenizer.render is None or not (frame.chat or frame.answered):
             if system:
                 raise UsageError("--system is given, but there is no chat template here; put it into the question")
-            return cls(None, NO_FRAME, placeholder, line_ends)
-        form = cls(tokenizer.render, frame, placeholder, line_ends)
+            return cls(None, NO_FRAME, placeholder, line_ends, tokenizer.as_content)
+        form = cls(tokenizer.render, frame, placeholder, line_ends, tokenizer.as_content)
         if placeholder not in form.render([], "?"):
             raise TriforceError(_TEXT_LEFT_OUT)
         return form
@@ -175,8 +179,9 @@ class QuestionForm:
         """All before the answer to `question`."""
         before = self.placeholder + self.line_ends
         if self.template is None:
-            asked = [f"Question: {one}\nAnswer:{answer}" for one, answer in exchanges]
-            return before + "\n\n".join([*asked, f"Question: {question}\nAnswer:"])
+            texts = [*exchanges, (question, "")]
+            asked = [f"Question: {self.as_content(one)}\nAnswer:{self.as_content(answer)}" for one, answer in texts]
+            return before + "\n\n".join(asked)
         messages = [("system", self.frame.system)] if self.frame.system else []
         if self.frame.answered:
             messages += [("user", "?"), ("assistant", self.placeholder)]
@@ -274,7 +279,8 @@ def build_prompt(
     last = encode_behind(after, tokenizer)
     if source.log_seed is not None:
         source = cut_log(source, tokenizer, limit - len(tokenizer.encode(before, special)) - len(last))
-    text = tokenizer.encode(before + source.text, special)
+    content = tokenizer.as_content(source.text)
+    text = tokenizer.encode(before + content, special)
     if not text and not last:
         raise UsageError("the prompt gives no token; give a longer text")
     if not drop and (len(text) + len(last) <= limit or truncate == "error"):
@@ -285,7 +291,7 @@ def build_prompt(
         before, after, _ = _surroundings("", ask, tokenizer)
         last = encode_behind(after, tokenizer)
     # What stands before the text is encoded apart too, so that the cut falls inside the text.
-    text, first = tokenizer.encode(source.text, False), tokenizer.encode(before, special)
+    text, first = tokenizer.encode(content, False), tokenizer.encode(before, special)
     room = limit - len(first) - len(last)
     if room < 1:
         taken = f"--max-new-tokens takes {max_new_tokens:,}"
@@ -342,8 +348,8 @@ def long_prompt(source: Source, tokenizer: Tokenizer, config: ModelConfig, token
     if source.context is not None:
         token_ids = again = saved_text(source.context, config)[0]
     else:
-        token_ids = tokenizer.encode(source.text, True)
-        again = tokenizer.encode(source.text, False)
+        content = tokenizer.as_content(source.text)
+        token_ids, again = tokenizer.encode(content, True), tokenizer.encode(content, False)
     if not again:
         raise UsageError("the prompt gives no token; give a longer text")
     found = len(token_ids)

@@ -99,6 +99,7 @@ def _text_prompt(
             last = config.vocab_size - 1
             raise BodyError(f"{name} has the token {unknown[0]}; the model knows 0 to {last:,}", name)
         return Prompt([*before, *text])
+    text = tokenizer.as_content(text)
     return Prompt([*before, *(encode_behind(text, tokenizer) if before else tokenizer.encode(text, True))])
 
 

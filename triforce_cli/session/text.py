@@ -91,7 +91,7 @@ class AnswerText:
         text = self.whole_text
         whole = sum(length <= len(text) for length in self._lengths)
         rest = text[self._lengths[whole - 1] if whole else 0 :]  # a token may begin before the stop and end behind it
-        return self._ids[:whole] + (self._tokenizer.encode(rest, False) if rest else [])
+        return self._ids[:whole] + (self._tokenizer.encode(self._tokenizer.as_content(rest), False) if rest else [])
 
     def update(self, token_ids: Sequence[int]) -> str:
         """Takes over all tokens of the answer so far; returns the text that can be shown in addition."""

@@ -217,7 +217,7 @@ def test_an_answer_that_loses_its_probabilities_ends_alone(process, tmp_path, dr
 
 @pytest.mark.slow
 def test_who_waits_is_told_though_the_engine_does_not_come_back(process, lasting, tmp_path):
-    """It is within a pass that takes for ever. Of one request the first answer is complete, the second has not begun."""
+    """A pass takes for ever. Of one request the first answer is complete, the second has not begun."""
     flag = tmp_path / "stuck"
 
     def act(_):
