@@ -1,5 +1,5 @@
-"""Clients of `hostile_load.py` that do what clients should not: each kind asks for the most that it may, or a little more,
-sends what is no request, or does not take what it asked for. None of them waits when it is told to.
+"""Clients of `hostile_load.py` that do what clients should not: each kind asks for the most that it may, or a little
+more, sends what is no request, or does not take what it asked for. None of them waits when it is told to.
 """
 
 from __future__ import annotations
