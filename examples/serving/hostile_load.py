@@ -70,8 +70,8 @@ def main() -> None:
         "--think",
         type=float,
         metavar="SECONDS",
-        help="between an answer and the next question (default: such that honest clients alone keep the server busy for "
-        "a third of the time)",
+        help="between an answer and the next question (default: such that honest clients alone keep the server busy "
+        "for a third of the time)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of what clients draw")
     parser.add_argument("--model", default="embedded", help="a pair (default embedded)")
