@@ -82,7 +82,8 @@ def main() -> None:
         given.bodies = math.ceil(_BODIES_A_MINUTE * given.minutes)
     with serving(given, TRIFORCE_CONTEXTS_MAX=_CONTEXTS_MAX) as server:
         found = asyncio.run(HostileLoad(given, server).run())
-        found["notes"] = [line for line in server.log.read_text().splitlines() if not line.startswith("{")][2:]
+        lines = server.log.read_text().splitlines()[2:]  # the first two say where it listens, and that it is ready
+        found["notes"] = dict(Counter(line for line in lines if not line.startswith("{")).most_common())
     found["exit_code"] = server.process.returncode
     found["promises"] = promises(found)
     Console(stderr=given.json == "-").print(*tables(found), sep="\n")
@@ -206,7 +207,7 @@ class HostileLoad:
                 self._honest.wrong.append(f"streamed, while nobody else asks: {one}")
         first = await self._sample()
         await self._load()
-        await self._settle()
+        await self._settle(first["descriptors"])
         last = await self._sample()
         return self._figures(first, last)
 
@@ -223,7 +224,7 @@ class HostileLoad:
         tick = asyncio.create_task(self._tick())
         while time.monotonic() < self._began + self._seconds and self._server.process.poll() is None:
             await asyncio.sleep(0.2)
-            for one in hostile:
+            for one in (*hostile, *honest, watch, tick):
                 if one.done() and not one.cancelled() and (error := one.exception()):
                     raise error
         watch.cancel()
@@ -245,8 +246,10 @@ class HostileLoad:
         """One honest client."""
         draw, source = random.Random(f"honest {self._given.seed} {number}"), f"127.0.1.{number + 1}"
         honest, end = self._honest, self._began + self._seconds
+        pause_s = draw.uniform(0, min(self._given.think, self._seconds / 4))
         while True:
-            await asyncio.sleep(self._given.think * draw.uniform(0.1, 1.9))
+            await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic()) + 0.01))
+            pause_s = self._given.think * draw.uniform(0.1, 1.9)
             if time.monotonic() > end or self._server.process.poll() is not None:
                 return
             which, stream = draw.randrange(len(self._questions)), draw.random() < 0.5
@@ -329,20 +332,23 @@ class HostileLoad:
         try:
             health = await ask_from("127.0.0.1", self._port, http_request("GET", "/health"), PATIENCE_S)
             found |= {"health": health.status, "health_s": time.monotonic() - began}
-            told = figures_of(await ask_from("127.0.0.1", self._port, http_request("GET", "/metrics"), PATIENCE_S))
+            metrics = await ask_from("127.0.0.1", self._port, http_request("GET", "/metrics"), PATIENCE_S)
         except (OSError, ValueError) as error:
             return found | {"health": f"{type(error).__name__}: {error}"}
+        if metrics.status != 200:
+            return found | {"health": f"/metrics got {metrics.status}: {metrics.body[:200]!r}"}
+        told = figures_of(metrics)
         names = "queue_length", "running_answers", "unread_total", "kv_cache_bytes", "generated_tokens_total"
         return found | {name: told[f"triforce_{name}"] for name in names}
 
-    async def _settle(self) -> None:
-        """Waits until nothing runs any more, and the server has as few descriptors as before or had time to."""
+    async def _settle(self, descriptors: int) -> None:
+        """Waits until nothing runs any more and the server has `descriptors` again, or had time for that."""
         end = time.monotonic() + _SETTLE_S
         while time.monotonic() < end and self._server.process.poll() is None:
             await asyncio.sleep(2.0)
             now = await self._sample()
             idle = now.get("queue_length") == now.get("running_answers") == 0
-            if idle and now["descriptors"] <= self._samples[0]["descriptors"]:
+            if idle and now["descriptors"] <= descriptors:
                 return
 
     def _figures(self, first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
@@ -415,7 +421,7 @@ def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
             for name, one in ((name, found[name]) for name in ("descriptors", "threads", "children"))
         ),
         ("/health says ready", not health["others"], f"{health['others'] or ''} within {health['longest_s']:.2f} s"),
-        ("the log has requests only", not found["notes"], f"{len(found['notes'])} other lines"),
+        ("the log has requests only", not found["notes"], f"{sum(found['notes'].values())} other lines"),
         ("SIGTERM ends the server with 143", ended, f"{found['exit_code']}{'' if found['alive'] else ', before that'}"),
     ]
     return [{"promise": name, "kept": kept, "found": figures} for name, kept, figures in rows]
@@ -439,7 +445,7 @@ def tables(found: dict[str, Any]) -> list[Any]:
         outcomes,
         f"wait for an honest answer in s: {waits} (this program kept clients waiting for {late_s:.1f} s at most)",
         f"honest clients were told to ask again: {refused}",
-        *(Text(str(one)[:600]) for one in (*examples, *found["notes"][:5])),
+        *(Text(str(one)[:600]) for one in (*examples, *list(found["notes"].items())[:5])),
     ]
 
 
