@@ -56,7 +56,7 @@ class Tally:
     faults: list[dict[str, Any]] = field(default_factory=list)
     """Answers that no request may get: statuses from 500 on but 503, and errors without a message."""
     bodies: int = 0
-    """Fuzzed ones that were sent and came to an end."""
+    """Fuzzed ones that were sent, and answered or given up."""
 
     def count(self, kind: str, outcome: object) -> None:
         self.outcomes.setdefault(kind, Counter())[str(outcome)] += 1
@@ -253,9 +253,9 @@ class HostileClient:
         except (TimeoutError, OSError, ValueError) as error:
             if not broken:
                 self._tally.faults.append({"kind": self._kind, "error": repr(error), "request": repr(raw[:1000])})
-            raise
-        finally:
             self._tally.bodies += 1
+            raise
+        self._tally.bodies += 1
 
     async def _control_tokens(self) -> None:
         draw = self._draw

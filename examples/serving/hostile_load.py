@@ -216,25 +216,25 @@ class HostileLoad:
         kinds = hostile_clients(given.hostile, self._port, given.seed, self._tally)
         fuzzers = kinds.pop("fuzzed bodies", [])
         hostile = [asyncio.create_task(one.run()) for several in kinds.values() for one in several]
-        for at, one in enumerate(fuzzers):
-            share = len(range(at, given.bodies, len(fuzzers)))
-            hostile.append(asyncio.create_task(one.run_bodies(share, 0.9 * self._seconds)))
+        shares = [len(range(at, given.bodies, len(fuzzers))) for at in range(len(fuzzers))]
+        fuzzing = [
+            asyncio.create_task(one.run_bodies(share, 0.9 * self._seconds))
+            for one, share in zip(fuzzers, shares, strict=True)
+        ]
         honest = [asyncio.create_task(self._ask_often(number)) for number in range(given.honest)]
         watch = asyncio.create_task(self._watch())
         tick = asyncio.create_task(self._tick())
         while time.monotonic() < self._began + self._seconds and self._server.process.poll() is None:
             await asyncio.sleep(0.2)
-            for one in (*hostile, *honest, watch, tick):
+            for one in (*hostile, *fuzzing, *honest, watch, tick):
                 if one.done() and not one.cancelled() and (error := one.exception()):
                     raise error
-        watch.cancel()
-        tick.cancel()
-        await self._end(hostile)
-        await asyncio.wait(honest, timeout=PATIENCE_S + 10)
-        for one in honest:
+        await self._end([*hostile, watch, tick])
+        await asyncio.wait([*honest, *fuzzing], timeout=PATIENCE_S + 10)
+        for one in (*honest, *fuzzing):
             if one.done():
                 one.result()
-        await self._end([*honest, watch, tick])
+        await self._end([*honest, *fuzzing])
 
     @staticmethod
     async def _end(tasks: list[asyncio.Task[None]]) -> None:
@@ -409,7 +409,7 @@ def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [
         ("every honest answer comes", came, f"{honest['answered']} of {honest['asked']}"),
         ("it is the text that it is alone", not honest["wrong"], f"{honest['wrong']} are not"),
-        ("all fuzzed bodies are sent", bodies >= found["options"]["bodies"], f"{bodies}"),
+        ("all fuzzed bodies are dealt with", bodies >= found["options"]["bodies"], f"{bodies}"),
         ("no 5xx but 503; errors say why", not faults, f"{faults} other answers"),
         (f"memory grows at most x {_MOST_GROWTH}", highest <= _MOST_GROWTH * at_mark, growth),
         *(
