@@ -70,6 +70,11 @@ class BodyFuzzer:
             return raw[:at] + bytes([draw.randrange(256)]) + raw[at + 1 :]
         if choice < 0.25:
             return b"[" * draw.randrange(1, 5000) + raw
-        if choice < 0.3:
+        if choice < 0.28:
+            deep, number = draw.randrange(1, 5000), b"9" * draw.randrange(1, 9000)
+            nested = b'{"a":' * deep + b"1" + b"}" * deep
+            more = draw.choice((b'"seed":' + number, b'"metadata":' + nested, b'"stop":"\\ud800"', b'"\\udfff":1'))
+            return b"{" + more + b"," + raw[1:]
+        if choice < 0.33:
             return draw.choice((b"", b"null", b"[]", b"3", b'"a"', b"NaN", b"\xff\xfe", b"{}{}", raw + raw))
         return raw

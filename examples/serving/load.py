@@ -6,6 +6,7 @@ The clients know HTTP only as far as the server speaks it; they need nothing but
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -13,9 +14,9 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from .bodies import CHAT, COMPLETION, BodyFuzzer
@@ -35,6 +36,8 @@ class Reply:
     body: bytes
     rest: bytes
     """What came after the answer; nothing must."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Names are in lower case."""
 
     @property
     def json(self) -> Any:
@@ -100,6 +103,41 @@ def ask(port: int, raw: bytes, patience_s: float = 600.0, pause_s: float = 0.0) 
     return reply_of(b"".join(pieces))
 
 
+@asynccontextmanager
+async def connected(port: int, source: str, *, small: bool = False) -> AsyncIterator[socket.socket]:
+    """A connection for asyncio's `sock_sendall` and `sock_recv`.
+
+    Args:
+        source: the address that it comes from; on Linux all of 127.0.0.0/8 is this machine.
+        small: it takes in little before it is read.
+    """
+    with closing(socket.socket()) as found:
+        found.setblocking(False)
+        if small:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+        found.bind((source, 0))
+        await asyncio.get_running_loop().sock_connect(found, ("127.0.0.1", port))
+        yield found
+
+
+async def ask_from(source: str, port: int, raw: bytes, patience_s: float) -> Reply:
+    """Sends a request from the address `source` and reads its answer.
+
+    Raises:
+        TimeoutError: the whole answer did not come within `patience_s`.
+        OSError: the connection broke.
+        ValueError: what came is no whole answer.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(patience_s), connected(port, source) as found:
+        with suppress(ConnectionError):  # a request that is refused early is not read to its end
+            await loop.sock_sendall(found, raw)
+        pieces = []
+        while piece := await loop.sock_recv(found, 65536):
+            pieces.append(piece)
+    return reply_of(b"".join(pieces))
+
+
 def reply_of(raw: bytes) -> Reply:
     """Raises:
     ValueError: it is no whole answer.
@@ -107,12 +145,13 @@ def reply_of(raw: bytes) -> Reply:
     head, found, rest = raw.partition(b"\r\n\r\n")
     if not found:
         raise ValueError(f"the connection ended after {len(raw)} bytes of an answer's head")
-    status, lines = int(head.split(b" ", 2)[1]), head.lower().split(b"\r\n")
-    length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), None)
-    if length is not None:
+    status, lines = int(head.split(b" ", 2)[1]), head.decode("latin-1").split("\r\n")[1:]
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "content-length" in headers:
+        length = int(headers["content-length"])
         if len(rest) < length:
             raise ValueError(f"the connection ended after {len(rest)} of {length} bytes")
-        return Reply(status, rest[:length], rest[length:])
+        return Reply(status, rest[:length], rest[length:], headers)
     body = b""
     while True:
         size, found, rest = rest.partition(b"\r\n")
@@ -121,12 +160,17 @@ def reply_of(raw: bytes) -> Reply:
             raise ValueError("the connection ended in the middle of a stream")
         body, rest = body + rest[:count], rest[count + 2 :]
         if not count:
-            return Reply(status, body, rest)
+            return Reply(status, body, rest, headers)
 
 
 def metrics(port: int) -> dict[str, float]:
     """Those without labels, and `requests`, of all endpoints but this one."""
-    lines = ask(port, http_request("GET", "/metrics")).body.decode().splitlines()
+    return figures_of(ask(port, http_request("GET", "/metrics")))
+
+
+def figures_of(reply: Reply) -> dict[str, float]:
+    """What `metrics` returns, of the reply of that endpoint."""
+    lines = reply.body.decode().splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     found = {name: float(value) for name, value in pairs if "{" not in name}
     requests = [(name, float(value)) for name, value in pairs if name.startswith("triforce_requests_total{")]

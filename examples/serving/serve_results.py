@@ -93,7 +93,13 @@ class Server:
     """A process that serves."""
 
     port: int
-    pid: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    """What it writes to stdout and stderr."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def upload(self, name: str, text: str) -> dict[str, Any]:
         reply = ask(self.port, upload_request(name, text), _PATIENCE_S)
@@ -126,13 +132,15 @@ class Server:
 
 
 @contextmanager
-def serving(given: argparse.Namespace, *options: str, link_gbps: float | None = None) -> Iterator[Server]:
-    """A server, once it is ready."""
+def serving(
+    given: argparse.Namespace, *options: str, link_gbps: float | None = None, **environment: str
+) -> Iterator[Server]:
+    """A server, once it is ready. It gets SIGTERM at the end."""
     program = ["-m", "triforce.cli"] if link_gbps is None else ["-c", _LIMITED.replace("GBPS", str(link_gbps))]
     command = [sys.executable, *program, "serve", "--model", given.model, "--port", "0", *given.options.split()]
     with tempfile.TemporaryDirectory() as home, open(Path(home) / "log", "wb") as log:
-        environment = os.environ | {"TRIFORCE_HOME": home}
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
+        variables = os.environ | {"TRIFORCE_HOME": home} | environment
+        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=variables)
         try:
             while b"\nready\n" not in (text := Path(log.name).read_bytes()):
                 if process.poll() is not None:
@@ -140,14 +148,17 @@ def serving(given: argparse.Namespace, *options: str, link_gbps: float | None = 
                 time.sleep(0.2)
             found = re.search(rb"listening at http://[\d.]+:(\d+)", text)
             assert found
-            yield Server(int(found[1]), process.pid)
+            yield Server(int(found[1]), process, Path(log.name))
         except BaseException:
             lines = Path(log.name).read_text().splitlines(keepends=True)
             sys.stderr.writelines(line for line in lines if not line.startswith("{"))
             raise
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
 
 
 def load(given: argparse.Namespace, _: Texts) -> dict[str, Any]:

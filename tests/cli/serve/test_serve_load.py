@@ -1,10 +1,16 @@
 """Many clients at once, some of whom go away: every request that stays is answered once, and nothing is left behind."""
 
+import json
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from serving.load import Load
+
+HOSTILE_LOAD = Path(__file__).parents[3] / "examples" / "serving" / "hostile_load.py"
 
 COMPLETION = "/v1/completions"
 
@@ -57,6 +63,21 @@ def test_clients_of_all_kinds_get_one_answer_each_and_leave_nothing_behind(servi
     assert found["failures"] == []
     assert {"answered", "gone", "read_slowly", "uploads_201"} <= set(found["counts"]), found["counts"]
     assert sum(count for name, count in found["counts"].items() if name.startswith("bodies_")) >= 500
+
+
+@pytest.mark.slow
+def test_beside_hostile_clients_every_honest_answer_comes_and_is_the_same(tmp_path):
+    clients = "--minutes", "0.2", "--honest", "8", "--hostile", "20", "--bodies", "60", "--think", "1"
+    command = sys.executable, "-P", HOSTILE_LOAD, *clients, "--json", tmp_path / "found"
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
+    found = json.loads((tmp_path / "found").read_text())
+    honest = found["honest"]
+    assert honest["answered"] == honest["asked"] >= 8 and honest["wrong"] == 0, done.stdout
+    assert found["fuzzed_bodies"] == 60 and found["faults"]["count"] == 0, done.stdout
+    assert len(found["hostile"]) == 10, "a kind of client did nothing"
+    broken = [one["promise"] for one in found["promises"] if not one["kept"]]
+    assert done.returncode == bool(broken), done.stderr
+    assert found["alive"] and found["exit_code"] == 143
 
 
 def test_a_request_with_more_answers_than_are_written_at_a_time_gets_all(serving):

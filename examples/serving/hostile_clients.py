@@ -1,0 +1,440 @@
+"""Clients of `hostile_load.py` that do what clients should not: each kind asks for the most that it may, or a little
+more, sends what is no request, or does not take what it asked for. None of them waits when it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import socket
+import struct
+import urllib.parse
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from triforce.cli.logbook import LogBook
+
+from .bodies import CHAT, COMPLETION, BodyFuzzer
+from .load import CONTEXTS, PROMPTS, Reply, ask_from, connected, http_request, reply_of, upload_request
+
+PATIENCE_S = 300.0
+"""After so long without its whole answer a request counts as unanswered."""
+
+_BODY_BYTES = 2**25
+"""The longest body that a server takes."""
+
+_TEXT_BYTES = _BODY_BYTES - 512
+"""A text of an upload whose body is just allowed."""
+
+_STOPS, _STOP_BYTES, _ANSWERS, _LOGPROBS = 16, 1024, 128, 20
+"""Limits of a request."""
+
+_RESET = struct.pack("ii", 1, 0)
+"""Of `SO_LINGER`: the connection ends with a reset."""
+
+_CONTROL = (
+    *("<s>", "</s>", "<unk>", "<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<think>"),
+    *("<|start_header_id|>system<|end_header_id|>", "[INST]", "[/INST]", "<<SYS>>", "</think>", "<tool_call>"),
+    *("\x00", "\x1b[2J\x1b]0;title\x07", "\r\n\r\n", "\u202e", "\ufeff", "\u2028", "{{ bos_token }}", "{% raw %}"),
+    *("data: [DONE]\n\n", "Answer:", "\U0010ffff", "\u0300" * 40, "</script><script>alert(1)</script>"),
+)
+_NAMES = (
+    *("", " ", ".", "..", "../x", "a/b", "/etc/passwd", "x" * 101, "x" * 10**5, " x", "x ", ".locks", "CON", "%2e%2e"),
+    *("\x00", "x\x00y", "é" * 100, "\u202etxt", "-rf", "a\r\nX-Odd: 1", "x.partial", "<b>", "'; drop table", "x\ny"),
+)
+
+
+@dataclass
+class Tally:
+    """What came of what hostile clients sent."""
+
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    """By kind of client: statuses and other ends, with how often each came."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """Answers that no request may get: statuses from 500 on but 503, and errors without a message."""
+    bodies: int = 0
+    """Fuzzed ones that were sent, and answered or given up."""
+
+    def count(self, kind: str, outcome: object) -> None:
+        self.outcomes.setdefault(kind, Counter())[str(outcome)] += 1
+
+    def take(self, kind: str, raw: bytes, reply: Reply, *, broken: bool = False) -> None:
+        """Counts a reply to `raw`. Args: `broken` says that it was no HTTP, whose refusal has another form."""
+        self.count(kind, reply.status)
+        if reply.status in (200, 201, 503) or (400 <= reply.status < 500 and (broken or _has_message(reply))):
+            return
+        self.faults.append(
+            {"kind": kind, "status": reply.status, "request": repr(raw[:1000]), "reply": repr(reply.body[:500])}
+        )
+
+
+def _has_message(reply: Reply) -> bool:
+    try:
+        return bool(reply.json["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class HostileClient:
+    """One client, which does the same kind of thing until it is cancelled."""
+
+    def __init__(self, kind: str, number: int, port: int, seed: int, tally: Tally) -> None:
+        self._kind, self._port, self._tally = kind, port, tally
+        self._source, self._other = f"127.0.2.{number + 1}", f"127.0.3.{number + 1}"
+        self._number, self._draw = number, random.Random(f"hostile {seed} {number}")
+        self._book = LogBook(10_000 + number)
+        self._act: Callable[[], Awaitable[None]] = {
+            "long stops": self._long_stops,
+            "many answers": self._many_answers,
+            "stalled bodies": self._stalled_bodies,
+            "slow heads": self._slow_heads,
+            "unread streams": self._unread_streams,
+            "disconnects": self._disconnects,
+            "fuzzed bodies": self._fuzzed_body,
+            "control tokens": self._control_tokens,
+            "uploads": self._uploads,
+            "contexts": self._contexts,
+        }[kind]
+
+    async def run(self) -> None:
+        while True:
+            await self._once()
+            await asyncio.sleep(self._draw.uniform(0.0, 1.0))
+
+    async def run_bodies(self, bodies: int, seconds: float) -> None:
+        """Sends so many fuzzed bodies, evenly over the time, without waiting for earlier ones."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(bodies):
+                group.create_task(self._once())
+                await asyncio.sleep(seconds / bodies)
+
+    async def _once(self) -> None:
+        try:
+            await self._act()
+        except TimeoutError:
+            self._count("no answer")
+        except ConnectionError:
+            self._count("reset")
+        except (OSError, ValueError) as error:
+            self._count("closed" if isinstance(error, ValueError) else type(error).__name__)
+
+    def _count(self, outcome: object) -> None:
+        self._tally.count(self._kind, outcome)
+
+    async def _ask(self, raw: bytes, *, source: str | None = None, patience_s: float = PATIENCE_S) -> Reply:
+        reply = await ask_from(source or self._source, self._port, raw, patience_s)
+        self._tally.take(self._kind, raw, reply)
+        return reply
+
+    def _fields(self, **more: Any) -> dict[str, Any]:
+        draw = self._draw
+        return {
+            "prompt": draw.choice(PROMPTS),
+            "seed": draw.randrange(10**6),
+            "temperature": 1,
+            "max_tokens": 200,
+        } | more
+
+    async def _long_stops(self) -> None:
+        """As many and as long as are allowed, such that much of the answer begins one; sometimes more than that."""
+        draw, text = self._draw, self._text(400)
+        some = [" " * _STOP_BYTES, "e" * _STOP_BYTES, "é" * (_STOP_BYTES // 2), "\n" * _STOP_BYTES]
+        while len(some) < _STOPS:
+            at = draw.randrange(len(text) // 2)
+            some.append(text[at : at + _STOP_BYTES].ljust(_STOP_BYTES))
+        if draw.random() < 0.2:
+            some = draw.choice(([*some, "a"], ["a" * (_STOP_BYTES + 1)], ["a" * 10**6], ["", *some[1:]], ["a"] * 10**5))
+        fields = self._fields(stop=some, stream=draw.random() < 0.5, n=draw.choice((1, 4)))
+        await self._ask(http_request("POST", COMPLETION, fields))
+
+    async def _many_answers(self) -> None:
+        draw = self._draw
+        n = _ANSWERS if draw.random() < 0.8 else draw.choice((_ANSWERS + 1, 10**9, 10**30))
+        fields = self._fields(n=n, logprobs=_LOGPROBS, max_tokens=draw.randrange(16, 65), stream=draw.random() < 0.5)
+        try:
+            await self._ask(http_request("POST", COMPLETION, fields), patience_s=draw.uniform(5, 60))
+        except TimeoutError:
+            self._count("left")
+
+    async def _stalled_bodies(self) -> None:
+        """Several at a time that end at a random place, and sometimes enough to fill what all bodies may hold."""
+        draw = self._draw
+        full = draw.random() < 0.15
+        await self._together(16 if full else draw.randrange(1, 9), lambda: self._stalled_body(full))
+
+    async def _stalled_body(self, full: bool) -> None:
+        draw = self._draw
+        raw = http_request("POST", draw.choice((CHAT, COMPLETION, CONTEXTS)), self._fields(user="a" * 1000))
+        head, _, body = raw.partition(b"\r\n\r\n")
+        if full or draw.random() < 0.2:
+            head = head.replace(f"Content-Length: {len(body)}".encode(), f"Content-Length: {_BODY_BYTES}".encode())
+            sent = memoryview(_spaces())[:-1] if full else body
+        else:
+            sent = body[: draw.randrange(len(body))]
+        async with connected(self._port, self._source) as found:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(found, head + b"\r\n\r\n")
+            await loop.sock_sendall(found, sent)
+            await self._wait_at(found, draw.uniform(5, 60))
+
+    async def _slow_heads(self) -> None:
+        """Heads that come a byte at a time, never end, or never begin; many requests on a connection."""
+        await self._together(self._draw.randrange(1, 9), self._slow_head)
+
+    async def _slow_head(self) -> None:
+        draw, loop = self._draw, asyncio.get_running_loop()
+        choice, seconds = draw.choice(("bytes", "endless", "idle", "pipelined")), draw.uniform(5, 60)
+        async with connected(self._port, self._source) as found:
+            try:
+                async with asyncio.timeout(seconds):
+                    if choice == "bytes":
+                        for byte in http_request("POST", COMPLETION, self._fields()):
+                            await loop.sock_sendall(found, bytes([byte]))
+                            await asyncio.sleep(seconds / 100)
+                    elif choice == "endless":
+                        await loop.sock_sendall(found, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+                        for number in range(10**6):
+                            await loop.sock_sendall(found, f"X-{number}: {'a' * 500}\r\n".encode())
+                            await asyncio.sleep(0.01)
+                    elif choice == "pipelined":
+                        one = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+                        await loop.sock_sendall(found, one * 1000)
+            except TimeoutError:
+                pass
+            await self._wait_at(found, 1.0 if choice != "idle" else seconds)
+
+    async def _unread_streams(self) -> None:
+        await self._together(self._draw.randrange(1, 5), self._unread_stream)
+
+    async def _unread_stream(self) -> None:
+        draw = self._draw
+        fields = self._fields(stream=True, max_tokens=4000, n=draw.choice((1, 4, 16)), logprobs=_LOGPROBS)
+        async with connected(self._port, self._source, small=True) as found:
+            await asyncio.get_running_loop().sock_sendall(found, http_request("POST", COMPLETION, fields))
+            await asyncio.sleep(draw.uniform(10, 90))
+            await self._wait_at(found, 1.0)
+
+    async def _disconnects(self) -> None:
+        """In one of the phases of a request, by an end, a reset, or an end of sending only."""
+        draw, loop = self._draw, asyncio.get_running_loop()
+        phase = draw.choice(
+            ("in the body", "in the queue", "while reading", "while writing", "at the end", "unstreamed")
+        )
+        fields = self._fields(stream=phase != "unstreamed", max_tokens=draw.randrange(1, 60))
+        if phase == "while reading":
+            fields |= {"prompt": self._text(draw.randrange(500, 4000)), "return_progress": True}
+        raw = http_request("POST", COMPLETION, fields)
+        wanted = {"while reading": b"prompt_progress", "while writing": b'"text":', "at the end": b"[DONE]"}.get(phase)
+        async with connected(self._port, self._source) as found:
+            await loop.sock_sendall(found, raw[: draw.randrange(1, len(raw))] if phase == "in the body" else raw)
+            if wanted:
+                came = b""
+                async with asyncio.timeout(PATIENCE_S):
+                    while wanted not in came and (piece := await loop.sock_recv(found, 4096)):
+                        came = came[-100:] + piece
+            else:
+                await asyncio.sleep(draw.uniform(0, 0.05) if phase == "in the queue" else draw.uniform(0, 2))
+            way = draw.choice(("end", "reset", "end of sending"))
+            if way == "reset":
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            elif way == "end of sending":
+                found.shutdown(socket.SHUT_WR)
+                await asyncio.sleep(draw.uniform(0, 5))
+            self._count(phase)
+
+    async def _fuzzed_body(self) -> None:
+        raw, broken = RequestFuzzer(self._draw).request()
+        try:
+            reply = await ask_from(self._source, self._port, raw, 5.0 if broken else PATIENCE_S)
+            self._tally.take(self._kind, raw, reply, broken=broken)
+        except (TimeoutError, OSError, ValueError) as error:
+            if not broken:
+                self._tally.faults.append({"kind": self._kind, "error": repr(error), "request": repr(raw[:1000])})
+            self._tally.bodies += 1
+            raise
+        self._tally.bodies += 1
+
+    async def _control_tokens(self) -> None:
+        draw = self._draw
+        words = [*PROMPTS, *_CONTROL, *_CONTROL]
+        said = ["".join(draw.choices(words, k=draw.randrange(1, 30))) for _ in range(draw.randrange(1, 6))]
+        roles = [draw.choice(("system", "user", "assistant")) for _ in said[1:]]
+        fields = self._fields(max_tokens=draw.randrange(1, 40), stream=draw.random() < 0.5)
+        prompt: object = fields.pop("prompt")
+        if draw.random() < 0.5:
+            roles.append(draw.choice(("user", "user", "assistant", "<s>", "tool")))
+            fields["messages"] = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+            await self._ask(http_request("POST", CHAT, fields))
+            return
+        prompt = draw.choice((said[0], [0, 1, 2] * 9, [1] * 50, [-1], [10**9], [2**63], [0.5], [True]))
+        await self._ask(http_request("POST", COMPLETION, fields | {"prompt": prompt, "stop": draw.choice(_CONTROL)}))
+
+    async def _uploads(self) -> None:
+        """The largest bodies, bodies beyond that, two of the same at once, and texts that nobody waits for."""
+        draw, name = self._draw, f"hostile-{self._number}-{self._draw.randrange(4)}"
+        choice = draw.choice(("largest", "largest text", "too long", "said to be too long", "twice", "left"))
+        if choice == "largest":
+            await self._ask(upload_request(name, "a" * _TEXT_BYTES))
+        elif choice == "largest text":
+            text = self._text(2000)
+            await self._ask(upload_request(name, (text * (_TEXT_BYTES // len(text) + 1))[:_TEXT_BYTES]))
+        elif choice == "too long":
+            await self._ask(http_request("POST", CHAT, _spaces() + b"{}"))
+        elif choice == "said to be too long":
+            raw = http_request("POST", CONTEXTS, b"").replace(b"Content-Length: 0", b"Content-Length: 10000000000")
+            await self._ask(raw)
+        elif choice == "twice":
+            raw = upload_request(name, self._text(1500))
+            await asyncio.gather(self._ask(raw), self._ask(raw, source=self._other))
+            await self._ask(http_request("DELETE", f"{CONTEXTS}/{name}"))
+        else:
+            try:
+                await self._ask(upload_request(name, self._text(20_000)), patience_s=draw.uniform(1, 20))
+            except TimeoutError:
+                self._count("left")
+
+    async def _contexts(self) -> None:
+        """Contexts that are removed while they are asked about, and names that are none."""
+        draw, name = self._draw, f"hostile-{self._number}"
+        if draw.random() < 0.6:
+            odd = draw.choice(_NAMES)
+            await self._ask(upload_request(odd, "A text."))
+            await self._ask(http_request("DELETE", f"{CONTEXTS}/{urllib.parse.quote(odd[:2000], safe='')}"))
+            await self._ask(http_request("GET", CONTEXTS))
+            await self._ask(
+                http_request("POST", CHAT, {"messages": [{"role": "user", "content": "?"}], "context": odd})
+            )
+            return
+        await self._ask(upload_request(name, self._text(draw.randrange(100, 1000))))
+        question = {
+            "messages": [{"role": "user", "content": "Who?"}],
+            "context": name,
+            "max_tokens": 100,
+            "stream": True,
+        }
+        asked = http_request("POST", CHAT, question)
+        remove = http_request("DELETE", f"{CONTEXTS}/{name}")
+
+        async def soon() -> None:
+            await asyncio.sleep(draw.uniform(0, 1))
+            await self._ask(remove)
+
+        await asyncio.gather(self._ask(asked), self._ask(asked, source=self._other), soon(), soon())
+
+    async def _together(self, count: int, act: Callable[[], Awaitable[None]]) -> None:
+        """Does something several times at once; one that fails ends no other."""
+
+        async def one() -> None:
+            try:
+                await act()
+            except (OSError, ValueError) as error:
+                self._count("reset" if isinstance(error, ConnectionError) else type(error).__name__)
+
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    async def _wait_at(self, found: socket.socket, seconds: float) -> None:
+        """Sends nothing more for so long, and takes what comes: counts how it ends."""
+        loop, came = asyncio.get_running_loop(), b""
+        try:
+            async with asyncio.timeout(seconds):
+                while len(came) < 2**20 and (piece := await loop.sock_recv(found, 65536)):
+                    came += piece
+            ended = True
+        except TimeoutError:
+            ended = False
+        if not came:
+            self._count("closed by the server" if ended else "held")
+            return
+        self._count(f"{came.split(b' ', 2)[1].decode('latin-1')}{'' if ended else ', held'}")
+        if came.startswith(b"HTTP/1.1 5") and not came.startswith(b"HTTP/1.1 503"):
+            self._tally.take(self._kind, b"(a connection that sends nothing more)", reply_of(came))
+
+    def _text(self, words: int) -> str:
+        """A text of about so many words, which begins at a random day of this client's log."""
+        book = self._book
+        book.write(words + 2000)
+        days = book.written
+        first = self._draw.randrange(len(days) // 2) if words < 5000 else 0
+        text, have = [], 0
+        for day in days[first:]:
+            if have >= words:
+                break
+            text.append(day.text)
+            have += len(day.text.split())
+        return "\n\n".join(text)
+
+
+KINDS = (
+    *("long stops", "many answers", "stalled bodies", "slow heads", "unread streams", "disconnects", "fuzzed bodies"),
+    *("control tokens", "uploads", "contexts"),
+)
+
+
+@functools.cache
+def _spaces() -> bytes:
+    return b" " * _BODY_BYTES
+
+
+class RequestFuzzer:
+    """Draws requests whose body, type, method, path or HTTP is not what it should be."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw, self._bodies = draw, BodyFuzzer(draw)
+
+    def request(self) -> tuple[bytes, bool]:
+        """A request, and whether its HTTP is broken, so that a server may close the connection without an answer."""
+        draw = self._draw
+        path, body = self._bodies.body()
+        raw, choice = http_request("POST", path, body), draw.random()
+        if choice < 0.7:
+            return raw, False
+        if choice < 0.75:
+            kind = draw.choice(
+                ("text/plain", "multipart/form-data", "multipart/form-data; boundary=edge", "", "a" * 300)
+            )
+            return http_request("POST", draw.choice((path, CONTEXTS)), body, kind), False
+        if choice < 0.85:
+            method = draw.choice(("GET", "PUT", "PATCH", "DELETE", "OPTIONS", "POST", "TRACE", "post", "A" * 50))
+            where = draw.choice(
+                (path, "/", "/v1", f"{path}/", f"{path}/%00", f"{path}?a=b", "/v1//models", "/" + "a" * 5000)
+            )
+            return http_request(method, where, body), False
+        return self._broken(raw), True
+
+    def _broken(self, raw: bytes) -> bytes:
+        draw = self._draw
+        head, _, body = raw.partition(b"\r\n\r\n")
+        length = f"Content-Length: {len(body)}".encode()
+        at = draw.randrange(len(head))
+        return draw.choice(
+            (
+                head[:at] + bytes([draw.randrange(256)]) + head[at + 1 :] + b"\r\n\r\n" + body,
+                raw.replace(length, f"Content-Length: {len(body) + draw.randrange(-5, 50)}".encode()),
+                raw.replace(
+                    length, draw.choice((b"Content-Length: -1", b"Content-Length: a", b"Content-Length: " + b"9" * 40))
+                ),
+                raw.replace(length, b"Transfer-Encoding: chunked"),
+                raw.replace(length, b"Transfer-Encoding: chunked\r\n" + length),
+                raw.replace(b"HTTP/1.1", draw.choice((b"HTTP/9.9", b"HTTP/1.0", b"HTTP/2", b""))),
+                raw.replace(
+                    b"Host: 127.0.0.1\r\n", draw.choice((b"", b"Host: example.org\r\n", b"Host: a\r\nHost: b\r\n"))
+                ),
+                raw.replace(b"Connection: close", b"X-Long: " + b"a" * draw.randrange(2**17)),
+                raw.replace(b"Connection: close", b"Expect: 100-continue\r\nUpgrade: websocket\r\nConnection: upgrade"),
+                draw.randbytes(draw.randrange(1, 500)) + b"\r\n\r\n",
+                b"\x16\x03\x01\x02\x00" + draw.randbytes(200),
+                raw + raw,
+            )
+        )
+
+
+def hostile_clients(count: int, port: int, seed: int, tally: Tally) -> dict[str, list[HostileClient]]:
+    """So many clients, by kind."""
+    found: dict[str, list[HostileClient]] = {}
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        found.setdefault(kind, []).append(HostileClient(kind, number, port, seed, tally))
+    return found

@@ -1,0 +1,468 @@
+"""Honest clients of `triforce serve` beside hostile ones: every honest answer must come, and be the text that it is
+alone; what the server holds must not grow.
+
+    python examples/serving/hostile_load.py --minutes 30 --json load.json
+
+It starts a server, whose contexts are in a temporary directory, and asks each honest question once while nobody else
+asks. Then honest clients ask the same questions again and again, wait as long as they are told to where they are
+refused, and compare; beside them are the clients of `hostile_clients.py`. Memory, descriptors and threads are looked at
+from outside. Every client has an address of its own in 127.0.0.0/8, all of which is this machine on Linux. Exits with 1
+if a promise is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `serving` is, if this is run as a script
+from triforce.cli.logbook import LogBook
+from triforce.tp.devices import device_name
+from triforce.tp.parallel.launch import usable_cores
+
+from serving.bodies import CHAT, COMPLETION
+from serving.hostile_clients import PATIENCE_S, Tally, hostile_clients
+from serving.load import PROMPTS, Reply, ask_from, figures_of, http_request, upload_request
+from serving.serve_results import Server, serving
+
+_CONTEXT = "harbour"
+_BODIES_A_MINUTE = 10_000 / 30
+_SERVER = (
+    f"--device cpu --threads {max(1, usable_cores() - 1)} --dtype float32 --max-sequences 8 --max-queue 256 "
+    "--max-new-tokens 64 --host-memory 4 --grace 5"
+)
+"""Clients need a core, too; in float32 an answer is the same in any company."""
+
+_CONTEXTS_MAX = "512MB"
+_MOST_GROWTH = 1.05
+_NEAR = 1e-3
+"""How far a logarithm of a probability may be from what it is alone: sums of more rows have another order."""
+
+_SETTLE_S = 90.0
+"""How long connections may take to end after the load; those that nobody reads take 60 s."""
+
+_HEALTH_S = 10.0
+"""So soon `/health` and `/metrics` must answer."""
+
+_MAX_SHOWN = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="(default 30)")
+    parser.add_argument("--honest", type=int, default=64, help="clients (default 64)")
+    parser.add_argument("--hostile", type=int, default=32, help="clients (default 32)")
+    parser.add_argument("--bodies", type=int, help="fuzzed ones (default 10,000 in 30 minutes)")
+    parser.add_argument(
+        "--think",
+        type=float,
+        metavar="SECONDS",
+        help="between an answer and the next question (default: such that honest clients alone keep the server busy "
+        "for a third of the time)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what clients draw")
+    parser.add_argument("--model", default="embedded", help="a pair (default embedded)")
+    parser.add_argument("--options", default=_SERVER, help=f"of triforce serve (default: {_SERVER})")
+    parser.add_argument("--json", help="where figures go; - is stdout")
+    given = parser.parse_args()
+    if given.bodies is None:
+        given.bodies = math.ceil(_BODIES_A_MINUTE * given.minutes)
+    with serving(given, TRIFORCE_CONTEXTS_MAX=_CONTEXTS_MAX) as server:
+        found = asyncio.run(HostileLoad(given, server).run())
+        lines = server.log.read_text().splitlines()[2:]  # the first two say where it listens, and that it is ready
+        found["notes"] = dict(Counter(line for line in lines if not line.startswith("{")).most_common())
+    found["exit_code"] = server.process.returncode
+    found["promises"] = promises(found)
+    Console(stderr=given.json == "-").print(*tables(found), sep="\n")
+    text = json.dumps(found, indent=2) + "\n"
+    if given.json == "-":
+        sys.stdout.write(text)
+    elif given.json:
+        Path(given.json).write_text(text, encoding="utf-8")
+    sys.exit(not all(one["kept"] for one in found["promises"]))
+
+
+@dataclass(frozen=True)
+class Question:
+    """An honest request, whose answer is drawn with a seed."""
+
+    path: str
+    fields: dict[str, Any]
+
+    def request(self, stream: bool) -> bytes:
+        return http_request("POST", self.path, self.fields | {"stream": stream})
+
+
+def questions(context: LogBook) -> list[Question]:
+    """Some that a text continues, some about the saved context, some with a text of their own; among each kind are some
+    with several answers, with stops, and with logprobs.
+
+    Args: `context` is what the saved context has.
+    """
+    found = []
+    for number in range(24):
+        fields: dict[str, Any] = {"seed": number, "temperature": 1, "max_tokens": (4, 8, 16, 32)[number % 4]}
+        if number % 3 == 0:
+            fields |= {"prompt": PROMPTS[number // 3 % len(PROMPTS)]}
+        else:
+            fact = context.facts[number]
+            saved = number % 3 == 1
+            asked = fact.question if saved else f"{LogBook(100 + number).write(60)}\n{fact.question}"
+            fields |= {"messages": [{"role": "user", "content": asked}], "context": _CONTEXT if saved else None}
+        path = COMPLETION if "prompt" in fields else CHAT
+        if number // 3 % 4 == 1:
+            fields |= {"n": 2}
+        if number // 3 % 4 == 2:
+            fields |= {"stop": [" the", ".\n"]}
+        if number // 3 % 4 == 3:
+            fields |= {"logprobs": 2} if path == COMPLETION else {"logprobs": True, "top_logprobs": 2}
+        found.append(Question(path, fields))
+    return found
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer's client compares."""
+
+    texts: dict[int, tuple[str, str | None]]
+    tokens: list[tuple[int, str]]
+    """Of answers with logprobs, each with the number of its answer."""
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, reply: Reply) -> Said:
+        """Raises:
+        ValueError: the reply is no whole answer.
+        """
+        if reply.status != 200 or reply.rest:
+            raise ValueError(f"status {reply.status}: {reply.body[:300]!r} {reply.rest[:100]!r}")
+        streamed = reply.headers["content-type"].startswith("text/event-stream")
+        if streamed and reply.events[-1:] != ["[DONE]"]:
+            raise ValueError(f"the stream ends with {reply.events[-1:]}")
+        tokens, logprobs = [], []
+        for event in reply.events[:-1] if streamed else [reply.json]:
+            for choice in event["choices"]:
+                given = choice.get("logprobs") or {}
+                several = given.get("content") or []
+                tokens += [(choice["index"], word) for word in given.get("tokens") or [one["token"] for one in several]]
+                logprobs += given.get("token_logprobs") or [one["logprob"] for one in several]
+        order = sorted(range(len(tokens)), key=lambda at: tokens[at][0])  # a stream has answers by turns
+        return cls(reply.texts, [tokens[at] for at in order], [logprobs[at] for at in order])
+
+    def is_like(self, other: Said) -> bool:
+        near = all(abs(a - b) <= _NEAR for a, b in zip(self.logprobs, other.logprobs, strict=False))
+        return self.texts == other.texts and self.tokens == other.tokens and near
+
+
+@dataclass
+class Honest:
+    """What came of honest requests."""
+
+    waits_s: list[float] = field(default_factory=list)
+    """From a question to its whole answer, with all that was waited for where it was refused."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Answers that said to ask again, by status and code."""
+    wrong: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    asked: int = 0
+
+
+class HostileLoad:
+    """One run."""
+
+    def __init__(self, given: argparse.Namespace, server: Server) -> None:
+        self._given, self._server, self._port = given, server, server.port
+        self._seconds = 60 * given.minutes
+        self._process = psutil.Process(server.pid)
+        self._honest, self._tally = Honest(), Tally()
+        self._samples: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+        self._late_s = 0.0  # the longest time that this program itself kept its clients waiting
+
+    async def run(self) -> dict[str, Any]:
+        """What was counted."""
+        self._book = LogBook(1)
+        self._upload = upload_request(_CONTEXT, self._book.write(1500))
+        await self._add_context()
+        self._questions = questions(self._book)
+        began = time.monotonic()
+        self._alone = [Said.of(await self._ask("127.0.0.1", one.request(False))) for one in self._questions]
+        if self._given.think is None:
+            self._given.think = 3 * self._given.honest * (time.monotonic() - began) / len(self._questions)
+        for one, said in zip(self._questions, self._alone, strict=True):
+            if not Said.of(await self._ask("127.0.0.1", one.request(True))).is_like(said):
+                self._honest.wrong.append(f"streamed, while nobody else asks: {one}")
+        first = await self._sample()
+        await self._load()
+        await self._settle(first["descriptors"])
+        last = await self._sample()
+        return self._figures(first, last)
+
+    async def _load(self) -> None:
+        given, self._began = self._given, time.monotonic()
+        kinds = hostile_clients(given.hostile, self._port, given.seed, self._tally)
+        fuzzers = kinds.pop("fuzzed bodies", [])
+        hostile = [asyncio.create_task(one.run()) for several in kinds.values() for one in several]
+        shares = [len(range(at, given.bodies, len(fuzzers))) for at in range(len(fuzzers))]
+        fuzzing = [
+            asyncio.create_task(one.run_bodies(share, 0.9 * self._seconds))
+            for one, share in zip(fuzzers, shares, strict=True)
+        ]
+        honest = [asyncio.create_task(self._ask_often(number)) for number in range(given.honest)]
+        watch = asyncio.create_task(self._watch())
+        tick = asyncio.create_task(self._tick())
+        while time.monotonic() < self._began + self._seconds and self._server.process.poll() is None:
+            await asyncio.sleep(0.2)
+            for one in (*hostile, *fuzzing, *honest, watch, tick):
+                if one.done() and not one.cancelled() and (error := one.exception()):
+                    raise error
+        await self._end([*hostile, watch, tick])
+        await asyncio.wait([*honest, *fuzzing], timeout=PATIENCE_S + 10)
+        for one in (*honest, *fuzzing):
+            if one.done():
+                one.result()
+        await self._end([*honest, *fuzzing])
+
+    @staticmethod
+    async def _end(tasks: list[asyncio.Task[None]]) -> None:
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask_often(self, number: int) -> None:
+        """One honest client."""
+        draw, source = random.Random(f"honest {self._given.seed} {number}"), f"127.0.1.{number + 1}"
+        honest, end = self._honest, self._began + self._seconds
+        pause_s = draw.uniform(0, min(self._given.think, self._seconds / 4))
+        while True:
+            await asyncio.sleep(min(pause_s, max(0.0, end - time.monotonic()) + 0.01))
+            pause_s = self._given.think * draw.uniform(0.1, 1.9)
+            if time.monotonic() > end or self._server.process.poll() is not None:
+                return
+            which, stream = draw.randrange(len(self._questions)), draw.random() < 0.5
+            label = f"question {which}{', streamed' if stream else ''}"
+            honest.asked += 1
+            began = time.monotonic()
+            try:
+                reply = await self._ask(source, self._questions[which].request(stream), draw)
+                said = Said.of(reply)
+            except TimeoutError:
+                honest.unanswered.append(f"{began - self._began:.0f} s, {label}: nothing within {PATIENCE_S:.0f} s")
+            except OSError as error:
+                honest.unanswered.append(f"{began - self._began:.0f} s, {label}: {type(error).__name__}: {error}")
+            except ValueError as error:
+                honest.unanswered.append(f"{began - self._began:.0f} s, {label}: {error}")
+                if "context_not_found" in str(error):
+                    await self._add_context()
+            else:
+                honest.waits_s.append(time.monotonic() - began)
+                if not said.is_like(self._alone[which]):
+                    honest.wrong.append(f"{began - self._began:.0f} s, {label}: {said}; alone {self._alone[which]}")
+
+    async def _add_context(self) -> None:
+        reply = await self._ask("127.0.0.1", self._upload)
+        if reply.status not in (201, 409):
+            raise SystemExit(f"the text of the honest questions got {reply.status}: {reply.body.decode()}")
+
+    async def _ask(self, source: str, raw: bytes, draw: random.Random | None = None) -> Reply:
+        """Asks, and asks again when it is told to.
+
+        Raises:
+            TimeoutError, OSError, ValueError: no whole answer came.
+        """
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            reply = await ask_from(source, self._port, raw, max(0.1, end - time.monotonic()))
+            if reply.status not in (429, 503):
+                return reply
+            self._honest.refused[f"{reply.status} {reply.json['error']['code']}"] += 1
+            wait_s = float(reply.headers.get("retry-after", 5))
+            await asyncio.sleep(wait_s * (draw.uniform(1, 1.2) if draw else 1))
+            if time.monotonic() > end:
+                raise TimeoutError
+
+    async def _tick(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.1)
+            self._late_s = max(self._late_s, time.monotonic() - began - 0.1)
+
+    async def _watch(self) -> None:
+        every_s = min(10.0, self._seconds / 12)
+        for number in range(10**6):
+            await asyncio.sleep(max(0.0, self._began + number * every_s - time.monotonic()))
+            if self._server.process.poll() is not None:
+                return
+            found = await self._sample()
+            self._samples.append(found)
+            answered, outcomes = len(self._honest.waits_s), sum(map(Counter.total, self._tally.outcomes.values()))
+            mib = found["rss_bytes"] / 2**20
+            print(
+                f"{found['second']:6.0f} s: {answered} honest answers, {self._honest.asked - answered} more asked for, "
+                f"{outcomes} ends of hostile requests, {mib:,.0f} MiB, {found['descriptors']} descriptors, "
+                f"{found['threads']} threads",
+                file=sys.stderr,
+            )
+
+    async def _sample(self) -> dict[str, Any]:
+        """The server, as it is seen from outside and as it sees itself."""
+        process = self._process
+        with process.oneshot():
+            found: dict[str, Any] = {
+                "second": time.monotonic() - self._began,
+                "rss_bytes": process.memory_info().rss,
+                "descriptors": process.num_fds(),
+                "threads": process.num_threads(),
+            }
+        found["children"] = len(process.children(recursive=True))
+        began = time.monotonic()
+        try:
+            health = await ask_from("127.0.0.1", self._port, http_request("GET", "/health"), _HEALTH_S)
+            found |= {"health": health.status, "health_s": time.monotonic() - began}
+            metrics = await ask_from("127.0.0.1", self._port, http_request("GET", "/metrics"), _HEALTH_S)
+        except (OSError, ValueError) as error:
+            return (
+                {"health_s": time.monotonic() - began} | found | {"health": f"{type(error).__name__} {error}".strip()}
+            )
+        if metrics.status != 200:
+            return found | {"health": f"/metrics got {metrics.status}: {metrics.body[:200]!r}"}
+        told = figures_of(metrics)
+        names = "queue_length", "running_answers", "unread_total", "kv_cache_bytes", "generated_tokens_total"
+        return found | {name: told[f"triforce_{name}"] for name in names}
+
+    async def _settle(self, descriptors: int) -> None:
+        """Waits until nothing runs any more and the server has `descriptors` again, or had time for that."""
+        end = time.monotonic() + _SETTLE_S
+        while time.monotonic() < end and self._server.process.poll() is None:
+            await asyncio.sleep(2.0)
+            now = await self._sample()
+            idle = now.get("queue_length") == now.get("running_answers") == 0
+            if idle and now["descriptors"] <= descriptors:
+                return
+
+    def _figures(self, first: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
+        given, honest, tally = self._given, self._honest, self._tally
+        mark_s = min(180.0, self._seconds / 3)
+        after = [one for one in self._samples if one["second"] >= mark_s - 0.5]
+        at_mark = after[0]["rss_bytes"] if after else math.nan
+        waits = sorted(honest.waits_s) or [math.nan]
+        return {
+            "machine": device_name(torch.device("cpu")),
+            "torch": torch.__version__,
+            "options": {name: getattr(given, name) for name in vars(given) if name != "json"},
+            "honest": {
+                "asked": honest.asked,
+                "answered": len(honest.waits_s),
+                "wrong": len(honest.wrong),
+                "unanswered": len(honest.unanswered),
+                "refused": dict(honest.refused),
+                "wait_s": {
+                    "p50": statistics.median(waits),
+                    "p99": waits[int(0.99 * len(waits))],
+                    "longest": waits[-1],
+                },
+                "examples": {"wrong": honest.wrong[:_MAX_SHOWN], "unanswered": honest.unanswered[:_MAX_SHOWN]},
+            },
+            "longest_delay_here_s": self._late_s,
+            "hostile": {kind: dict(several.most_common()) for kind, several in sorted(tally.outcomes.items())},
+            "fuzzed_bodies": tally.bodies,
+            "faults": {"count": len(tally.faults), "examples": tally.faults[:_MAX_SHOWN]},
+            "memory": {
+                "mark_s": mark_s,
+                "at_mark_bytes": at_mark,
+                "highest_before_bytes": max((x["rss_bytes"] for x in self._samples if x["second"] < mark_s), default=0),
+                "highest_after_bytes": max((one["rss_bytes"] for one in after), default=math.nan),
+                "last_under_load_bytes": after[-1]["rss_bytes"] if after else math.nan,
+                "settled_bytes": last["rss_bytes"],
+            },
+            **{
+                name: {
+                    "first": first[name],
+                    "early": max(one[name] for one in self._samples if one["second"] <= mark_s),
+                    "max": max(one[name] for one in self._samples),
+                    "last": last[name],
+                }
+                for name in ("descriptors", "threads", "children")
+            },
+            "health": {
+                "longest_s": max(one["health_s"] for one in self._samples),
+                "others": [one["health"] for one in self._samples if one["health"] != 200],
+            },
+            "alive": self._server.process.poll() is None,
+            "samples": self._samples,
+        }
+
+
+def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What must hold, whether it was kept, and the figures that say so."""
+    honest, memory, faults, bodies = found["honest"], found["memory"], found["faults"]["count"], found["fuzzed_bodies"]
+    at_mark, highest = (memory[f"{name}_bytes"] / 2**20 for name in ("at_mark", "highest_after"))
+    health, ended = found["health"], found["alive"] and found["exit_code"] == 143
+    growth = f"x {highest / at_mark:.3f}: {at_mark:,.0f}, then at most {highest:,.0f} MiB"
+    came = honest["answered"] > 0 and not honest["unanswered"]
+
+    def flat(name: str, since: str) -> tuple[str, bool, str]:
+        one = found[name]
+        figures = f"{one['first']}, {one['early']} early, at most {one['max']}, then {one['last']}"
+        return f"{name} do not grow", one["last"] <= one[since] + 2, figures
+
+    rows = [
+        ("every honest answer comes", came, f"{honest['answered']} of {honest['asked']}"),
+        ("it is the text that it is alone", not honest["wrong"], f"{honest['wrong']} are not"),
+        ("all fuzzed bodies are dealt with", bodies >= found["options"]["bodies"], f"{bodies}"),
+        ("no 5xx but 503; errors say why", not faults, f"{faults} other answers"),
+        (f"memory grows at most x {_MOST_GROWTH}", highest <= _MOST_GROWTH * at_mark, growth),
+        flat("descriptors", "first"),
+        flat("threads", "early"),  # pools of threads are filled as they are used
+        flat("children", "first"),
+        (
+            "/health says ready",
+            not health["others"],
+            f"{len(health['others'])} times not; within {health['longest_s']:.2f} s",
+        ),
+        ("the log has requests only", not found["notes"], f"{sum(found['notes'].values())} other lines"),
+        ("SIGTERM ends the server with 143", ended, f"{found['exit_code']}{'' if found['alive'] else ', before that'}"),
+    ]
+    return [{"promise": name, "kept": kept, "found": figures} for name, kept, figures in rows]
+
+
+def tables(found: dict[str, Any]) -> list[Any]:
+    """The report."""
+    options, honest, late_s = found["options"], found["honest"], found["longest_delay_here_s"]
+    clients = f"{options['honest']} honest and {options['hostile']} hostile clients"
+    kept = Table("promise", "kept", "found", title=f"{clients}, {options['minutes']:g} minutes, {found['machine']}")
+    for one in found["promises"]:
+        kept.add_row(one["promise"], "yes" if one["kept"] else "NO", one["found"])
+    outcomes = Table("hostile clients", "what came of their requests")
+    for kind, several in found["hostile"].items():
+        outcomes.add_row(kind, ", ".join(f"{outcome}: {count}" for outcome, count in several.items()))
+    waits = ", ".join(f"{name} {seconds:.1f}" for name, seconds in honest["wait_s"].items())
+    refused = ", ".join(f"{code}: {count}" for code, count in honest["refused"].items()) or "never"
+    examples = *honest["examples"]["wrong"][:3], *honest["examples"]["unanswered"][:3], *found["faults"]["examples"][:5]
+    return [
+        kept,
+        outcomes,
+        f"wait for an honest answer in s: {waits} (this program kept clients waiting for {late_s:.1f} s at most)",
+        f"honest clients were told to ask again: {refused}",
+        *(Text(str(one)[:600]) for one in (*examples, *list(found["notes"].items())[:5])),
+    ]
+
+
+if __name__ == "__main__":
+    main()
