@@ -156,7 +156,8 @@ def backend_encode(backend: Any, tokens: ControlTokens) -> Callable[[str, bool],
         if not made:
             made.append(_renamed(backend, {tokens.contents[token]: name for token, name in names.items()}))
         renamed, ids = made[0]
-        found: list[int] = renamed.encode(tokens.replaced(text, names), add_special_tokens=special).ids
+        # In one batch: it lets other threads run meanwhile.
+        found = renamed.encode_batch_fast([tokens.replaced(text, names)], add_special_tokens=special)[0].ids
         return [ids.get(token, token) for token in found]
 
     return encode
@@ -183,7 +184,7 @@ def _renamed(backend: Any, names: Mapping[str, str]) -> tuple[Any, dict[int, int
                 model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     else:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
-    copy = Backend.from_str(json.dumps(content))
+    copy: Any = Backend.from_str(json.dumps(content))
     added = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
     ids = {copy.token_to_id(names.get(text, text)): number for text, number in added.items()}
     return copy, {ours: number for ours, number in ids.items() if ours != number}

@@ -117,7 +117,8 @@ def _load_plain(directory: Path) -> Tokenizer | None:
     backend.no_padding()
     tokens = ControlTokens(backend.get_added_tokens_decoder(), backend.normalizer)
     return _with_content(
-        lambda text, special: backend.encode(text, add_special_tokens=special).ids,
+        # In one batch: it lets other threads run meanwhile.
+        lambda text, special: backend.encode_batch_fast([text], add_special_tokens=special)[0].ids,
         backend_encode(backend, tokens),
         lambda ids: backend.decode(list(ids), skip_special_tokens=True),
         tokens,
