@@ -40,9 +40,9 @@ class Answering:
     """Works on what waits in the queue.
 
     An error can be one request's, or one after which the engine works again, or one that sticks, as most errors of a
-    GPU do. Which it is shows afterwards: an error that is none of `_EXPLAINED` leaves the engine in doubt until it writes
-    a token. Where it has nothing to write, or its run has broken off, it first writes a few tokens for a check; if that
-    fails, it has failed for good. So a request that always fails does not end the server.
+    GPU do. Which it is shows afterwards: an error that is none of `_EXPLAINED` leaves the engine in doubt until it
+    writes a token. Where it has nothing to write, or its run has broken off, it first writes a few tokens for a check;
+    if that fails, it has failed for good. So a request that always fails does not end the server.
     """
 
     def __init__(
