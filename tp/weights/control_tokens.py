@@ -157,7 +157,7 @@ def backend_encode(backend: Any, tokens: ControlTokens) -> Callable[[str, bool],
             made.append(_renamed(backend, {tokens.contents[token]: name for token, name in names.items()}))
         renamed, ids = made[0]
         # In one batch: it lets other threads run meanwhile.
-        found = renamed.encode_batch_fast([tokens.replaced(text, names)], add_special_tokens=special)[0].ids
+        found: list[int] = renamed.encode_batch_fast([tokens.replaced(text, names)], add_special_tokens=special)[0].ids
         return [ids.get(token, token) for token in found]
 
     return encode
