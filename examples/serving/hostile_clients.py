@@ -11,7 +11,7 @@ import socket
 import struct
 import urllib.parse
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -431,10 +431,12 @@ class RequestFuzzer:
         )
 
 
-def hostile_clients(count: int, port: int, seed: int, tally: Tally) -> dict[str, list[HostileClient]]:
-    """So many clients, by kind."""
+def hostile_clients(
+    kinds: Sequence[str], count: int, port: int, seed: int, tally: Tally
+) -> dict[str, list[HostileClient]]:
+    """So many clients in all, by kind."""
     found: dict[str, list[HostileClient]] = {}
     for number in range(count):
-        kind = KINDS[number % len(KINDS)]
+        kind = kinds[number % len(kinds)]
         found.setdefault(kind, []).append(HostileClient(kind, number, port, seed, tally))
     return found

@@ -37,7 +37,7 @@ from triforce.tp.devices import device_name
 from triforce.tp.parallel.launch import usable_cores
 
 from serving.bodies import CHAT, COMPLETION
-from serving.hostile_clients import PATIENCE_S, Tally, hostile_clients
+from serving.hostile_clients import KINDS, PATIENCE_S, Tally, hostile_clients
 from serving.load import PROMPTS, Reply, ask_from, figures_of, http_request, upload_request
 from serving.serve_results import Server, serving
 
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="(default 30)")
     parser.add_argument("--honest", type=int, default=64, help="clients (default 64)")
     parser.add_argument("--hostile", type=int, default=32, help="clients (default 32)")
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of hostile clients (default {', '.join(KINDS)})")
     parser.add_argument("--bodies", type=int, help="fuzzed ones (default 10,000 in 30 minutes)")
     parser.add_argument(
         "--think",
@@ -81,7 +82,11 @@ def main() -> None:
     parser.add_argument("--options", default=_SERVER, help=f"of triforce serve (default: {_SERVER})")
     parser.add_argument("--json", help="where figures go; - is stdout")
     given = parser.parse_args()
-    if given.bodies is None:
+    if unknown := set(given.kinds.split(",")) - set(KINDS):
+        parser.error(f"--kinds: {', '.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    if "fuzzed bodies" not in given.kinds.split(",") or given.hostile == 0:
+        given.bodies = 0
+    elif given.bodies is None:
         given.bodies = math.ceil(_BODIES_A_MINUTE * given.minutes)
     with serving(given, TRIFORCE_CONTEXTS_MAX=_CONTEXTS_MAX) as server:
         found = asyncio.run(HostileLoad(given, server).run())
@@ -216,7 +221,7 @@ class HostileLoad:
 
     async def _load(self) -> None:
         given, self._began = self._given, time.monotonic()
-        kinds = hostile_clients(given.hostile, self._port, given.seed, self._tally)
+        kinds = hostile_clients(given.kinds.split(","), given.hostile, self._port, given.seed, self._tally)
         fuzzers = kinds.pop("fuzzed bodies", [])
         hostile = [asyncio.create_task(one.run()) for several in kinds.values() for one in several]
         shares = [len(range(at, given.bodies, len(fuzzers))) for at in range(len(fuzzers))]
