@@ -21,6 +21,8 @@ class ServerLimits:
     """Of a request's body: the text of a million tokens has a fifth of that."""
     held_bytes: int = 2**29
     """Bodies that all requests together may hold."""
+    verifications: int = 16
+    """Uploads that wait until a saved context is verified, the one that is being verified among them."""
     keep_alive_s: float = 5.0
     """A comment goes out where nothing else has for so long, so that proxies and clients go on waiting."""
     first_event_s: float = 1.0

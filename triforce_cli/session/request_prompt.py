@@ -23,7 +23,7 @@ def request_task(request: AnswerRequest, prompt: Prompt, number: int, owner: Any
         owner: whatever the command knows it by.
         save: the name of the context that the prompt is saved as, if it is.
     """
-    contexts = ContextRequest(name=request.context, find=request.context is None, save=save)
+    contexts = ContextRequest(name=request.context, find=request.context is None, save=save, origin="client")
     return Task(
         prompt,
         contexts,

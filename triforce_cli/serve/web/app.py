@@ -23,7 +23,7 @@ from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload,
 from ..answering.metrics import Metrics
 from .connection import cut
 from .events import Events
-from .gate import GONE, Gate, error_response, public_error
+from .gate import GONE, Gate, error_response, public_error, without_paths
 from .page import PAGE, page_response
 from .service import Service
 from .streams import AnswerStream, reading_stream
@@ -111,7 +111,7 @@ class Routes:
 
     async def list_contexts(self) -> Response:
         found = await asyncio.to_thread(describe_all, self._service.store)
-        data = [{"name": one["name"], "damaged": True} if "damaged" in one else one for one in found]
+        data = [{"name": one["name"], "damaged": True} if "damaged" in one else self._public(one) for one in found]
         return JSONResponse({"object": "list", "data": data})
 
     async def add_context(self, request: Request) -> Response:
@@ -129,9 +129,11 @@ class Routes:
             raw = await file.read()
         upload, events = await service.upload(name, raw, _client(request))
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
+        await self._until_gone(request, upload, service.begin(upload, events))
 
         def described(saved: Saved) -> dict[str, Any]:
-            return describe(service.store, name) | {"read_tokens": saved.tokens, "read_s": saved.seconds}
+            described = self._public(describe(service.store, name))
+            return described | {"read_tokens": saved.tokens, "read_s": saved.seconds}
 
         if wanted == "true":
             return await self._streamed(
@@ -146,7 +148,7 @@ class Routes:
     async def remove_context(self, name: str) -> Response:
         store = self._service.store
         try:
-            known = await asyncio.to_thread(store.directory(name).is_dir)
+            known = await asyncio.to_thread(store.holds, name)
             if known:
                 await asyncio.to_thread(store.remove, name)
         except UsageError as error:
@@ -156,6 +158,10 @@ class Routes:
         if not known:
             raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
         return JSONResponse({"name": name, "deleted": True})
+
+    def _public(self, described: dict[str, Any]) -> dict[str, Any]:
+        """What clients get to see of a context that `describe` describes."""
+        return described | {"model": without_paths(described["model"], self._service.hidden)}
 
     def _error(self, error: BodyError) -> dict[str, Any]:
         return public_error(error, self._service.hidden)
