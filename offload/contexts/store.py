@@ -34,7 +34,7 @@ _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
 _MARKER = ".triforce-context"
 """An empty file in directories that the store has made: nothing of others is removed as a whole."""
 
-_WRITTEN = re.compile(r"\.?\d+-\d+\.h\d+-\d+\.\w+\.safetensors(\.new)?|\.manifest\.json\.new|\.\w+\.probe")
+_WRITTEN = re.compile(r"\d+-\d+\.h\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe")
 """Files that the store writes into a context's directory, beside the manifest and the marker."""
 
 _LEAST_RESERVE, _MOST_RESERVE = 2**30, 10 * 2**30
@@ -292,12 +292,12 @@ class ContextStore:
         try:
             self.disk.make_directory(self.root / _LOCKS)
             with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
-                self._make_marked(directory)
+                made = self._make_marked(directory)
                 try:
                     yield directory
                 finally:
                     if not _exists(directory / FILE_NAME):  # nothing was saved, or all of it was removed
-                        self._clear(directory)
+                        self._clear(directory, made)
         except Timeout as error:
             raise ContextError(
                 f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
@@ -305,22 +305,25 @@ class ContextStore:
         except OSError as error:
             raise ContextError(f"{directory} cannot be written: {error.strerror or error}") from error
 
-    def _make_marked(self, directory: Path) -> None:
-        """Makes a context's directory and marks it. One that was there gets the mark if it holds a context."""
+    def _make_marked(self, directory: Path) -> bool:
+        """Makes a context's directory and marks it; whether it was not there. One that was gets the mark if it holds a
+        context."""
         made = not _is_directory(directory)
         self.disk.make_directory(directory)
         if made or (_exists(directory / FILE_NAME) and not _exists(directory / _MARKER)):
-            with suppress(OSError):  # a full disk must not keep a context from being removed
-                with self.disk.create(directory / _MARKER):
-                    pass
+            # a full disk must not keep a context from being removed
+            with suppress(OSError), self.disk.create(directory / _MARKER):
+                pass
+        return made
 
-    def _clear(self, directory: Path) -> None:
-        """Removes what the store wrote into a directory that holds no context, and the directory if it has made it and
-        nothing else is in it. The mark goes last."""
+    def _clear(self, directory: Path, made: bool) -> None:
+        """Removes what the store wrote into a directory that holds no context, and the directory if it was `made` or is
+        marked and nothing else is in it. The mark goes last."""
         with suppress(OSError):
             for path in [path for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]:
                 self.disk.remove(path)
-            if _exists(directory / _MARKER) and [path.name for path in directory.iterdir()] == [_MARKER]:
+            left = {path.name for path in directory.iterdir()}
+            if left == {_MARKER} or (made and not left):
                 self.disk.remove(directory / _MARKER)
                 directory.rmdir()
 

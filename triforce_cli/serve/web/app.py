@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,7 +24,7 @@ from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload,
 from ..answering.metrics import Metrics
 from .connection import cut
 from .events import Events
-from .gate import GONE, Gate, error_response, public_error, without_paths
+from .gate import GONE, Gate, error_response, public_error
 from .page import PAGE, page_response
 from .service import Service
 from .streams import AnswerStream, reading_stream
@@ -111,7 +112,7 @@ class Routes:
 
     async def list_contexts(self) -> Response:
         found = await asyncio.to_thread(describe_all, self._service.store)
-        data = [{"name": one["name"], "damaged": True} if "damaged" in one else self._public(one) for one in found]
+        data = [{"name": one["name"], "damaged": True} if "damaged" in one else _public(one) for one in found]
         return JSONResponse({"object": "list", "data": data})
 
     async def add_context(self, request: Request) -> Response:
@@ -132,7 +133,7 @@ class Routes:
         await self._until_gone(request, upload, service.begin(upload, events))
 
         def described(saved: Saved) -> dict[str, Any]:
-            described = self._public(describe(service.store, name))
+            described = _public(describe(service.store, name))
             return described | {"read_tokens": saved.tokens, "read_s": saved.seconds}
 
         if wanted == "true":
@@ -158,10 +159,6 @@ class Routes:
         if not known:
             raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
         return JSONResponse({"name": name, "deleted": True})
-
-    def _public(self, described: dict[str, Any]) -> dict[str, Any]:
-        """What clients get to see of a context that `describe` describes."""
-        return described | {"model": without_paths(described["model"], self._service.hidden)}
 
     def _error(self, error: BodyError) -> dict[str, Any]:
         return public_error(error, self._service.hidden)
@@ -232,6 +229,12 @@ class _WorkStream(StreamingResponse):
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _public(described: dict[str, Any]) -> dict[str, Any]:
+    """What clients get to see of a context that `describe` describes: of a model's directory its name."""
+    model = PurePath(described["model"])
+    return described | {"model": model.name} if model.is_absolute() else described
 
 
 _PIECE_BYTES = 200
