@@ -7,10 +7,13 @@ damaged or edited one is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import re
+import reprlib
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import xxhash
 
@@ -22,6 +25,23 @@ from .segments.file import SegmentFile
 FILE_NAME = "manifest.json"
 VERSION = 2
 """The newest format. A manifest without packed segments says 1, which older versions read too."""
+
+MOST_BYTES = 2**24
+"""Of a manifest that is read: tens of thousands of segments."""
+
+_MOST_TOKENS = 2**31 - 1
+_MOST_LAYERS = 4096
+_MOST_HEADS = 4096
+_MOST_HEAD_DIM = 2**16
+_MOST_ARITHMETICS = 1024
+LATEST = 253_402_300_800.0
+"""The end of the year 9999, in seconds since 1970."""
+
+_HASH = re.compile("[0-9a-f]{32}")
+
+Origin = Literal["operator", "client"]
+"""Who had a context saved: whoever runs triforce on this machine, or a client of `triforce serve` (a text that was
+uploaded, a prompt that `--save-prompts` saves)."""
 
 
 class ContextError(TriforceError):
@@ -89,6 +109,7 @@ class Manifest:
     segment_tokens: int = SEGMENT
     """Of every segment but the last, which may have fewer."""
     segments: tuple[Segment, ...] = ()
+    origin: Origin = "operator"
 
     @property
     def saved(self) -> int:
@@ -137,6 +158,8 @@ class Manifest:
     def write(self, disk: Disk, directory: Path) -> None:
         """Puts it in place of the one in `directory`, durably."""
         described = {"format": VERSION if self.packed_segments else 1, **asdict(self)}
+        if self.origin == "operator":
+            del described["origin"]  # as in manifests of versions that know no other
         content = json.dumps(described | {"checksum": _checksum(described)}, ensure_ascii=False, indent=1)
         disk.write_whole(directory / FILE_NAME, content.encode())
 
@@ -145,71 +168,187 @@ class Manifest:
         """Raises:
         ContextError: there is none, it is damaged, or a newer version wrote it.
         """
-        path = directory / FILE_NAME
         try:
-            raw = json.loads(path.read_bytes())
+            raw = json.loads(_content(directory / FILE_NAME), parse_constant=_refuse_constant)
             checksum = raw.pop("checksum")
+            version = _whole(raw["format"], "format", _MOST_TOKENS)
+            if version <= VERSION:
+                if checksum != _checksum(raw):
+                    _refuse("its checksum is not that of its contents")
+                return cls._from_raw(raw)
         except FileNotFoundError as error:
             raise ContextError(
-                f"the context {directory.name!r} holds nothing: {path} does not exist; read the text again under this "
-                "name"
+                f"the context {directory.name!r} holds nothing: {directory / FILE_NAME} does not exist; read the text "
+                "again under this name"
             ) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _damaged(directory, str(error)) from error
-        version = raw.get("format")
-        if isinstance(version, int) and version > VERSION:
-            raise ContextError(
-                f"the context {directory.name!r} was saved by a newer triforce (format {version}; this one knows "
-                f"{VERSION}); update triforce, or save it anew under another name"
-            )
-        if checksum != _checksum(raw) or version not in range(1, VERSION + 1):
-            raise _damaged(directory, "its checksum is not that of its contents")
-        try:
-            return cls._from_raw(raw)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(directory, f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # it may hold anything
+            reason = getattr(error, "strerror", None) or str(error)
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            raise _damaged(directory, kind + reason) from error
+        raise ContextError(
+            f"the context {directory.name!r} was saved by a newer triforce (format {version}; this one knows "
+            f"{VERSION}); update triforce, or save it anew under another name"
+        )
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any]) -> Manifest:
-        segments = tuple(
-            Segment(
-                *(one["first"], one["tokens"], one["chain"], tuple(map(_part, one["parts"]))),
-                packed=one.get("packed", False),
-                arithmetic=tuple(one.get("arithmetic", (None,))),
-            )
-            for one in raw["segments"]
+        """Raises:
+        Exception: it is not what `write` writes.
+        """
+        shape = _shape(raw["shape"])
+        tokens = _whole(raw["tokens"], "tokens", _MOST_TOKENS)
+        most = _whole(raw["segment_tokens"], "segment_tokens", _MOST_TOKENS)
+        described = raw["segments"]
+        segments: list[Segment] = []
+        at = 0
+        for index, one in enumerate(described):
+            segment = _segment(one, shape)
+            is_last = index == len(described) - 1
+            whole = segment.tokens == most or is_last
+            if segment.first != at or segment.tokens > most or not whole or segment.stop > tokens:
+                _refuse(f"its segment at {segment.first} does not go on from {at}")
+            segments.append(segment)
+            at = segment.stop
+        files = [part.file for segment in segments for part in segment.parts]
+        if len(set(files)) < len(files):
+            _refuse("it names a file twice")
+        frame = raw["frame"]
+        system = frame["system"]
+        return cls(
+            _name(raw["model"]),
+            _hash(raw["fingerprint"], "fingerprint"),
+            shape,
+            tokens,
+            _date(raw["created"]),
+            Frame(
+                _truth(frame["chat"], "chat"),
+                None if system is None else _text(system, "system", MOST_BYTES),
+                _truth(frame["answered"], "answered"),
+            ),
+            most,
+            tuple(segments),
+            _origin(raw.get("origin", "operator")),
         )
-        known = {name: raw[name] for name in ("model", "fingerprint", "tokens", "created", "segment_tokens")}
-        found = cls(**known, shape=Shape(**raw["shape"]), frame=Frame(**raw["frame"]), segments=segments)
-        at, most, shape = 0, found.segment_tokens, found.shape
-        counts = found.tokens, most, shape.num_layers, shape.num_kv_heads, shape.head_dim
-        if shape.dtype not in DTYPES or not all(type(count) is int and count > 0 for count in counts):
-            raise ValueError(f"impossible numbers: {counts} in {shape.dtype}")
-        float(found.created)
-        for one in segments:
-            whole = one.tokens == most or one is segments[-1]
-            if one.first != at or not 0 < one.tokens <= most or not whole or one.stop > found.tokens:
-                raise ValueError(f"its segment at {one.first} does not go on from {at}")
-            if _heads(one.parts) != list(range(found.shape.num_kv_heads)):
-                raise ValueError(f"its segment at {one.first} lacks KV heads")
-            if one.packed not in (False, found.shape.dtype == PACKABLE):
-                raise ValueError(f"its segment at {one.first} cannot be packed")
-            if not all(number is None or type(number) is int for number in one.arithmetic):
-                raise ValueError(f"its segment at {one.first} has no number of its arithmetic: {one.arithmetic}")
-            at = one.stop
-        return found
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a manifest, no more than one can have; of a file, and not of something that never ends.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _refuse("it is not a file")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        _refuse(f"it has more than {MOST_BYTES:,} bytes")
+    return content
+
+
+def _segment(raw: dict[str, Any], shape: Shape) -> Segment:
+    first = _whole(raw["first"], "first", _MOST_TOKENS, least=0)
+    parts = tuple(map(_part, raw["parts"]))
+    at = 0
+    for part in parts:
+        if part.kv_heads[0] != at or part.kv_heads[1] <= at:
+            _refuse(f"its segment at {first} has KV heads {part.kv_heads} behind {at}")
+        at = part.kv_heads[1]
+    if at != shape.num_kv_heads:
+        _refuse(f"its segment at {first} lacks KV heads")
+    packed = _truth(raw.get("packed", False), "packed")
+    if packed and shape.dtype != PACKABLE:
+        _refuse(f"its segment at {first} cannot be packed")
+    numbers = raw.get("arithmetic", [None])
+    if type(numbers) is not list or not 0 < len(numbers) <= _MOST_ARITHMETICS:
+        _refuse_value("arithmetic", numbers)
+    arithmetic = tuple(one if one is None else _whole(one, "arithmetic", 2**63, least=0) for one in numbers)
+    tokens = _whole(raw["tokens"], "tokens", _MOST_TOKENS)
+    return Segment(first, tokens, _hash(raw["chain"], "chain"), parts, packed, arithmetic)
 
 
 def _part(raw: dict[str, Any]) -> Part:
-    name = raw["file"]
-    if Path(name).name != name or not name.endswith(".safetensors"):
-        raise ValueError(f"it names the file {name!r}")
+    name = _text(raw["file"], "file", 255)
+    if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
+        _refuse_value("file", name)
     first, stop = raw["kv_heads"]
-    return Part(name, (int(first), int(stop)), raw["checksum"])
+    heads = _whole(first, "kv_heads", _MOST_HEADS, least=0), _whole(stop, "kv_heads", _MOST_HEADS)
+    return Part(name, heads, _hash(raw["checksum"], "checksum"))
 
 
-def _heads(parts: Sequence[Part]) -> list[int]:
-    return [head for part in parts for head in range(*part.kv_heads)]
+def _shape(raw: dict[str, Any]) -> Shape:
+    layers = _whole(raw["num_layers"], "num_layers", _MOST_LAYERS)
+    heads = _whole(raw["num_kv_heads"], "num_kv_heads", _MOST_HEADS)
+    head_dim = _whole(raw["head_dim"], "head_dim", _MOST_HEAD_DIM)
+    dtype = _text(raw["dtype"], "dtype")
+    if dtype not in DTYPES:
+        _refuse(f"impossible numbers: {reprlib.repr(dtype)}")
+    return Shape(layers, heads, head_dim, dtype)
+
+
+def _whole(value: object, name: str, most: int, least: int = 1) -> int:
+    """Raises:
+    ValueError: it is no whole number from `least` to `most`.
+    """
+    if type(value) is not int or not least <= value <= most:
+        _refuse(f"impossible numbers: {name} is {reprlib.repr(value)}")
+    return value
+
+
+def _text(value: object, name: str, most: int = 4096) -> str:
+    """Raises:
+    ValueError: it is no text of at most so many letters that UTF-8 can hold.
+    """
+    if type(value) is not str or len(value) > most or any("\ud800" <= letter <= "\udfff" for letter in value):
+        _refuse_value(name, value)
+    return value
+
+
+def _name(value: object) -> str:
+    """The name of a model, which is printed: nothing that a terminal would act on."""
+    name = _text(value, "model")
+    if any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in name):
+        _refuse_value("model", name)
+    return name
+
+
+def _origin(value: object) -> Origin:
+    if value == "operator":
+        return "operator"
+    if value != "client":
+        _refuse_value("origin", value)
+    return "client"
+
+
+def _hash(value: object, name: str) -> str:
+    if type(value) is not str or not _HASH.fullmatch(value):
+        _refuse_value(name, value)
+    return value
+
+
+def _truth(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        _refuse_value(name, value)
+    return value
+
+
+def _date(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LATEST:
+        _refuse_value("created", value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    _refuse(f"it holds {name}")
+
+
+def _refuse_value(name: str, value: object) -> NoReturn:
+    _refuse(f"its {name} cannot be {reprlib.repr(value)}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ValueError(reason)
 
 
 def _checksum(described: dict[str, Any]) -> str:

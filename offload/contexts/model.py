@@ -18,7 +18,7 @@ from ...tp.model.decoder import Decoder
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
 from .fingerprint import fingerprint
-from .manifest import NO_FRAME, ContextError, Frame, Manifest
+from .manifest import NO_FRAME, ContextError, Frame, Manifest, Origin, Segment
 from .saver import HeldHeads, SaveOrder
 from .segments.contents import PACKABLE, Shape
 from .store import ContextStore, SavedPrefix
@@ -44,6 +44,9 @@ class ContextRequest:
     """Of what is saved."""
     required: bool = False
     """Whether the run is to fail where it cannot be saved, and not just to say so."""
+    origin: Origin = "operator"
+    """Who wants it saved. What a client wants leaves a reserve of the disk free and removes no context of the
+    operator's. A name that cannot be had is an error for the operator, and for a client only where it is required."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class ContextPlan:
 
     prefix: SavedPrefix | None = None
     save: SaveOrder | None = None
+    warnings: tuple[str, ...] = ()
+    """What cannot be saved, although the run is to go on."""
 
 
 class ModelContexts:
@@ -82,13 +87,31 @@ class ModelContexts:
         Raises:
             ContextError: another text or another model's KV is, or the context's manifest is damaged.
         """
-        saved = self.store.saved_of(name, self.fingerprint, token_ids)[1]
+        saved, _ = self.saved(name, token_ids)
         if saved == len(token_ids):
             saved = min([saved, *(one.first for one, wrong in self.store.verify(name) if wrong)])
-        if saved == len(token_ids) and self._ranks.rank == 0:
+        if saved == len(token_ids):
+            self.tidy(name, "operator")
+        return len(token_ids) - saved
+
+    def saved(self, name: str, token_ids: Sequence[int]) -> tuple[int, tuple[Segment, ...]]:
+        """How many leading tokens of a text are saved under this name, and in which segments. Whether their keys and
+        values are damaged is not looked at, which takes little time.
+
+        Raises:
+            ContextError: another text or another model's KV is, or the context's manifest is damaged.
+        """
+        prefix, saved = self.store.saved_of(name, self.fingerprint, self.shape, token_ids)
+        return saved, prefix.segments if prefix else ()
+
+    def tidy(self, name: str, origin: Origin) -> None:
+        """Removes what a run that was killed has left of a context; what the operator wants is the operator's from then
+        on. Nothing, where another process changes it or it cannot be written."""
+        if self._ranks.rank == 0:
             with suppress(ContextError), self.store.locked(name):
                 self.store.tidy(name, self.store.load(name).segments)
-        return len(token_ids) - saved
+                if origin == "operator":
+                    self.store.claim(name)
 
     def saved_tokens(self, name: str) -> int:
         """Tokens that are saved under this name; 0 where nothing is."""
@@ -115,50 +138,71 @@ class ModelContexts:
         if wanted:
             self.store.directory(wanted)
         if not self._rope_is_fixed(len(prompt)):
-            if wanted:
-                raise ContextError(
-                    f"{self._config.name} scales RoPE dynamically: beyond {self._config.rope.original_positions:,} "
-                    "tokens keys depend on the prompt's length, so they can neither be saved nor shared"
-                )
-            return ContextPlan()
+            error = (
+                f"{self._config.name} scales RoPE dynamically: beyond {self._config.rope.original_positions:,} "
+                "tokens keys depend on the prompt's length, so they can neither be saved nor shared"
+            )
+            if request.name or (request.save and _must_save(request)):
+                raise ContextError(error)
+            return ContextPlan(warnings=(_unsaved(error),) if request.save else ())
         prefix = None
         if request.name:
-            prefix = self.store.prefix_of(request.name, self.fingerprint, prompt)
+            prefix = self.store.prefix_of(request.name, self.fingerprint, self.shape, prompt)
         elif request.find:
             with suppress(ContextError, OSError):  # nobody has asked for one
                 if self.store.any_of_shape(self.shape):
-                    prefix = self.store.find(self.fingerprint, prompt, LEAST_FOUND)
-        save = None
+                    prefix = self.store.find(self.fingerprint, self.shape, prompt, LEAST_FOUND)
+        save, warnings = None, ()
         if request.save:
-            token_ids = prompt[: request.save_tokens]
-            own, saved = self.store.saved_of(request.save, self.fingerprint, token_ids)
-            if saved < len(token_ids) or request.required:  # what is there may be damaged
-                save = self._order(request, token_ids)
-                shares = request.find or request.required
-                prefix = own or prefix or (self.store.find(self.fingerprint, token_ids, 1) if shares else None)
+            try:
+                prefix, save = self._plan_saving(request.save, request, prompt[: request.save_tokens], prefix)
+            except (ContextError, OSError) as error:
+                if _must_save(request):
+                    raise
+                warnings = (_unsaved(str(error)),)
         if prefix and prefix.tokens > reusable:
             prefix = SavedPrefix(prefix.directory, prefix.manifest, reusable) if reusable else None
-        return ContextPlan(prefix, save)
+        return ContextPlan(prefix, save, warnings)
+
+    def _plan_saving(
+        self, name: str, request: ContextRequest, token_ids: list[int], prefix: SavedPrefix | None
+    ) -> tuple[SavedPrefix | None, SaveOrder | None]:
+        """What the run starts from, in place of `prefix` perhaps, and what it saves, if anything is missing.
+
+        Raises:
+            ContextError, OSError: it cannot be saved under the name.
+        """
+        own, saved = self.store.saved_of(name, self.fingerprint, self.shape, token_ids)
+        if saved == len(token_ids) and not request.required:
+            if request.origin == "operator":
+                self.tidy(name, "operator")
+            return prefix, None
+        save = self._order(name, request, token_ids)  # where all is there, it may be damaged
+        if own or prefix or not (request.find or request.required):
+            return own or prefix, save
+        return self.store.find(self.fingerprint, self.shape, token_ids, 1), save
 
     def use(self, plan: ContextPlan, synchronize: Callable[[torch.device], None] = synchronize) -> ContextUse | None:
         """The contexts of a run, on any rank.
 
         Args: `synchronize` waits for a device.
         """
-        if not plan.prefix and not plan.save:
+        if not plan.prefix and not plan.save and not plan.warnings:
             return None
         held = self._heads_of(self._ranks.rank)
         writes = self._ranks.rank == 0 or self._heads_of(self._ranks.rank - 1) != held
         heads = HeldHeads(held.start, held.stop, writes)
-        return ContextUse(self.store, self._ranks, heads, plan.prefix, plan.save, synchronize)
+        use = ContextUse(self.store, self._ranks, heads, plan.prefix, plan.save, synchronize)
+        use.warnings += plan.warnings
+        return use
 
-    def _order(self, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
-        assert request.save
+    def _order(self, name: str, request: ContextRequest, token_ids: list[int]) -> SaveOrder:
         named = self._name, self.fingerprint, self.shape, len(token_ids), time.time(), request.frame
-        manifest = Manifest(*named, self.store.segment_tokens)
+        origin = "operator" if self.store.origin_of(name) == "operator" else request.origin
+        manifest = Manifest(*named, self.store.segment_tokens, origin=origin)
         parts = dict.fromkeys((held.start, held.stop) for held in map(self._heads_of, range(self._ranks.size)))
-        where = self.store.directory(request.save)
-        return SaveOrder(where, manifest, token_ids, secrets.token_hex(4), tuple(parts), request.required, self.packs)
+        options = request.required, self.packs, request.origin
+        return SaveOrder(self.store.directory(name), manifest, token_ids, secrets.token_hex(4), tuple(parts), *options)
 
     def _heads_of(self, rank: int) -> slice:
         return Split.of(self._config, Ranks(rank, self._ranks.size, self._ranks.size)).kv_heads
@@ -166,3 +210,12 @@ class ModelContexts:
     def _rope_is_fixed(self, prompt_tokens: int) -> bool:
         rope = self._config.rope
         return rope.type != "dynamic" or prompt_tokens <= rope.original_positions
+
+
+def _must_save(request: ContextRequest) -> bool:
+    """Whether a prompt that cannot be saved under its name is an error."""
+    return request.required or request.origin == "operator"
+
+
+def _unsaved(reason: str) -> str:
+    return f"the prompt is not saved: {reason}"

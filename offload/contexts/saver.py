@@ -18,7 +18,7 @@ from torch import Tensor
 from ...tp.parallel.ranks import Ranks
 from ..caches.full import FullCache
 from ..transfer.link import LinkError
-from .manifest import Manifest, Part, Segment
+from .manifest import ContextError, Manifest, Origin, Part, Segment
 from .segments.contents import DamagedError, chained
 from .segments.file import SegmentFile
 from .segments.writing import write_segment
@@ -46,6 +46,8 @@ class SaveOrder:
     """Whether the run is for nothing if it cannot be saved."""
     packed: bool = False
     """Whether keys and values are packed."""
+    origin: Origin = "operator"
+    """Who wants it saved, see `ContextRequest`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Saver:
         try:
             self._writing.result()
         # RuntimeError is PyTorch's where memory ends.
-        except (OSError, DamagedError, LinkError, MemoryError, RuntimeError) as error:
+        except (ContextError, OSError, DamagedError, LinkError, MemoryError, RuntimeError) as error:
             self.failure = self.failure or getattr(error, "strerror", None) or str(error)
         finally:
             self._writing = None
@@ -147,6 +149,8 @@ class Saver:
         if heads.writes:
             part = self._part(first, stop, (heads.first, heads.stop))
             contents = self._manifest.contents(segment, part)
+            if order.origin == "client":
+                self._store.check_reserve(contents.shape.saved_bytes(segment.tokens, order.packed))
             layer_by_layer = (pieces() for pieces in layers)
             write_segment(self._store.disk, order.directory / part.file, contents, token_ids, layer_by_layer)
         layers.clear()  # they may hold copies

@@ -9,15 +9,16 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ...tp.errors import UsageError
+from ...tp.units import gib
 from .disk import Disk
-from .manifest import FILE_NAME, ContextError, Manifest, Segment
-from .segments.contents import SEGMENT, DamagedError, chained
+from .manifest import FILE_NAME, LATEST, ContextError, Manifest, Origin, Segment
+from .segments.contents import SEGMENT, DamagedError, Shape, chained
 
 _LOCKS = ".locks"
 """The directory of the locks: not in the contexts' own, which may be removed."""
@@ -29,6 +30,15 @@ _DIFFERENT_END = 16
 """Last tokens of a context that may differ from those of its text grown longer: words are cut into tokens together."""
 
 _NAME = re.compile(r"\w[\w .+@=-]{0,99}")
+
+_MARKER = ".triforce-context"
+"""An empty file in directories that the store has made: nothing of others is removed as a whole."""
+
+_WRITTEN = re.compile(r"\d+-\d+\.h\d+-\d+\.\w+\.safetensors|\..+\.safetensors\.new|\.manifest\.json\.new|\.\w+\.probe")
+"""Files that the store writes into a context's directory, beside the manifest and the marker."""
+
+_LEAST_RESERVE, _MOST_RESERVE = 2**30, 10 * 2**30
+"""Bytes; see `ContextStore.reserve_bytes`."""
 
 
 class DamagedContextError(ContextError):
@@ -72,7 +82,7 @@ class ContextStore:
         Raises:
             UsageError: a name that no context can have.
         """
-        if not _NAME.fullmatch(name) or name.endswith(" ") or len(name.encode()) > _LONGEST_NAME:
+        if not _is_name(name):
             raise UsageError(
                 f"{name!r} cannot be the name of a context: a name has up to 100 letters, digits, spaces and any of "
                 f"_.+@=- (at most {_LONGEST_NAME} bytes), and begins with a letter or a digit"
@@ -82,12 +92,20 @@ class ContextStore:
     def names(self) -> list[str]:
         """The contexts that are there, complete or not."""
         try:
-            found = (one for one in self.root.iterdir() if _NAME.fullmatch(one.name))
-            return sorted(one.name for one in found if (one / FILE_NAME).exists())
+            return sorted(one.name for one in self.root.iterdir() if _is_name(one.name) and _exists(one / FILE_NAME))
         except FileNotFoundError:
             return []
         except OSError as error:
             raise ContextError(f"the contexts in {self.root} cannot be listed: {error.strerror or error}") from error
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a context of this name, or what is left of one.
+
+        Raises:
+            UsageError: an impossible name.
+        """
+        directory = self.directory(name)
+        return _exists(directory / FILE_NAME) or _exists(directory / _MARKER)
 
     def load(self, name: str) -> Manifest:
         """Raises:
@@ -95,7 +113,7 @@ class ContextStore:
         ContextError: there is no such context, or its manifest is damaged or too new.
         """
         directory = self.directory(name)
-        if not directory.is_dir():
+        if not _is_directory(directory):
             known = ", ".join(self.names()) or "none"
             raise ContextError(f"there is no context {name!r} in {self.root}; there are: {known}")
         return Manifest.load(directory)
@@ -117,8 +135,10 @@ class ContextStore:
         except DamagedError as error:
             raise damaged(name, segment, segment.parts[0].file, error) from error
 
-    def prefix_of(self, name: str, fingerprint: str, token_ids: Sequence[int]) -> SavedPrefix | None:
+    def prefix_of(self, name: str, fingerprint: str, shape: Shape, token_ids: Sequence[int]) -> SavedPrefix | None:
         """What the context of this name shares with a prompt; `None` if that is nothing.
+
+        Args: `fingerprint` and `shape` are those of the model's keys and values.
 
         Raises:
             ContextError: as `load`; it is another model's; or what it shares cannot be told as a segment is damaged.
@@ -129,6 +149,11 @@ class ContextStore:
                 f"the context {name!r} was read by another model than this one: {manifest.model} in "
                 f"{manifest.shape.dtype} (fingerprint {manifest.fingerprint[:8]}, not {fingerprint[:8]}); give the "
                 "--model and --dtype that it was read with, or read the text again under another name"
+            )
+        if manifest.shape != shape:
+            raise ContextError(
+                f"the manifest of the context {name!r} is damaged (its shape is not that of its model); remove it "
+                f"with: triforce contexts rm {name}"
             )
         shared = 0
         for index, segment in enumerate(manifest.segments):
@@ -142,16 +167,20 @@ class ContextStore:
             break
         return SavedPrefix(self.directory(name), manifest, shared) if shared else None
 
-    def saved_of(self, name: str, fingerprint: str, token_ids: Sequence[int]) -> tuple[SavedPrefix | None, int]:
+    def saved_of(
+        self, name: str, fingerprint: str, shape: Shape, token_ids: Sequence[int]
+    ) -> tuple[SavedPrefix | None, int]:
         """What is saved of a text under a name that it is to have: what the two share, and how many tokens that is.
+
+        Args: `fingerprint` and `shape` are those of the model's keys and values.
 
         Raises:
             ContextError: as `prefix_of`; or another text has the name, or that cannot be told.
         """
-        if not (self.directory(name) / FILE_NAME).exists():
+        if not _exists(self.directory(name) / FILE_NAME):
             return None, 0
         try:
-            prefix = self.prefix_of(name, fingerprint, token_ids)
+            prefix = self.prefix_of(name, fingerprint, shape, token_ids)
         except DamagedContextError as error:
             raise ContextError(
                 f"whether the context {name!r} holds this text cannot be told, as its token ids are damaged; give "
@@ -167,14 +196,14 @@ class ContextStore:
             )
         return prefix, shared
 
-    def find(self, fingerprint: str, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
+    def find(self, fingerprint: str, shape: Shape, token_ids: Sequence[int], least: int) -> SavedPrefix | None:
         """The context that shares the most leading tokens with a prompt, if it shares at least so many; of several the
         one used last. Damaged ones and other models' are passed over."""
         found: list[tuple[int, float, SavedPrefix]] = []
         for name in self.names():
             try:
-                prefix = self.prefix_of(name, fingerprint, token_ids)
-            except ContextError:
+                prefix = self.prefix_of(name, fingerprint, shape, token_ids)
+            except (ContextError, OSError):
                 continue
             if prefix and prefix.tokens >= least:
                 found.append((prefix.tokens, self.used(name), prefix))
@@ -193,9 +222,10 @@ class ContextStore:
     def used(self, name: str) -> float:
         """When a context was last saved or restored, in seconds since 1970; 0 if that is not known."""
         try:
-            return (self.directory(name) / FILE_NAME).stat().st_mtime
+            when = (self.directory(name) / FILE_NAME).stat().st_mtime
         except OSError:
             return 0.0
+        return when if 0 <= when < LATEST else 0.0
 
     def note_use(self, name: str) -> None:
         """Notes that a context is used now."""
@@ -216,10 +246,32 @@ class ContextStore:
 
     def free_bytes(self) -> int:
         """What the disk has room for."""
+        return self._disk_usage()[1]
+
+    def reserve_bytes(self) -> int:
+        """What clients of a server leave free of the disk: 2 % of it, but at least 1 GiB and at most 10 GiB, and never
+        more than a tenth of it."""
+        total = self._disk_usage()[0]
+        return min(max(total // 50, _LEAST_RESERVE), _MOST_RESERVE, total // 10)
+
+    def check_reserve(self, needed: int) -> None:
+        """Raises:
+        ContextError: with so many bytes more the disk would have less than the reserve free.
+        """
+        free, reserve = self.free_bytes(), self.reserve_bytes()
+        if needed + reserve > free:
+            raise ContextError(
+                f"{gib(needed)} are needed in {self.root}, which has {gib(free)} free, and {gib(reserve)} must stay "
+                "free of what clients have saved; free some: triforce contexts prune --keep SIZE"
+            )
+
+    def _disk_usage(self) -> tuple[int, int]:
+        """Bytes of the disk, and those that are free."""
         place = self.root
         while not os.path.exists(place):
             place = place.parent
-        return shutil.disk_usage(place).free
+        usage = shutil.disk_usage(place)
+        return usage.total, usage.free
 
     def _files(self, name: str) -> list[Path]:
         try:
@@ -229,7 +281,8 @@ class ContextStore:
 
     @contextmanager
     def locked(self, name: str) -> Iterator[Path]:
-        """Keeps other processes from changing a context. Its directory, made if it is not there.
+        """Keeps other processes from changing a context. Its directory, made if it is not there, and removed in the
+        end if it holds no context; what is not the store's own stays.
 
         Raises:
             UsageError: an impossible name.
@@ -239,12 +292,12 @@ class ContextStore:
         try:
             self.disk.make_directory(self.root / _LOCKS)
             with FileLock(self.root / _LOCKS / f"{name}.lock", timeout=0, mode=0o600):
-                self.disk.make_directory(directory)
+                made = self._make_marked(directory)
                 try:
                     yield directory
                 finally:
-                    if not (directory / FILE_NAME).exists():  # nothing was saved, or all of it was removed
-                        shutil.rmtree(directory, ignore_errors=True)
+                    if not _exists(directory / FILE_NAME):  # nothing was saved, or all of it was removed
+                        self._clear(directory, made)
         except Timeout as error:
             raise ContextError(
                 f"the context {name!r} is being saved or removed by another process; wait for it, or take another name"
@@ -252,11 +305,33 @@ class ContextStore:
         except OSError as error:
             raise ContextError(f"{directory} cannot be written: {error.strerror or error}") from error
 
+    def _make_marked(self, directory: Path) -> bool:
+        """Makes a context's directory and marks it; whether it was not there. One that was gets the mark if it holds a
+        context."""
+        made = not _is_directory(directory)
+        self.disk.make_directory(directory)
+        if made or (_exists(directory / FILE_NAME) and not _exists(directory / _MARKER)):
+            # a full disk must not keep a context from being removed
+            with suppress(OSError), self.disk.create(directory / _MARKER):
+                pass
+        return made
+
+    def _clear(self, directory: Path, made: bool) -> None:
+        """Removes what the store wrote into a directory that holds no context, and the directory if it was `made` or is
+        marked and nothing else is in it. The mark goes last."""
+        with suppress(OSError):
+            for path in [path for path in directory.iterdir() if _WRITTEN.fullmatch(path.name)]:
+                self.disk.remove(path)
+            left = {path.name for path in directory.iterdir()}
+            if left == {_MARKER} or (made and not left):
+                self.disk.remove(directory / _MARKER)
+                directory.rmdir()
+
     def remove(self, name: str) -> None:
         """Raises:
         UsageError, ContextError: there is no such context, or it is in use.
         """
-        if not self.directory(name).is_dir():
+        if not self.holds(name):
             self.load(name)
         with self.locked(name) as directory, open(self._use_file(name), "ab") as use:
             try:
@@ -288,8 +363,7 @@ class ContextStore:
         """
         named = {FILE_NAME, *(part.file for segment in segments for part in segment.parts)}
         for path in self._files(name):
-            ours = path.suffix in (".safetensors", ".new", ".probe")
-            if ours and path.name not in named and not (salt and f".{salt}." in path.name):
+            if _WRITTEN.fullmatch(path.name) and path.name not in named and not (salt and f".{salt}." in path.name):
                 with suppress(OSError):  # it takes room, no more
                     self.disk.remove(path)
 
@@ -310,14 +384,43 @@ class ContextStore:
             removed.append(name)
         return removed
 
+    def of_operator(self) -> list[str]:
+        """The contexts that no client of a server had saved, and those whose manifest is damaged."""
+        return [name for name in self.names() if self.origin_of(name) != "client"]
+
+    def origin_of(self, name: str) -> Origin | None:
+        """Who had a context saved; `None` where there is none, or its manifest is damaged."""
+        try:
+            return self.load(name).origin
+        except ContextError:
+            return None
+
+    def claim(self, name: str) -> None:
+        """Makes a context that a client had saved the operator's. Whoever calls it has locked the context.
+
+        Raises:
+            ContextError: see `load`.
+            OSError: it cannot be written.
+        """
+        manifest = self.load(name)
+        if manifest.origin != "operator":
+            replace(manifest, origin="operator").write(self.disk, self.directory(name))
+
     def _remove_remains(self) -> None:
         """Removes directories that were contexts: their manifest is gone, the rest was not removed any more. One that
         is copied here just now lacks its manifest, too: what has changed within the hour stays."""
         with suppress(OSError):
             for directory in self.root.iterdir():
-                old = time.time() - directory.stat().st_mtime > 3600
-                if old and _NAME.fullmatch(directory.name) and not (directory / FILE_NAME).exists():
-                    shutil.rmtree(directory, ignore_errors=True)
+                if _is_name(directory.name) and self._is_remains(directory):
+                    with suppress(ContextError), self.locked(directory.name):
+                        pass  # its end removes what the store has written
+
+    def _is_remains(self, directory: Path) -> bool:
+        try:
+            old = time.time() - directory.lstat().st_mtime > 3600
+        except OSError:
+            return False
+        return old and _exists(directory / _MARKER) and not _exists(directory / FILE_NAME)
 
     def verify(self, name: str) -> Iterator[tuple[Segment, str | None]]:
         """Checks every checksum of a context: of each segment, what is wrong with it, if anything.
@@ -338,6 +441,26 @@ class ContextStore:
                 except DamagedError as error:
                     wrong = f"{part.file}: {error}"
             yield segment, wrong
+
+
+def _is_name(name: str) -> bool:
+    """Whether a context can have this name."""
+    return bool(_NAME.fullmatch(name)) and not name.endswith(" ") and len(name.encode()) <= _LONGEST_NAME
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is a file; not, where that cannot be told."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def damaged(name: str, segment: Segment, file: str, error: Exception) -> DamagedContextError:

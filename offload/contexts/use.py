@@ -257,7 +257,8 @@ class ContextUse:
             ContextError: another process has saved more under the name since this run was prepared, or another text.
         """
         name = order.directory.name
-        own, shared = self._store.saved_of(name, order.manifest.fingerprint, order.token_ids)
+        manifest = order.manifest
+        own, shared = self._store.saved_of(name, manifest.fingerprint, manifest.shape, order.token_ids)
         prefix = self.prefix
         known = prefix.manifest.segments if prefix and prefix.directory == order.directory else ()
         if own and own.manifest.segments != known:
@@ -268,7 +269,8 @@ class ContextUse:
         return [segment for segment in present if segment.stop <= shared]
 
     def _make_room(self, order: SaveOrder) -> None:
-        """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do.
+        """Removes contexts that were used longest ago, where the quota asks for it; none, where that would not do, and
+        none of the operator's for a client.
 
         Raises:
             ContextError: there is no room for what is to be saved.
@@ -283,10 +285,15 @@ class ContextUse:
                 f"{gib(new)} are needed in {store.root}, which has {gib(store.free_bytes())} free; free some (triforce "
                 "contexts prune --keep SIZE), or set TRIFORCE_HOME to a directory on another disk"
             )
+        by_client = order.origin == "client"
+        if by_client:
+            store.check_reserve(new)
         if store.most_bytes is not None:
+            keep += store.of_operator() if by_client else []
             if store.disk_bytes(keep) + new > store.most_bytes:
                 raise ContextError(
-                    f"with {gib(new)} more the contexts in use would exceed the quota of {gib(store.most_bytes)} "
+                    f"with {gib(new)} more the contexts {'that must stay' if by_client else 'in use'} would exceed the "
+                    f"quota of {gib(store.most_bytes)} "
                     "(TRIFORCE_CONTEXTS_MAX); raise it, or remove some: triforce contexts rm NAME"
                 )
             removed = store.prune(store.most_bytes - new, keep)

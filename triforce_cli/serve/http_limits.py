@@ -33,6 +33,8 @@ class ServerLimits:
     """From which on a body is long: prompts of others are made beside that one's."""
     render_s: float = 5.0
     """Seconds that the chat template may take for one prompt."""
+    verifications: int = 16
+    """Uploads that wait until a saved context is verified, the one that is being verified among them."""
     connections: int = 2048
     """At a time. Beyond that, idle ones of the client that has most of them are closed."""
     idle_s: float = 60.0

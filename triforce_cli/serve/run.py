@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 import socket
@@ -196,6 +197,8 @@ class HttpThread:
         on_unread: called where a connection is closed as nobody reads what is sent.
         on_failure: called where it ends by itself.
         """
+        logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+        # What clients send wrong is answered; it does not fill the log. Likewise `log_level`.
         # One thread: each look takes milliseconds, and the loop goes on meanwhile.
         self._lookups = ThreadPoolExecutor(1, "owners")
         config = uvicorn.Config(
@@ -207,6 +210,7 @@ class HttpThread:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="critical",
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -28,7 +28,7 @@ def request_task(
         owner: whatever the command knows it by.
         save: the name of the context that the prompt is saved as, if it is.
     """
-    contexts = ContextRequest(name=request.context, find=request.context is None, save=save)
+    contexts = ContextRequest(name=request.context, find=request.context is None, save=save, origin="client")
     return Task(
         prompts[number // request.n],
         contexts,

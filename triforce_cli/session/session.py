@@ -154,14 +154,16 @@ class Session:
         interrupted: Callable[[], bool] | None = None,
         on_memory: Callable[[float], None] | None = None,
         on_read: Callable[[Task, float], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> None:
         """Args:
         max_sequences, in_slices, interrupted, on_memory: see `Engine.batch` and `Engine.stream`.
         on_read: called with a task and the share of its prompt that is read, 0 to 1.
+        on_warning: called as a task ends with each thing that it had to do without, a line.
         """
         self._engine, self._tokenizer, self._interrupted = engine, tokenizer, interrupted
         self._limits = {"max_sequences": max_sequences, "in_slices": in_slices}
-        self.on_memory, self.on_read = on_memory, on_read
+        self.on_memory, self.on_read, self._on_warning = on_memory, on_read, on_warning
         self.tasks: dict[Task, None] = {}
         """Those that the engine was given and that have not ended."""
         self.run: Run | None = None
@@ -189,6 +191,9 @@ class Session:
             for event in run:
                 task = event.sequence.tag
                 if isinstance(event, Ended):
+                    if self._on_warning:
+                        for warning in event.sequence.warnings:
+                            self._on_warning(warning)
                     event.sequence.forget_request()  # it refers to the task, which refers to the sequence
                 if task not in self.tasks:
                     yield None

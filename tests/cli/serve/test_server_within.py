@@ -1,5 +1,6 @@
 """A server from within: its limits, lowered, and what it says when something here fails."""
 
+import os
 import time
 
 import pytest
@@ -139,3 +140,71 @@ def test_what_everybody_is_told_at_the_end_is_made_anew(make):
     with pytest.raises(jobs.BodyError):
         raise first
     assert second.__traceback__ is None
+
+
+def slow_reads(monkeypatch):
+    """From here on reading keys and values from a disk takes long; how many were read, as it grows."""
+    preadv, reads = os.preadv, []
+
+    def slowly(descriptor, buffers, offset):
+        if sum(map(len, buffers)) > 2**12:
+            reads.append(offset)
+            time.sleep(0.1)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slowly)
+    return reads
+
+
+@pytest.fixture
+def with_book(pair, tmp_path, monkeypatch):
+    """A server that has saved a text in many segments."""
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
+    with serving_within(pair, limits={"verifications": 1}) as server:
+        server.worker.engine.contexts.store.segment_tokens = 64
+        assert server.upload("book", BOOK).status == 201
+        assert len(list((tmp_path / "contexts" / "book").glob("*.safetensors"))) > 5
+        yield server
+
+
+BOOK = "It was the best of times. " * 40
+
+
+def test_no_more_than_so_many_wait_for_a_verification(with_book, monkeypatch):
+    slow_reads(monkeypatch)
+    replies = with_book.at_once(*[lambda: with_book.upload("book", BOOK)] * 3)
+    assert sorted(reply.status for reply in replies) == [201, 429, 429]
+    refused = next(reply for reply in replies if reply.status == 429)
+    assert refused.json["error"]["code"] == "queue_full" and "retry-after" in refused.headers
+    assert with_book.upload("book", BOOK).status == 201
+
+
+def test_a_verification_that_nobody_waits_for_is_given_up(with_book, monkeypatch):
+    reads = slow_reads(monkeypatch)
+    assert with_book.upload("book", BOOK).status == 201
+    whole = len(reads)
+    del reads[:]
+    body = (
+        '--edge\r\nContent-Disposition: form-data; name="name"\r\n\r\nbook\r\n'
+        f'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{BOOK}\r\n--edge--\r\n'
+    )
+    connection = with_book.connect(
+        "POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge"
+    )
+    with_book.wait_for(lambda: reads)
+    connection.close()
+    with_book.wait_for(lambda: with_book.upload("book", "Another text. " * 40).status == 409)
+    del reads[:]
+    with_book.wait_for(lambda: with_book.upload("book", BOOK).status == 201)
+    assert len(reads) < 2 * whole, "the one that was given up was not finished beside"
+
+
+def test_a_verification_ends_as_the_server_stops(with_book, monkeypatch):
+    reads = slow_reads(monkeypatch)
+
+    def stop():
+        with_book.wait_for(lambda: reads)
+        with_book.worker.stop()
+
+    reply, _ = with_book.at_once(lambda: with_book.upload("book", BOOK), stop)
+    assert reply.status == 503 and reply.json["error"]["code"] == "stopping"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from decoded import flags_of, halves
 from tiny import random_tokens
-from tiny_contexts import HEAD_DIM, NAME, TEXT, TinyContexts
+from tiny_contexts import HEAD_DIM, MARKER, NAME, TEXT, TinyContexts
 from triforce.offload.contexts.manifest import VERSION
 
 ALIKE = [*TEXT[:100], *random_tokens(40, seed=13)]
@@ -90,7 +90,7 @@ def _matters(path: Path) -> bytes | None:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir())
+    return sorted(path for path in directory.iterdir() if path.name != MARKER)
 
 
 def _segments(directory: Path) -> list[Path]:

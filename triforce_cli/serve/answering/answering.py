@@ -25,6 +25,9 @@ from .metrics import Metrics
 _SAVED_FROM = 1024
 """Tokens of a prompt from which on `--save-prompts` saves it."""
 
+SAVED_PROMPT = "prompt-"
+"""How the names of contexts begin that `--save-prompts` saves, and of no text that a client uploads. The hash of the
+model's fingerprint and of the token ids follows."""
 
 TELL_S = 0.1
 """Between two events of how a prompt is read."""
@@ -89,7 +92,11 @@ class Answering:
         """
         self._checking = self._in_doubt
         session = self._session = Session(
-            self._engine, self._tokenizer, max_sequences=self._most, on_read=self._send_progress
+            self._engine,
+            self._tokenizer,
+            max_sequences=self._most,
+            on_read=self._send_progress,
+            on_warning=lambda warning: self._note(f"warning: {warning}"),
         )
         try:
             with closing(session.events(self._next)) as events:
@@ -143,7 +150,8 @@ class Answering:
             try:
                 if why := self._cut_by():
                     raise why
-                return self._begin(found)
+                if task := self._begin(found):
+                    return task
             except BodyError as error:
                 self._fail(found, error)
             except Exception as error:
@@ -172,21 +180,30 @@ class Answering:
     def _saved_as(self, work: Job) -> str | None:
         """The name of the context that a prompt is saved as, if it is: the first answer to it saves for all."""
         index, draw = divmod(work.begun - 1, work.request.n)
-        prompt = work.prompts[index].token_ids
-        if self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and draw == 0:
-            return f"prompt-{blake2b(repr(prompt).encode(), digest_size=8).hexdigest()}"
-        return None
+        prompt, contexts = work.prompts[index].token_ids, self._engine.contexts
+        wanted = self._save_prompts and work.request.context is None and len(prompt) >= _SAVED_FROM and draw == 0
+        if not wanted or contexts is None:
+            return None
+        try:
+            named = f"{contexts.fingerprint} {prompt}"
+        except (TriforceError, OSError) as error:
+            self._note(f"warning: the prompt is not saved: {error}")
+            return None
+        return SAVED_PROMPT + blake2b(named.encode(), digest_size=16).hexdigest()
 
-    def _begin(self, work: Job | Upload) -> Task:
-        """What the engine is to do for the part of it that was popped last.
+    def _begin(self, work: Job | Upload) -> Task | None:
+        """What the engine is to do for the part of it that was popped last, if anything.
 
         Raises:
             BodyError: it cannot be done any more.
         """
         if isinstance(work, Upload):
             assert self._engine.contexts  # it was loaded from files
-            work.missing(self._engine.contexts)  # while it waited, another text may have got its name
-            contexts = ContextRequest(save=work.name, frame=work.frame, required=True)
+            if work.is_saved(self._engine.contexts):  # by another client, while it waited
+                self._queue.remove(work)
+                work.send(Saved(0, 0.0))
+                return None
+            contexts = ContextRequest(save=work.name, frame=work.frame, required=True, origin="client")
             return Task(Prompt(work.token_ids), contexts, owner=work, writes=False)
         task = request_task(work.request, work.prompts, work.begun - 1, work, self._saved_as(work))
         return task.prepare(self._tokenizer, self._engine.target.config.eos_token_ids)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ....offload.contexts.manifest import ContextError, Frame
+from ....offload.contexts.manifest import ContextError, Frame, Segment
 from ....offload.contexts.model import ModelContexts
 from ....tp.errors import CapacityError, PeerError, TriforceError
 from ...session.logprobs import Entry
@@ -146,22 +146,50 @@ class Upload(_Work):
     frame: Frame
     wants_progress: bool = field(default=True, init=False)
     """As `Job` has it."""
+    damaged: Segment | None = field(default=None, init=False)
+    """The first segment that is saved of it, but damaged."""
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, ContextError):
             error = BodyError(str(error), code="context_not_saved", status=507)
         super().fail(error)
 
-    def missing(self, contexts: ModelContexts) -> int:
-        """How many of its tokens are not saved under its name.
+    def verify(self, contexts: ModelContexts, given_up: Callable[[], bool]) -> bool:
+        """Whether what is saved of it is undamaged: looks at every checksum, which takes a while.
+
+        Args: `given_up` is asked between segments.
+
+        Raises:
+            BodyError: what is saved cannot be used, or this is given up.
+        """
+        try:
+            for segment, wrong in contexts.store.verify(self.name):
+                if given_up():
+                    raise stopping()
+                if wrong and segment.first < len(self.token_ids):
+                    self.damaged = segment
+                    return False
+        except ContextError as error:
+            raise _exists(error) from error
+        contexts.tidy(self.name, "client")
+        return True
+
+    def is_saved(self, contexts: ModelContexts) -> bool:
+        """Whether all of it is saved under its name, as far as that is known: what was found damaged was written anew,
+        and checksums are not looked at.
 
         Raises:
             BodyError: another text is, or what is saved cannot be used.
         """
         try:
-            return contexts.missing(self.name, self.token_ids)
+            saved, segments = contexts.saved(self.name, self.token_ids)
         except ContextError as error:
-            raise BodyError(str(error), "name", code="context_exists", status=409) from error
+            raise _exists(error) from error
+        return saved == len(self.token_ids) and self.damaged not in segments
+
+
+def _exists(error: ContextError) -> BodyError:
+    return BodyError(str(error), "name", code="context_exists", status=409)
 
 
 @dataclass(eq=False)

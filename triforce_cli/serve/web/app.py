@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -122,7 +123,7 @@ class Routes:
 
     async def list_contexts(self) -> Response:
         found = await asyncio.to_thread(describe_all, self._service.store)
-        data = [{"name": one["name"], "damaged": True} if "damaged" in one else one for one in found]
+        data = [{"name": one["name"], "damaged": True} if "damaged" in one else _public(one) for one in found]
         return JSONResponse({"object": "list", "data": data})
 
     async def add_context(self, request: Request) -> Response:
@@ -142,9 +143,11 @@ class Routes:
         del raw, file
         request.scope["triforce_body"].release()
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
+        await self._until_gone(request, upload, service.begin(upload, events))
 
         def described(saved: Saved) -> dict[str, Any]:
-            return describe(service.store, name) | {"read_tokens": saved.tokens, "read_s": saved.seconds}
+            described = _public(describe(service.store, name))
+            return described | {"read_tokens": saved.tokens, "read_s": saved.seconds}
 
         if wanted == "true":
             return await self._streamed(
@@ -159,7 +162,7 @@ class Routes:
     async def remove_context(self, name: str) -> Response:
         store = self._service.store
         try:
-            known = await asyncio.to_thread(store.directory(name).is_dir)
+            known = await asyncio.to_thread(store.holds, name)
             if known:
                 await asyncio.to_thread(store.remove, name)
         except UsageError as error:
@@ -248,6 +251,12 @@ async def _body(request: Request) -> bytes:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _public(described: dict[str, Any]) -> dict[str, Any]:
+    """What clients get to see of a context that `describe` describes: of a model's directory its name."""
+    model = PurePath(described["model"])
+    return described | {"model": model.name} if model.is_absolute() else described
 
 
 _PIECE_BYTES = 200

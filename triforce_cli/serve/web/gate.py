@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -194,6 +196,23 @@ def error_response(error: BodyError, hidden: Mapping[str, str]) -> JSONResponse:
 def public_error(error: BodyError, hidden: Mapping[str, str]) -> dict[str, Any]:
     """The body of an error, without places on this machine."""
     body = error_body(error)
-    for place, word in hidden.items():
-        body["error"]["message"] = body["error"]["message"].replace(place, word)
+    body["error"]["message"] = without_paths(body["error"]["message"], hidden)
     return body
+
+
+_QUOTED_PATH = re.compile(r"""(?<=(['"`]))/(?!/)[^'"`\n]+(?=\1)""")
+_PATH = re.compile(r"""(?<![\w./~-])/(?!/)[^\s'"`]*[^\s'"`.,;:!?)\]}>]""")
+
+
+def without_paths(text: str, hidden: Mapping[str, str]) -> str:
+    """A text without absolute paths: the last name of a path stands for it.
+
+    Args: `hidden` has words for places that are known; these may have spaces in them.
+    """
+    for place, word in sorted(hidden.items(), key=lambda item: -len(item[0])):
+        if place.strip("./"):
+            text = text.replace(f"{place}/", "/")
+            text = re.sub(rf"{re.escape(place)}(?![\w-])", lambda _, word=word: word, text)
+    for pattern in (_QUOTED_PATH, _PATH):
+        text = pattern.sub(lambda found: PurePosixPath(found[0]).name, text)
+    return text

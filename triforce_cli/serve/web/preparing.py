@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,7 +31,8 @@ class Preparing:
         most: what waits for each thread.
         """
         self._long_bytes = limits.long_bytes
-        self._short, self._long = (_Lane(name, load, most, limits.render_s) for name in ("prompts", "long prompts"))
+        self._short = _Lane("prompts", load, most, limits.render_s)
+        self._long = _Lane("long prompts", load, most, limits.render_s, gives_back=True)
 
     async def run(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
         """Has a thread do it. If this is cancelled, it is not begun any more.
@@ -63,9 +65,11 @@ class _Preparation:
 class _Lane:
     """A thread, and what waits for it."""
 
-    def __init__(self, name: str, load: Callable[[], Tokenizer], most: int, render_s: float) -> None:
+    def __init__(
+        self, name: str, load: Callable[[], Tokenizer], most: int, render_s: float, gives_back: bool = False
+    ) -> None:
         self._queue = FairQueue[_Preparation](most, refuse=lambda one: one.refuse(queue_full()))
-        self._load, self._render_s = load, render_s
+        self._load, self._render_s, self._gives_back = load, render_s, gives_back
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def run(self, client: str, work: Callable[[Tokenizer], T]) -> T:
@@ -96,6 +100,15 @@ class _Lane:
                 except BaseException as error:
                     one.done.set_exception(error)
             del one  # what it holds may be large
+            if self._gives_back:
+                give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Has the C library give memory that is free back to the system (glibc; elsewhere nothing): between what is held
+    it would keep hundreds of MiB of what long texts took for a moment."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _TimeUp(BaseException):

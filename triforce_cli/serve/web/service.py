@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
+from ....offload.contexts.model import ModelContexts
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
@@ -19,6 +22,7 @@ from ...session.prompt import Context, Prompt
 from ...session.request_prompt import request_prompts
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
+from ..answering.answering import SAVED_PROMPT
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import Job, Saved, Upload, queue_full
 from ..answering.worker import Worker
@@ -54,7 +58,9 @@ class Service:
         self._load_tokenizer()  # a wrong --template-arg is said now
         self.store = user_store()
         self._preparing = Preparing(self._load_tokenizer, options.max_queue, limits)
-        self.hidden = {str(self.store.root): "the saved contexts", str(directory): "the model"}
+        self._verifying = ThreadPoolExecutor(1, "verifying")
+        self._may_verify = threading.Semaphore(limits.verifications)
+        self.hidden = _words_for({self.store.root: "the saved contexts", directory: "the model"})
         """What stands in messages to clients for places on this machine."""
 
     @property
@@ -83,7 +89,7 @@ class Service:
         return job, events, delivery
 
     async def upload(self, name: str, raw: bytes, client: str) -> tuple[Upload, Events]:
-        """Puts a text that is to be read and saved into the queue.
+        """A text that is to be read and saved; `begin` has that done.
 
         Raises:
             BodyError: it cannot be, or not now.
@@ -92,20 +98,50 @@ class Service:
 
         def prepare(tokenizer: Tokenizer) -> Upload:
             self.store.directory(name)
+            if name.casefold().startswith(SAVED_PROMPT):
+                raise BodyError(
+                    f"names that begin with {SAVED_PROMPT!r} are reserved for prompts that the server saves; take "
+                    "another name",
+                    "name",
+                )
             text = checked(decoded(raw, "file", lambda _: None), "file")
             context = Context.read(text, name, tokenizer)
             check_context(self._config, len(context.token_ids), 1)
             return Upload(client, events.send, name, context.token_ids, context.frame)
 
         events = Events(self.limits.unread_bytes)
-        upload = await self._prepare(client, len(raw), prepare)
+        return await self._prepare(client, len(raw), prepare), events
+
+    async def begin(self, upload: Upload, events: Events) -> None:
+        """Puts a text into the queue, unless it is saved under its name already. What is saved of it is verified first.
+
+        Raises:
+            BodyError: another text has the name, or it cannot be done now.
+        """
         engine = self.worker.engine
         assert engine and engine.contexts  # it was loaded from files
-        if await asyncio.to_thread(upload.missing, engine.contexts):
-            self._put(upload)
-        else:
+        if await asyncio.to_thread(upload.is_saved, engine.contexts) and await self._verified(upload, engine.contexts):
             events.send(Saved(0, 0.0))
-        return upload, events
+        else:
+            self._put(upload)
+
+    async def _verified(self, upload: Upload, contexts: ModelContexts) -> bool:
+        """Whether what is saved of a text is undamaged; one text is verified at a time.
+
+        Raises:
+            BodyError: too many wait to be verified, or it was given up.
+        """
+        if not self._may_verify.acquire(blocking=False):
+            raise queue_full()
+
+        def verify() -> bool:
+            try:
+                return upload.verify(contexts, lambda: upload.abandoned or self.worker.state != "ready")
+            finally:
+                self._may_verify.release()
+
+        # It always runs, if only to find that nobody waits for it: where it is cancelled, its place is not given back.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._verifying, verify))
 
     def abandon(self, work: Job | Upload) -> None:
         """Nobody waits for it any more."""
@@ -114,6 +150,7 @@ class Service:
 
     def close(self) -> None:
         self._preparing.close()
+        self._verifying.shutdown(wait=False, cancel_futures=True)
 
     def _load_tokenizer(self) -> Tokenizer:
         """The model's, that stops early where a text is too long."""
@@ -160,6 +197,13 @@ class Service:
     def _put(self, work: Job | Upload) -> None:
         if not self.queue.put(work):
             raise self.worker.refusal() if self.worker.state != "ready" else queue_full()
+
+
+def _words_for(places: dict[Path, str]) -> dict[str, str]:
+    """The words for places as messages may name them: as they were given, and as the system knows them. A single name
+    is no place: it may be any word."""
+    named = ((one, word) for place, word in places.items() for one in (place, place.absolute(), place.resolve()))
+    return {str(one): word for one, word in named if len(one.parts) > 1}
 
 
 def parsed(raw: bytes, most_parts: int) -> dict[str, Any]:
