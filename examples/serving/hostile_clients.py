@@ -114,6 +114,9 @@ class HostileClient:
     async def _once(self) -> None:
         try:
             await self._act()
+        except asyncio.CancelledError:
+            self._count("under way at the end")
+            raise
         except TimeoutError:
             self._count("no answer")
         except ConnectionError:
