@@ -197,8 +197,8 @@ class HttpThread:
         on_unread: called where a connection is closed as nobody reads what is sent.
         on_failure: called where it ends by itself.
         """
+        # What clients send wrong is answered, and does not fill the log; hence `log_level` too.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-        # What clients send wrong is answered; it does not fill the log. Likewise `log_level`.
         # One thread: each look takes milliseconds, and the loop goes on meanwhile.
         self._lookups = ThreadPoolExecutor(1, "owners")
         config = uvicorn.Config(
