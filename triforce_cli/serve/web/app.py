@@ -129,8 +129,8 @@ class Routes:
                 raise BodyError("return_progress must be true or false", "return_progress")
             raw = await file.read()
         upload, events = await service.upload(name, raw, _client(request))
-        request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
         await self._until_gone(request, upload, service.begin(upload, events))
+        request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
 
         def described(saved: Saved) -> dict[str, Any]:
             described = _public(describe(service.store, name))
