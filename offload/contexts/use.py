@@ -291,11 +291,13 @@ class ContextUse:
         if store.most_bytes is not None:
             keep += store.of_operator() if by_client else []
             if store.disk_bytes(keep) + new > store.most_bytes:
-                raise ContextError(
-                    f"with {gib(new)} more the contexts {'that must stay' if by_client else 'in use'} would exceed the "
-                    f"quota of {gib(store.most_bytes)} "
-                    "(TRIFORCE_CONTEXTS_MAX); raise it, or remove some: triforce contexts rm NAME"
-                )
+                remedy = "raise it, or remove some: triforce contexts rm NAME"
+                quota = f"{gib(store.most_bytes)} (TRIFORCE_CONTEXTS_MAX); {remedy}"
+                if by_client:
+                    raise ContextError(
+                        f"with {gib(new)} more the contexts that must stay would exceed the quota of {quota}"
+                    )
+                raise ContextError(f"with {gib(new)} more the contexts in use would exceed the quota of {quota}")
             removed = store.prune(store.most_bytes - new, keep)
             self.warnings += [f"removed the context {name}, used longest ago, to keep the quota" for name in removed]
 

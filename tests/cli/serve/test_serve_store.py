@@ -127,7 +127,7 @@ def test_others_are_answered_while_a_saved_text_is_verified(serving, lasting, ho
 
     def slowly(descriptor, buffers, offset):
         if slow.exists() and sum(map(len, buffers)) > 2**14:
-            time.sleep(0.5)
+            time.sleep(0.15)
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slowly)

@@ -147,9 +147,9 @@ def slow_reads(monkeypatch):
     preadv, reads = os.preadv, []
 
     def slowly(descriptor, buffers, offset):
-        if sum(map(len, buffers)) > 2**12:
+        if sum(map(len, buffers)) > 2**11:
             reads.append(offset)
-            time.sleep(0.1)
+            time.sleep(0.02)
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", slowly)
@@ -163,11 +163,11 @@ def with_book(pair, tmp_path, monkeypatch):
     with serving_within(pair, limits={"verifications": 1}) as server:
         server.worker.engine.contexts.store.segment_tokens = 64
         assert server.upload("book", BOOK).status == 201
-        assert len(list((tmp_path / "contexts" / "book").glob("*.safetensors"))) > 5
+        assert len(list((tmp_path / "contexts" / "book").glob("*.safetensors"))) >= 5
         yield server
 
 
-BOOK = "It was the best of times. " * 40
+BOOK = "It was the best of times. " * 60
 
 
 def test_no_more_than_so_many_wait_for_a_verification(with_book, monkeypatch):
@@ -184,19 +184,18 @@ def test_a_verification_that_nobody_waits_for_is_given_up(with_book, monkeypatch
     assert with_book.upload("book", BOOK).status == 201
     whole = len(reads)
     del reads[:]
-    body = (
-        '--edge\r\nContent-Disposition: form-data; name="name"\r\n\r\nbook\r\n'
-        f'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{BOOK}\r\n--edge--\r\n'
-    )
-    connection = with_book.connect(
-        "POST", "/v1/contexts", body.encode(), Content_Type="multipart/form-data; boundary=edge"
-    )
+    parts = ('name="name"\r\n\r\nbook', f'name="file"; filename="a"\r\n\r\n{BOOK}')
+    body = "".join(f"--edge\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--edge--\r\n"
+    kind = "multipart/form-data; boundary=edge"
+    connection = with_book.connect("POST", "/v1/contexts", body.encode(), Content_Type=kind)
     with_book.wait_for(lambda: reads)
     connection.close()
-    with_book.wait_for(lambda: with_book.upload("book", "Another text. " * 40).status == 409)
-    del reads[:]
-    with_book.wait_for(lambda: with_book.upload("book", BOOK).status == 201)
-    assert len(reads) < 2 * whole, "the one that was given up was not finished beside"
+    before = 0
+    while before < len(reads):
+        before = len(reads)
+        time.sleep(0.5)
+    assert len(reads) < whole
+    assert with_book.upload("book", BOOK).status == 201, "its place is free again"
 
 
 def test_a_verification_ends_as_the_server_stops(with_book, monkeypatch):

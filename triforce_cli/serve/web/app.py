@@ -142,8 +142,8 @@ class Routes:
         upload, events = await self._until_gone(request, None, service.upload(name, raw, self._client(request)))
         del raw, file
         request.scope["triforce_body"].release()
-        request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
         await self._until_gone(request, upload, service.begin(upload, events))
+        request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
 
         def described(saved: Saved) -> dict[str, Any]:
             described = _public(describe(service.store, name))

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...session.response import error_body
-from ...session.wire import BodyError
+from ...session.wire import CHAT, COMPLETION, BodyError
 from ..access import Access
 from ..answering.jobs import as_body_error
 from ..answering.metrics import Metrics
@@ -200,12 +200,15 @@ def public_error(error: BodyError, hidden: Mapping[str, str]) -> dict[str, Any]:
     return body
 
 
+_ENDPOINTS = (CHAT, COMPLETION)
+"""Those that messages name."""
+
 _QUOTED_PATH = re.compile(r"""(?<=(['"`]))/(?!/)[^'"`\n]+(?=\1)""")
 _PATH = re.compile(r"""(?<![\w./~-])/(?!/)[^\s'"`]*[^\s'"`.,;:!?)\]}>]""")
 
 
 def without_paths(text: str, hidden: Mapping[str, str]) -> str:
-    """A text without absolute paths: the last name of a path stands for it.
+    """A text without absolute paths of files: the last name of a path stands for it.
 
     Args: `hidden` has words for places that are known; these may have spaces in them.
     """
@@ -214,5 +217,5 @@ def without_paths(text: str, hidden: Mapping[str, str]) -> str:
             text = text.replace(f"{place}/", "/")
             text = re.sub(rf"{re.escape(place)}(?![\w-])", lambda _, word=word: word, text)
     for pattern in (_QUOTED_PATH, _PATH):
-        text = pattern.sub(lambda found: PurePosixPath(found[0]).name, text)
+        text = pattern.sub(lambda found: found[0] if found[0] in _ENDPOINTS else PurePosixPath(found[0]).name, text)
     return text
