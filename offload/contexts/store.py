@@ -313,7 +313,8 @@ class ContextStore:
         if made or (_exists(directory / FILE_NAME) and not _exists(directory / _MARKER)):
             # a full disk must not keep a context from being removed
             with suppress(OSError):
-                (directory / _MARKER).touch(0o600)
+                (directory / _MARKER).touch()
+                (directory / _MARKER).chmod(0o600)  # whatever the umask
         return made
 
     def _clear(self, directory: Path, made: bool) -> None:
