@@ -312,8 +312,9 @@ class ContextStore:
         self.disk.make_directory(directory)
         if made or (_exists(directory / FILE_NAME) and not _exists(directory / _MARKER)):
             # a full disk must not keep a context from being removed
-            with suppress(OSError), self.disk.create(directory / _MARKER):
-                pass
+            with suppress(OSError):
+                (directory / _MARKER).touch()
+                (directory / _MARKER).chmod(0o600)  # whatever the umask
         return made
 
     def _clear(self, directory: Path, made: bool) -> None:

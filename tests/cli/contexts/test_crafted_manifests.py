@@ -168,9 +168,11 @@ def test_what_is_not_a_context_is_not_removed(pair, capfd, tmp_path, monkeypatch
         assert outcome.code == expect, outcome.err
         return outcome
 
+    long_ago = time.time() - 7200
+
     def age():
         for place in (tmp_path / "contexts").iterdir():
-            os.utime(place, (time.time() - 7200,) * 2)
+            os.utime(place, (long_ago, long_ago))
 
     age()
     triforce("contexts", "prune", "--keep", 0)
@@ -192,5 +194,6 @@ def test_what_is_left_of_a_context_is_removed(pair, capfd, tmp_path, monkeypatch
     assert run_here(capfd, "read", tmp_path / "book.txt", "--model", pair[0], "--device", "cpu").code == 0
     (book / "manifest.json").unlink()
     assert run_here(capfd, "contexts", "prune", "--keep", 0).code == 0 and book.exists(), "it may just be copied here"
-    os.utime(book, (time.time() - 7200,) * 2)
+    long_ago = time.time() - 7200
+    os.utime(book, (long_ago, long_ago))
     assert run_here(capfd, "contexts", "prune", "--keep", 0).code == 0 and not book.exists()
