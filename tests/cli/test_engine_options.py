@@ -92,7 +92,7 @@ def test_what_a_machine_cannot_do_is_refused(capfd, command, option, value):
 @pytest.mark.parametrize("command", [*RUNS, "serve"])
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--refresh", "sometimes"), ("--early-end", "late"), ("--exact", "maybe"), ("--seed", -1), ("--top-k", -1)],
+    [("--refresh", "sometimes"), ("--early-end", "late"), ("--exact", "maybe"), ("--seed", 2**63), ("--top-k", -1)],
 )
 def test_what_a_run_cannot_do_is_refused(capfd, pair, tmp_path, command, option, value):
     (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "a", "body": {"prompt": "A"}}) + "\n")

@@ -114,7 +114,8 @@ class ControlTokens:
         yield text[at:], None
 
     def _find(self, text: str) -> Iterator[_Found]:
-        encoding = self._finder.encode(text, add_special_tokens=False)
+        # In a batch of one: it lets other threads run meanwhile.
+        encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._by_number[number]
             if token in self.contents:

@@ -28,13 +28,13 @@ class ServerLimits:
     body_rate: float = 2**17
     """Bytes a second that a long body must arrive with."""
     parts: int = 2**18
-    """Objects and lists in a body."""
+    """Objects, lists and names of fields in a body."""
     long_bytes: int = 2**18
     """From which on a body is long: prompts of others are made beside that one's."""
     render_s: float = 5.0
     """Seconds that the chat template may take for one prompt."""
     verifications: int = 16
-    """Uploads that wait until a saved context is verified, the one that is being verified among them."""
+    """Uploads that wait until a saved context is verified, beside the one that is being verified."""
     connections: int = 2048
     """At a time. Beyond that, idle ones of the client that has most of them are closed."""
     idle_s: float = 60.0

@@ -177,9 +177,8 @@ class Server:
         """Breaks off what is under way, and tells those who wait `why`, or that the server stops; whether all threads
         have ended."""
         stopped = self.worker.cut(_CUT_S, why or stopping())
-        stopped = self._http.stop(_CUT_S) and stopped
-        self.service.close()
-        return stopped
+        self.service.close(why or self.worker.refusal())
+        return self._http.stop(_CUT_S) and stopped
 
 
 class HttpThread:

@@ -13,7 +13,7 @@ from .prompt import Context, Exchange, Prompt, QuestionForm, encode_behind
 from .session import Task
 from .wire import CHAT, AnswerRequest, BodyError, Message
 
-_TIMES_POSITIONS = 4
+TIMES_POSITIONS = 4
 """So many times the model's positions the prompts of one request may have as tokens."""
 
 
@@ -58,7 +58,7 @@ def request_prompts(request: AnswerRequest, tokenizer: Tokenizer, config: ModelC
     if request.endpoint == CHAT:
         return (_checked("messages", _message_prompt(request, context, tokenizer), request, config),)
     names = [f"prompt[{index}]" for index in range(len(request.prompts))] if len(request.prompts) > 1 else ["prompt"]
-    prompts, tokens, most = [], 0, _TIMES_POSITIONS * config.max_position_embeddings
+    prompts, tokens, most = [], 0, TIMES_POSITIONS * config.max_position_embeddings
     for name, text in zip(names, request.prompts, strict=True):
         prompts.append(_checked(name, _text_prompt(name, text, context, tokenizer, config), request, config))
         tokens += len(prompts[-1].token_ids)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
@@ -174,9 +175,15 @@ def _texts(given: Any) -> tuple[str, ...]:
 def _shown(value: Any) -> str:
     """A value in a message: as it is where it is short."""
     with suppress(RecursionError):  # of what is nested too deeply
-        if len(shown := repr(value)) <= 60:
-            return shown
+        if len(shown := _SHORT.repr(value)) <= 60 and "..." not in shown:
+            return repr(value)
     return f"a {type(value).__name__}"
+
+
+_SHORT = Repr()
+"""Looks at the beginning of long values only."""
+for _limit in ("maxdict", "maxlist", "maxtuple", "maxset", "maxstring", "maxlong", "maxother"):
+    setattr(_SHORT, _limit, 62)
 
 
 Text = Annotated[str, AfterValidator(_of_whole_characters)]

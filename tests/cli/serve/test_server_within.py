@@ -172,8 +172,9 @@ BOOK = "It was the best of times. " * 60
 
 def test_no_more_than_so_many_wait_for_a_verification(with_book, monkeypatch):
     slow_reads(monkeypatch)
-    replies = with_book.at_once(*[lambda: with_book.upload("book", BOOK)] * 3)
-    assert sorted(reply.status for reply in replies) == [201, 429, 429]
+    replies = with_book.at_once(*[lambda: with_book.upload("book", BOOK)] * 4)
+    statuses = [reply.status for reply in replies]
+    assert statuses.count(201) in (1, 2) and statuses.count(429) == 4 - statuses.count(201), "one beside one that waits"
     refused = next(reply for reply in replies if reply.status == 429)
     assert refused.json["error"]["code"] == "queue_full" and "retry-after" in refused.headers
     assert with_book.upload("book", BOOK).status == 201

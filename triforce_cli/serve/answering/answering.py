@@ -123,8 +123,9 @@ class Answering:
                 self._cut_by() or BodyError("the run ended before the answer", code="not_answered", status=500)
             )
         except BaseException as error:
-            self._in_doubt = not isinstance(error, _EXPLAINED)
-            self.failed = self._checking and self._in_doubt
+            explained = isinstance(error, _EXPLAINED)
+            self.failed = self._checking and not explained
+            self._in_doubt = not explained or (self._in_doubt and not self._checking)
             self._fail_all(error)
             raise
         finally:
@@ -140,7 +141,8 @@ class Answering:
         if waits and self._in_doubt:
             self._checking = True
             owner, limits = Check("", lambda _: None), {"max_new_tokens": _CHECK_TOKENS, "ignore_eos": True}
-            return Task(Prompt([0]), ContextRequest(), **limits, owner=owner)
+            prompt = self._tokenizer.encode("The", True) or [0]
+            return Task(Prompt(prompt), ContextRequest(), **limits, owner=owner)
         while not self._checking:
             found = self._queue.next() if waits else self._queue.pop(self._may_join)
             if found is None:
@@ -167,9 +169,11 @@ class Answering:
         """
         checks = event is not None and isinstance(event.task.owner, Check)
         if isinstance(event, Failed):
-            self._in_doubt = not isinstance(event.error, _EXPLAINED)
-            if checks and self._in_doubt:
+            explained = isinstance(event.error, _EXPLAINED)
+            if checks and not explained:
                 raise event.error
+            if checks or not explained:  # a check that memory is short for says as much as one can know
+                self._in_doubt = not explained
             if not isinstance(event.error, TriforceError):
                 self._note(f"error: the engine failed at a request ({type(event.error).__name__}); its client was told")
         elif event is not None and (isinstance(event, Finished) or not checks):

@@ -121,8 +121,10 @@ class Routes:
 
         return await self._streamed(request, job, events, lambda first: stream.run(first, events, self._error), end)
 
-    async def list_contexts(self) -> Response:
-        found = await asyncio.to_thread(describe_all, self._service.store)
+    async def list_contexts(self, request: Request) -> Response:
+        store = self._service.store
+        listing = self._service.with_store(self._client(request), lambda: describe_all(store))
+        found = await self._until_gone(request, None, listing)
         data = [{"name": one["name"], "damaged": True} if "damaged" in one else _public(one) for one in found]
         return JSONResponse({"object": "list", "data": data})
 
@@ -145,9 +147,9 @@ class Routes:
         await self._until_gone(request, upload, service.begin(upload, events))
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
 
-        def described(saved: Saved) -> dict[str, Any]:
-            described = _public(describe(service.store, name))
-            return described | {"read_tokens": saved.tokens, "read_s": saved.seconds}
+        async def described(saved: Saved) -> dict[str, Any]:
+            found = await service.with_store(upload.client, lambda: describe(service.store, name))
+            return _public(found) | {"read_tokens": saved.tokens, "read_s": saved.seconds}
 
         if wanted == "true":
             return await self._streamed(
@@ -157,14 +159,19 @@ class Routes:
                 lambda first: reading_stream(first, events, described, self._error, service.limits.keep_alive_s),
             )
         saved = await self._until_gone(request, upload, _saved(events))
-        return JSONResponse(await asyncio.to_thread(described, saved), 201)
+        return JSONResponse(await described(saved), 201)
 
-    async def remove_context(self, name: str) -> Response:
+    async def remove_context(self, request: Request, name: str) -> Response:
         store = self._service.store
-        try:
-            known = await asyncio.to_thread(store.holds, name)
+
+        def remove() -> bool:
+            known = store.holds(name)
             if known:
-                await asyncio.to_thread(store.remove, name)
+                store.remove(name)
+            return known
+
+        try:
+            known = await self._service.with_store(self._client(request), remove)
         except UsageError as error:
             raise BodyError(str(error), "name") from error
         except ContextError as error:

@@ -12,6 +12,8 @@ import termios
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
@@ -25,6 +27,9 @@ _CUT, _OWNER = "cut", "owner"
 
 _LOOKS = 4
 """How many times it is checked, in the time that a client has, whether it takes or asks anything."""
+
+_PROGRESS = 2**14
+"""Bytes that a client must take at least in the time it has, where so many wait."""
 
 _RESET = struct.pack("ii", 1, 0)
 """Of `SO_LINGER`: what was not delivered is dropped when a socket is closed."""
@@ -55,7 +60,7 @@ class _Counted:
 
 
 class Connections:
-    """Those that are open; no more than there may be."""
+    """Those that are open; about as many as there may be."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,9 +71,9 @@ class Connections:
         of them."""
         self._open[connection] = client
         if len(self._open) > self._most:
-            idle = [one for one in self._open if one.is_idle]
+            idle = [one for one in self._open if one.asks_nothing]
             count = Counter(self._open[one] for one in idle)
-            max(idle, key=lambda one: count[self._open[one]]).close()
+            max(idle, key=lambda one: count[self._open[one]]).cut()
 
     def drop(self, connection: Connection) -> None:
         """One is closed."""
@@ -94,8 +99,9 @@ class Connection(H11Protocol):
         """
         super().__init__(**others)
         self._limits, self._all_open, self._on_unread, self._lookups = limits, all_open, on_unread, lookups
-        self._taken = 0  # bytes, when it took some last
-        self._took_at = 0.0  # by the loop's clock
+        # When the client last took all that waited before, or enough of it: bytes taken and waiting, the loop's time.
+        self._taken = self._waited = 0
+        self._took_at = 0.0
         self._idle_since = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._owner: asyncio.Future[int | None] | None = None
@@ -105,10 +111,15 @@ class Connection(H11Protocol):
         """Whether no request is being answered, or has come with its whole head."""
         return self.cycle is None or self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether no whole request has come that is not answered, and it is not being closed."""
+        return not self.transport.is_closing() and (self.is_idle or self.cycle.more_body)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
-        self.app_state = {**self.app_state, _CUT: self.cut, _OWNER: self.owner}
+        self.app_state = {**self.app_state, _CUT: partial(self.cut, unread=True), _OWNER: self.owner}
         self._all_open.add(self, self.client[0] if self.client else "")
         self._look()
 
@@ -122,17 +133,17 @@ class Connection(H11Protocol):
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
-    def close(self) -> None:
-        """Closes it once what was sent is delivered."""
-        self._all_open.drop(self)
-        self.transport.close()
+    def cut(self, unread: bool = False) -> None:
+        """Closes it at once; what waits for the client is dropped.
 
-    def cut(self) -> None:
-        """Closes it at once; what waits for the client is dropped."""
-        if self.cycle and not self.cycle.response_complete:
-            self.cycle.scope.get("triforce", {})["unread"] = True  # for the log
-        self._on_unread()
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        Args: `unread` is whether that is because the client takes nothing.
+        """
+        if unread:
+            if self.cycle and not self.cycle.response_complete:
+                self.cycle.scope.get("triforce", {})["unread"] = True  # for the log
+            self._on_unread()
+        with suppress(OSError):  # the client may have gone just now
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
     async def owner(self) -> int | None:
@@ -143,20 +154,25 @@ class Connection(H11Protocol):
         found = self._owner
         if found is None:
             ours = self.server[0], self.server[1]
-            found = self._owner = self.loop.run_in_executor(self._lookups, owner_of, ours, self.client)
+            theirs = self.client
+
+            def look() -> int | None:
+                return None if self.transport.is_closing() else owner_of(ours, theirs)
+
+            found = self._owner = self.loop.run_in_executor(self._lookups, look)
         return await found
 
     def _look(self) -> None:
-        """Closes it where the client has taken nothing for too long."""
+        """Closes it where the client has taken nothing, or as good as nothing, or asked nothing for too long."""
         now, waiting = self.loop.time(), self._counted.waiting
         taken = self._counted.written - waiting
-        if waiting == 0 or taken > self._taken:
-            self._taken, self._took_at = taken, now
+        if waiting == 0 or taken - self._taken >= min(self._waited, _PROGRESS):
+            self._taken, self._waited, self._took_at = taken, waiting, now
         elif now - self._took_at >= self._limits.unread_s:
-            self.cut()
+            self.cut(unread=True)
             return
-        if self.is_idle and now - self._idle_since >= self._limits.idle_s:
-            self.close()
+        if waiting == 0 and self.is_idle and now - self._idle_since >= self._limits.idle_s:
+            self.transport.close()
             return
         self._timer = self.loop.call_later(min(self._limits.unread_s, self._limits.idle_s) / _LOOKS, self._look)
 

@@ -136,7 +136,8 @@ class Gate:
             return
         began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
         client = scope.get("client")
-        body = Body(self._held, client[0] if client else "", self._limits)
+        whose = self._access.client(Headers(scope=scope), client[0] if client else "")
+        body = Body(self._held, whose, self._limits)
         scope["triforce"], scope["triforce_body"] = noted, body
 
         async def noting_send(message: Message) -> None:

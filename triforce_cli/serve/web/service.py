@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ....offload.checks import check_context
 from ....offload.contexts.home import user_store
-from ....offload.contexts.model import ModelContexts
 from ....tp.errors import CapacityError, TriforceError
 from ....tp.model.config import ModelConfig
 from ....tp.weights.tokenizer import Tokenizer
 from ...session.prompt import Context, Prompt
-from ...session.request_prompt import request_prompts
+from ...session.request_prompt import TIMES_POSITIONS, request_prompts
 from ...session.source import checked, decoded
 from ...session.wire import AnswerRequest, BodyError, Delivery, request_from_body, validated
 from ..answering.answering import SAVED_PROMPT
@@ -29,13 +25,13 @@ from ..answering.worker import Worker
 from ..http_limits import ServerLimits
 from ..options import ServeOptions
 from .events import Events
+from .lane import Lane
 from .preparing import Preparing
 
 T = TypeVar("T")
 
-_LETTERS_A_TOKEN = 8
-"""A text with more letters than this for each of the model's positions is encoded in part first, to see whether it is
-too long."""
+_SLICE = 2**20
+"""Letters of a long text that are encoded at a time, to see whether it is too long."""
 
 _MARGIN = 1.1
 """Of tokens beyond the model's positions, so that it does not matter how a text is cut there."""
@@ -58,8 +54,8 @@ class Service:
         self._load_tokenizer()  # a wrong --template-arg is said now
         self.store = user_store()
         self._preparing = Preparing(self._load_tokenizer, options.max_queue, limits)
-        self._verifying = ThreadPoolExecutor(1, "verifying")
-        self._may_verify = threading.Semaphore(limits.verifications)
+        self._storing = Lane("contexts", options.max_queue)
+        self._verifying = Lane("verifying", limits.verifications)
         self.hidden = _words_for({self.store.root: "the saved contexts", directory: "the model"})
         """What stands in messages to clients for places on this machine."""
 
@@ -120,56 +116,68 @@ class Service:
         """
         engine = self.worker.engine
         assert engine and engine.contexts  # it was loaded from files
-        if await asyncio.to_thread(upload.is_saved, engine.contexts) and await self._verified(upload, engine.contexts):
+        contexts = engine.contexts
+        saved = await self.with_store(upload.client, lambda: upload.is_saved(contexts))
+
+        def given_up() -> bool:
+            return upload.abandoned or self.worker.state != "ready"
+
+        # In a thread of its own: of a long text it takes its time.
+        if saved and await self._verifying.run(upload.client, lambda: upload.verify(contexts, given_up)):
             events.send(Saved(0, 0.0))
         else:
             self._put(upload)
 
-    async def _verified(self, upload: Upload, contexts: ModelContexts) -> bool:
-        """Whether what is saved of a text is undamaged; one text is verified at a time.
+    async def with_store(self, client: str, work: Callable[[], T]) -> T:
+        """Does what a client asks of the saved contexts, beside the loop.
 
         Raises:
-            BodyError: too many wait to be verified, or it was given up.
+            BodyError: too many wait.
         """
-        if not self._may_verify.acquire(blocking=False):
-            raise queue_full()
-
-        def verify() -> bool:
-            try:
-                return upload.verify(contexts, lambda: upload.abandoned or self.worker.state != "ready")
-            finally:
-                self._may_verify.release()
-
-        # It always runs, if only to find that nobody waits for it: where it is cancelled, its place is not given back.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._verifying, verify))
+        return await self._storing.run(client, work)
 
     def abandon(self, work: Job | Upload) -> None:
         """Nobody waits for it any more."""
         work.abandoned = True
         self.queue.remove(work)
 
-    def close(self) -> None:
-        self._preparing.close()
-        self._verifying.shutdown(wait=False, cancel_futures=True)
+    def close(self, why: BodyError) -> None:
+        """Tells all who wait for one of its threads `why`."""
+        self._preparing.close(why)
+        self._storing.close(why)
+        self._verifying.close(why)
 
     def _load_tokenizer(self) -> Tokenizer:
         """The model's, that stops early where a text is too long."""
         tokenizer = Tokenizer.load(self._directory).with_arguments(self._options.template_args)
-        positions, encode_all = self._config.max_position_embeddings, tokenizer.encode
+        positions = self._config.max_position_embeddings
 
-        def encode(text: str, special: bool) -> list[int]:
-            beginning = text[: _LETTERS_A_TOKEN * positions]
-            if len(beginning) < len(text) and (tokens := len(encode_all(beginning, special))) > _MARGIN * positions:
-                raise CapacityError(
-                    f"the text has more than {tokens:,} tokens, but {self._config.name} has {positions:,} positions"
-                    f"{self._config.positions_note}; shorten it"
-                )
-            return encode_all(text, special)
+        def within(text: str) -> str:
+            tokens = 0
+            for start in range(0, len(text) if len(text) > _SLICE else 0, _SLICE):
+                tokens += len(tokenizer.encode(text[start : start + _SLICE], False))
+                if tokens > _MARGIN * positions:
+                    raise CapacityError(
+                        f"the text has more than {tokens:,} tokens, but {self._config.name} has {positions:,} positions"
+                        f"{self._config.positions_note}; shorten it"
+                    )
+            return text
 
-        return replace(tokenizer, encode=encode)
+        def render(messages: Sequence[tuple[str, str]], **arguments: Any) -> str:
+            assert tokenizer.render
+            return tokenizer.render([(role, within(content)) for role, content in messages], **arguments)
+
+        return replace(
+            tokenizer,
+            encode=lambda text, special: tokenizer.encode(within(text), special),
+            render=render if tokenizer.render else None,
+            as_content=lambda text: tokenizer.as_content(within(text)),
+        )
 
     def _checked(self, raw: bytes, endpoint: str) -> tuple[AnswerRequest, Delivery]:
-        body = parsed(raw, self.limits.parts)
+        body = parsed(
+            raw, self.limits.parts, self.limits.parts + TIMES_POSITIONS * self._config.max_position_embeddings
+        )
         delivery = {name: body.pop(name, None) for name in Delivery.model_fields}
         return request_from_body(body, endpoint, self._options, self.models), validated(Delivery, delivery)
 
@@ -206,16 +214,22 @@ def _words_for(places: dict[Path, str]) -> dict[str, str]:
     return {str(one): word for one, word in named if len(one.parts) > 1}
 
 
-def parsed(raw: bytes, most_parts: int) -> dict[str, Any]:
+def parsed(raw: bytes, most_parts: int, most_values: int) -> dict[str, Any]:
     """A body's fields.
 
-    Args: `most_parts` is how many objects and lists it may have: each takes many times its bytes.
+    Args:
+        most_parts: how many objects, lists and names of fields it may have: each takes many times its bytes.
+        most_values: how many values.
 
     Raises:
         BodyError: it is no JSON object.
     """
-    if _num_parts(raw) > most_parts and _num_parts(_STRING.sub(b"", raw)) > most_parts:
-        raise BodyError(f"the body has more than {most_parts:,} objects and lists", code="too_many_parts", status=413)
+    if not _is_within(raw, most_parts, most_values) and not _is_within(_STRING.sub(b"", raw), most_parts, most_values):
+        raise BodyError(
+            f"the body has more than {most_parts:,} objects, lists and fields, or {most_values:,} values",
+            code="too_many_parts",
+            status=413,
+        )
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -227,5 +241,6 @@ def parsed(raw: bytes, most_parts: int) -> dict[str, Any]:
     return body
 
 
-def _num_parts(raw: bytes) -> int:
-    return raw.count(b"[") + raw.count(b"{")
+def _is_within(raw: bytes, most_parts: int, most_values: int) -> bool:
+    parts = raw.count(b"[") + raw.count(b"{") + raw.count(b":")
+    return parts <= most_parts and raw.count(b",") <= most_values

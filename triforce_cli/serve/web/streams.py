@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from ....tp.errors import TriforceError
 from ...session.logprobs import logprobs_field
 from ...session.response import AnswerEnd, cost_of, finish_reason_of, response_head, timings
 from ...session.wire import CHAT, AnswerRequest, BodyError, Delivery
-from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved
+from ..answering.jobs import Complete, Event, Failed, Piece, Progress, Saved, as_body_error
 from .events import Events
 
 DONE = b"data: [DONE]\n\n"
@@ -111,7 +112,7 @@ class AnswerStream:
 async def reading_stream(
     first: Event | None,
     events: Events,
-    described: Callable[[Saved], dict[str, Any]],
+    described: Callable[[Saved], Awaitable[dict[str, Any]]],
     error_of: Callable[[BodyError], dict[str, Any]],
     keep_alive_s: float,
 ) -> AsyncIterator[bytes]:
@@ -126,7 +127,11 @@ async def reading_stream(
             yield sse(error_of(event.error))
             return
         elif isinstance(event, Saved):
-            yield sse(described(event))
+            try:
+                yield sse(await described(event))
+            except TriforceError as error:  # another client has removed it
+                yield sse(error_of(as_body_error(error)))
+                return
             yield DONE
             return
         event = await events.next(keep_alive_s)

@@ -1,0 +1,86 @@
+"""A thread for what takes time, beside the one that serves HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ...session.wire import BodyError
+from ..answering.fair_queue import FairQueue
+from ..answering.jobs import queue_full
+
+T = TypeVar("T")
+
+
+class Lane:
+    """Does one piece of work at a time; what waits is taken round-robin over clients."""
+
+    def __init__(self, name: str, most: int, after: Callable[[], None] = lambda: None) -> None:
+        """Args:
+        most: pieces of work that wait.
+        after: called in the thread after each.
+        """
+        self._queue = FairQueue[_Piece](most, refuse=lambda one: one.refuse(queue_full()))
+        self._after = after
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """Has the thread do it. If this is cancelled, it is not begun any more.
+
+        Raises:
+            BodyError: too many wait, or the server stops.
+        """
+        piece = _Piece(client, work)
+        if not self._queue.put(piece):
+            raise queue_full()
+        try:
+            return await asyncio.wrap_future(piece.done)
+        finally:
+            self._queue.remove(piece)
+
+    def close(self, why: BodyError) -> None:
+        """Ends the thread with what it is doing; all who wait are told `why`."""
+        for one in self._queue.clear():
+            one.refuse(why)
+
+    def _run(self) -> None:
+        while one := self._queue.next():
+            one.do()
+            del one  # what it holds may be large
+            self._after()
+
+
+@dataclass(eq=False)
+class _Piece:
+    client: str
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future, init=False)
+    begun: int = field(default=0, init=False)  # it is one part, which is no more in the queue then
+    _telling: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def do(self) -> None:
+        """Does it and tells who waits, if anybody still does."""
+        with self._telling:
+            if self.done.done() or not self.done.set_running_or_notify_cancel():
+                return
+        try:
+            result, error = self.work(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with self._telling:
+            if self.done.done():
+                return
+            if error is None:
+                self.done.set_result(result)
+            else:
+                self.done.set_exception(error)
+
+    def refuse(self, error: BodyError) -> None:
+        """Tells who waits, also where it is being done."""
+        with self._telling, suppress(InvalidStateError):  # done, or nobody waits
+            self.done.set_exception(error)
