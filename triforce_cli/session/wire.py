@@ -42,6 +42,9 @@ MAX_STOPS = 16
 MAX_STOP_BYTES = 1024
 """Of one stop text, in UTF-8. After each token every one is searched for, and as much text is held back at most."""
 
+MAX_DEPTH = 32
+"""Levels of lists and objects in a variable for the chat template."""
+
 MAX_LOGPROBS = 20
 """Likeliest tokens in the place of each (`top_logprobs`; `logprobs` of a completion), as in OpenAI's form."""
 
@@ -99,11 +102,18 @@ def _of_whole_characters(text: str) -> str:
 
 
 def _encodable(given: dict[str, Any]) -> dict[str, Any]:
-    try:
-        _of_whole_characters(json.dumps(given, ensure_ascii=False))
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
+    if _depth(given, MAX_DEPTH) > MAX_DEPTH:
+        raise ValueError(f"is nested too deeply; it can be {MAX_DEPTH} levels deep")
+    _of_whole_characters(json.dumps(given, ensure_ascii=False))
     return given
+
+
+def _depth(given: Any, most: int) -> int:
+    """Levels of lists and objects; of deeper ones than `most` not more than one more."""
+    inner = given.values() if isinstance(given, dict) else given if isinstance(given, list) else None
+    if inner is None or most < 0:
+        return 0
+    return 1 + max((_depth(one, most - 1) for one in inner), default=0)
 
 
 def _without_point(given: Any) -> Any:

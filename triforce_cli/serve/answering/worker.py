@@ -92,6 +92,8 @@ class Worker:
             engine = load_engine(self._options, None, ROOM)
             # Its own tokenizer: the other thread's may be encoding, which some do not allow beside anything else.
             tokenizer = Tokenizer.load(self._directory)
+            if engine.contexts and self._options.save_prompts:
+                _ = engine.contexts.fingerprint  # it reads the weights: now, and not while answers are written
             self.engine = engine
             if self._enter("ready"):
                 self._note("ready")
