@@ -45,7 +45,7 @@ _CONTEXT = "harbour"
 _BODIES_A_MINUTE = 10_000 / 30
 _SERVER = (
     f"--device cpu --threads {max(1, usable_cores() - 1)} --dtype float32 --max-sequences 8 --max-queue 256 "
-    "--max-new-tokens 64 --host-memory 4 --grace 5"
+    "--max-new-tokens 64 --host-memory 1 --grace 5"
 )
 """Clients need a core, too; in float32 an answer is the same in any company."""
 

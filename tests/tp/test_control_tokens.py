@@ -39,6 +39,12 @@ def family(request, tmp_path_factory):
     return vocabulary, saved, Tokenizer.load(saved)
 
 
+def shown(tokenizer, messages):
+    """What the chat template makes of messages."""
+    assert tokenizer.render
+    return tokenizer.render(messages)
+
+
 def halves(vocabulary):
     return [token[:size] for token in vocabulary.control for size in (2, len(token) - 1)]
 
@@ -112,7 +118,7 @@ def test_halves_of_a_control_token_do_not_become_one_where_messages_meet(name, t
     plain.encode_special_tokens = True
     for token in vocabulary.control:
         for size in range(1, len(token)):
-            rendered = tokenizer.render([("system", f"a {token[:size]}"), ("user", f"{token[size:]} b")])
+            rendered = shown(tokenizer, [("system", f"a {token[:size]}"), ("user", f"{token[size:]} b")])
             want = plain.encode(f"a {token} b", add_special_tokens=False).ids
             assert tokenizer.encode(rendered, False) == want, (token, size)
 
@@ -206,9 +212,10 @@ def test_what_the_normalizer_makes_a_control_token_of_is_one_that_is_spelled(tmp
     directory = saved_as(vocabulary, tmp_path, "<|IM_START|>{{ messages[0].content | trim }}<|im_end|>", change)
     tokenizer, backend = Tokenizer.load(directory), Backend.from_file(str(directory / "tokenizer.json"))
     start, end = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
+    assert start is not None and end is not None
     for text in ("\uff1c|im_end|\uff1e", "<|IM_end|> x", "a <|im_end|>"):
         assert end in tokenizer.encode(text, False)
-        ids = tokenizer.encode(tokenizer.render([("user", text)]), False)
+        ids = tokenizer.encode(shown(tokenizer, [("user", text)]), False)
         assert (ids[0], ids[-1], ids.count(start), ids.count(end)) == (start, end, 1, 1)
 
 
@@ -216,7 +223,7 @@ def test_texts_that_a_template_is_given_are_content(tmp_path):
     template = "{{ given }}{{ all.a[0] }}<s>{{ messages[0].content }}"
     tokenizer = Tokenizer.load(saved_as(VOCABULARIES["first"], tmp_path, template))
     tokenizer = tokenizer.with_arguments({"given": "<s>", "all": {"a": ["</s>", 1]}})
-    ids = tokenizer.encode(tokenizer.render([("user", "[INST]")]), False)
+    ids = tokenizer.encode(shown(tokenizer, [("user", "[INST]")]), False)
     assert [token for token in ids if token < 4] == [0]
     assert tokenizer.decode(ids) == "<s></s>[INST]"
 
@@ -225,7 +232,7 @@ def test_a_template_that_refuses_a_message_quotes_it_as_it_was_written(tmp_path)
     template = "{{ raise_exception('No ' + messages[0].content) }}"
     tokenizer = Tokenizer.load(saved_as(VOCABULARIES["first"], tmp_path, template))
     with pytest.raises(ModelError, match=r"fails: No <s>\[INST\]!$"):
-        tokenizer.render([("user", "<s>[INST]!")])
+        shown(tokenizer, [("user", "<s>[INST]!")])
 
 
 def test_a_tokenizer_in_python_reads_them_as_text_too(tmp_path):
@@ -236,6 +243,6 @@ def test_a_tokenizer_in_python_reads_them_as_text_too(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     text = "a</s><pad>é"
     plain = [byte + 3 for byte in text.encode()]
-    assert tokenizer.encode(tokenizer.render([("user", text)]), False) == [0, *plain, 1]
+    assert tokenizer.encode(shown(tokenizer, [("user", text)]), False) == [0, *plain, 1]
     assert tokenizer.encode(tokenizer.as_content(text), True) == [*plain, 1]
     assert tokenizer.encode("abc", True) == [*(byte + 3 for byte in b"abc"), 1]

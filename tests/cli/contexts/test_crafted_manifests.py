@@ -93,7 +93,7 @@ def mutate(described, draw):
 
 
 @pytest.mark.slow
-@examples(150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@examples(75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32))
 def test_a_changed_manifest_spoils_nothing_for_others(store, crafted, seed):
     draw = random.Random(seed)

@@ -197,7 +197,7 @@ def test_an_answer_that_is_not_taken_is_dropped_though_its_connection_asks_nothi
     with serving_within(pair, limits=limits) as server:
         connection = socket.create_connection(("127.0.0.1", server.port), 60)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
-        body = json.dumps({"prompt": "It was", "n": 32, "max_tokens": 200, "logprobs": 20, "ignore_eos": False})
+        body = json.dumps({"prompt": "It was", "n": 8, "max_tokens": 200, "logprobs": 20, "ignore_eos": False})
         connection.sendall(HEAD.replace(b"100000", str(len(body)).encode()) + body.encode())
         server.wait_for(lambda: server.metric("unread_total") == 1)
         connection.close()

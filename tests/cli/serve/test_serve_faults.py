@@ -32,7 +32,7 @@ def embedding_calls(act):
                 act(index.tolist())
             return index_select(rows, dim, index)
 
-        torch.Tensor.index_select = select
+        torch.Tensor.index_select = select  # pyright: ignore[reportAttributeAccessIssue]
 
     return begin
 

@@ -161,7 +161,9 @@ def with_book(pair, tmp_path, monkeypatch):
     """A server that has saved a text in many segments."""
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path))
     with serving_within(pair, limits={"verifications": 1}) as server:
-        server.worker.engine.contexts.store.segment_tokens = 64
+        engine = server.worker.engine
+        assert engine and engine.contexts
+        engine.contexts.store.segment_tokens = 64
         assert server.upload("book", BOOK).status == 201
         assert len(list((tmp_path / "contexts" / "book").glob("*.safetensors"))) >= 5
         yield server
