@@ -12,7 +12,7 @@ Address = tuple[str, int]
 _OWNED = ("01", "04", "05", "08")
 """States of a socket that a process can hold: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT."""
 
-_LOOKS = 2
+_READINGS = 2
 """How often the tables are read: a row can be passed over while others come and go."""
 
 
@@ -25,7 +25,7 @@ def owner_of(ours: Address, theirs: Address) -> int | None:
         `None` where it cannot be told: the other end is on another machine or in another network namespace, nobody
         holds it any more, the account has no number in this user namespace, or the system has no such tables.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_READINGS):
         for table in ("tcp", "tcp6"):
             uid = _owner_in(table, _word(theirs, table), _word(ours, table))
             if uid is not None:

@@ -18,11 +18,6 @@ class Waiting(Protocol):
         """Whose it is."""
         ...
 
-    @property
-    def begun(self) -> int:
-        """Its parts that were popped."""
-        ...
-
 
 W = TypeVar("W", bound=Waiting)
 
@@ -76,7 +71,7 @@ class FairQueue(Generic[W]):
         most = max(self._by_client.values(), key=len, default=deque[W]())
         if len(most) < len(self._by_client.get(client, ())) + 2:
             return None
-        return next((work for work in reversed(most) if not work.begun), None)
+        return next((work for work in reversed(most) if work not in self._popped), None)
 
     def next(self) -> W | None:
         """The next piece of work, waited for; `None` once the queue is closed."""

@@ -170,7 +170,7 @@ class Upload(_Work):
                     self.damaged = segment
                     return False
         except ContextError as error:
-            raise _exists(error) from error
+            raise _name_taken(error) from error
         contexts.tidy(self.name, "client")
         return True
 
@@ -184,11 +184,11 @@ class Upload(_Work):
         try:
             saved, segments = contexts.saved(self.name, self.token_ids)
         except ContextError as error:
-            raise _exists(error) from error
+            raise _name_taken(error) from error
         return saved == len(self.token_ids) and self.damaged not in segments
 
 
-def _exists(error: ContextError) -> BodyError:
+def _name_taken(error: ContextError) -> BodyError:
     return BodyError(str(error), "name", code="context_exists", status=409)
 
 

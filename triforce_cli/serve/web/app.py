@@ -24,7 +24,7 @@ from ..answering.jobs import Complete, Event, Failed, Job, Piece, Saved, Upload,
 from ..answering.metrics import Metrics
 from .connection import cut
 from .events import Events
-from .gate import GONE, Gate, error_response, public_error
+from .gate import GONE, Body, Gate, error_response, public_error
 from .page import PAGE, page_response
 from .service import Service
 from .streams import AnswerStream, reading_stream
@@ -40,7 +40,7 @@ _STREAM_TYPE = "text/event-stream"
 def make_app(service: Service, access: Access, metrics: Metrics, log: Callable[[str], None]) -> ASGIApp:
     """The application of one server."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    routes = Routes(service, metrics, access)
+    routes = Routes(service, metrics)
     for path in PAGE:
         app.get(path)(routes.page)
     app.get("/health")(routes.health)
@@ -77,8 +77,8 @@ def route_of(path: str) -> str:
 class Routes:
     """What is done for each."""
 
-    def __init__(self, service: Service, metrics: Metrics, access: Access) -> None:
-        self._service, self._metrics, self._access = service, metrics, access
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._service, self._metrics = service, metrics
 
     async def page(self, request: Request) -> Response:
         return page_response(request.url.path)
@@ -105,9 +105,10 @@ class Routes:
         """An answer, streamed or whole."""
         service = self._service
         # Nothing keeps the body once its prompt is made.
-        asking = service.ask(await _body(request), request.url.path, self._client(request))
+        body = _body_of(request)
+        asking = service.ask(await _read(request), request.url.path, body.client)
         job, events, delivery = await self._until_gone(request, None, asking)
-        request.scope["triforce_body"].release()
+        body.release()
         noted = request.scope["triforce"]
         noted |= {"prompt_tokens": sum(len(one.token_ids) for one in job.prompts), "answers": job.request.answers}
         if not delivery.stream:
@@ -123,7 +124,7 @@ class Routes:
 
     async def list_contexts(self, request: Request) -> Response:
         store = self._service.store
-        listing = self._service.with_store(self._client(request), lambda: describe_all(store))
+        listing = self._service.with_store(_body_of(request).client, lambda: describe_all(store))
         found = await self._until_gone(request, None, listing)
         data = [{"name": one["name"], "damaged": True} if "damaged" in one else _public(one) for one in found]
         return JSONResponse({"object": "list", "data": data})
@@ -141,9 +142,10 @@ class Routes:
             if wanted not in ("true", "false"):
                 raise BodyError("return_progress must be true or false", "return_progress")
             raw = await file.read()
-        upload, events = await self._until_gone(request, None, service.upload(name, raw, self._client(request)))
+        body = _body_of(request)
+        upload, events = await self._until_gone(request, None, service.upload(name, raw, body.client))
         del raw, file
-        request.scope["triforce_body"].release()
+        body.release()
         await self._until_gone(request, upload, service.begin(upload, events))
         request.scope["triforce"]["prompt_tokens"] = len(upload.token_ids)
 
@@ -171,7 +173,7 @@ class Routes:
             return known
 
         try:
-            known = await self._service.with_store(self._client(request), remove)
+            known = await self._service.with_store(_body_of(request).client, remove)
         except UsageError as error:
             raise BodyError(str(error), "name") from error
         except ContextError as error:
@@ -179,10 +181,6 @@ class Routes:
         if not known:
             raise BodyError("there is no context of this name", "name", code="context_not_found", status=404)
         return JSONResponse({"name": name, "deleted": True})
-
-    def _client(self, request: Request) -> str:
-        """Whose request it is, for the queue."""
-        return self._access.client(request.headers, request.client.host if request.client else "")
 
     def _error(self, error: BodyError) -> dict[str, Any]:
         return public_error(error, self._service.hidden)
@@ -250,7 +248,12 @@ class _WorkStream(StreamingResponse):
             self._end()
 
 
-async def _body(request: Request) -> bytes:
+def _body_of(request: Request) -> Body:
+    """What the gate knows of the request's body, and of its client."""
+    return request.scope["triforce_body"]
+
+
+async def _read(request: Request) -> bytes:
     """The whole body; unlike `Request.body` it is not kept."""
     return b"".join([piece async for piece in request.stream()])
 

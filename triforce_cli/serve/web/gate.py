@@ -65,7 +65,9 @@ class Body:
     """The body of one request, while it comes and until its prompt is made."""
 
     def __init__(self, held: HeldBodies, client: str, limits: ServerLimits) -> None:
-        self._held, self._client, self._limits = held, client, limits
+        self.client = client
+        """Whose it is, as `Access.client` tells."""
+        self._held, self._limits = held, limits
         self._began = time.monotonic()
         self._come = self._counted = 0  # bytes
         self._is_whole = False
@@ -95,12 +97,12 @@ class Body:
         if self._come > self._limits.body_bytes:
             raise self.too_long(self._limits)
         self._counted += num_bytes
-        self._held.add(self._client, num_bytes)
+        self._held.add(self.client, num_bytes)
         return message
 
     def release(self) -> None:
         """It is not held any more."""
-        self._held.drop(self._client, self._counted)
+        self._held.drop(self.client, self._counted)
         self._counted = 0
 
     @staticmethod

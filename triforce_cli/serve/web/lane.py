@@ -60,7 +60,6 @@ class _Piece:
     client: str
     work: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future, init=False)
-    begun: int = field(default=0, init=False)  # it is one part, which is no more in the queue then
     _telling: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def do(self) -> None:
