@@ -41,6 +41,8 @@ ENVIRONMENT = {
     "TERM": "xterm-256color",
     "NO_PROXY": "127.0.0.1,localhost",
     "no_proxy": "127.0.0.1,localhost",
+    # PyTorch asks for the name of every address that ranks meet at: 5 to 20 seconds where no name server answers.
+    "RES_OPTIONS": "timeout:1 attempts:1",
 }
 """Set for the tests and the processes they start."""
 

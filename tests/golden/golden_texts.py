@@ -211,18 +211,13 @@ def _started(case: Case, models: Path, ids: list[int], ranks: int, **more: Any) 
 
 def _on_ranks(run: Callable[..., dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """What each rank says that runs it, in a fork of this process, with torchrun's environment."""
-    import socket
+    from forks import Fork, meeting
 
-    from forks import Fork
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    _store, shared = meeting(ranks)
 
     def rank(number: int) -> None:
         Path(f"rank-{number}.json").write_text(json.dumps(run(gpus=ranks)), encoding="utf-8")
 
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     forks: list[Fork] = []
     try:
         for number in range(ranks):

@@ -12,6 +12,28 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
+    """Where `ranks` processes meet, and the environment that tells them: a store of this process, as torchrun's agent
+    has one, that lasts until they have met.
+
+    A port that was free a moment ago, for rank 0 to listen at, could be another process's by then.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 class Fork:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command import Fork, triforce
+from command import triforce
+from forks import Fork, meeting
 
 _PR_SET_KEEPCAPS, _MAY_READ = 8, 1 << 2
 """Of Linux: capabilities outlive a change of user; CAP_DAC_READ_SEARCH."""
@@ -141,17 +142,11 @@ class Process(Client):
         fixed = ("--model", pair[0], "--draft", "none", "--device", "cpu", "--dtype", "float32")
         fixed += () if "--uds" in options else ("--port", 0)
         self.forks, self._log = forks, log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            shared = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(probe.getsockname()[1]),
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
+        self._store, shared = meeting(ranks) if ranks > 1 else (None, {})
         with open(log, "wb") as out, open(os.devnull, "rb") as nothing:
             streams = nothing.fileno(), out.fileno(), out.fileno()
             for rank in range(ranks):
-                place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), **shared} if ranks > 1 else {}
+                place = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", **shared} if shared else {}
                 call = triforce("serve", *fixed, *options)
                 call = call if account is None else as_account(account, call)
                 self.forks.append(Fork(lambda call=call: (before(), call()), streams, {**os.environ, **place}))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -61,12 +60,9 @@ def run_forks(call: Callable[[], object], ranks: int, seconds: float = 300) -> s
     Raises:
         AssertionError: one failed, or they run after `seconds`.
     """
-    from command import Fork
+    from forks import Fork, meeting
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    _store, shared = meeting(ranks)
     forks: list[Fork] = []
     with open(os.devnull, "rb") as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
@@ -75,7 +71,7 @@ def run_forks(call: Callable[[], object], ranks: int, seconds: float = 300) -> s
                 streams = nothing.fileno(), out.fileno(), err.fileno()
                 forks.append(Fork(lambda: as_rank(call), streams, {**os.environ, **ENVIRONMENT, **shared, **place}))
             end = time.monotonic() + seconds
-            while any(fork.ended() is None for fork in forks) and not any(fork.returncode for fork in forks):
+            while None in (codes := [fork.ended() for fork in forks]) and not any(codes):
                 if time.monotonic() > end:
                     for fork in forks:
                         fork.say_where()
