@@ -10,6 +10,8 @@ begins next, and what a disk does.
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import re
 import time
@@ -80,7 +82,8 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
                 # PyTorch's time limit for these two, 30 minutes, is for the meeting; in collectives ours comes first.
-                dist.init_process_group(backend, rank=place.rank, world_size=place.size)
+                store = dist.PrefixStore(f"group {next(_groups)}", _store(meeting_point))
+                dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
             atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
@@ -210,6 +213,20 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+_groups = itertools.count()
+"""Numbers of the groups that this process has joined, one after another; every rank joins the same."""
+
+
+@functools.cache
+def _store(meeting_point: str) -> dist.Store:
+    """What the ranks that meet at `meeting_point`, an address and a port, tell one another their addresses by.
+
+    It lasts as long as the process. Where the next group met at a new one, a rank could still find that of the group
+    before, or, at the agent of torchrun, which stays, the addresses that ranks had in that group.
+    """
+    store, _, _ = next(iter(dist.rendezvous("env://")))
+    return store
 
 
 _before_leaving: list[weakref.WeakMethod] = []
