@@ -92,6 +92,9 @@ class HostileClient:
             "stalled bodies": self._stalled_bodies,
             "slow heads": self._slow_heads,
             "unread streams": self._unread_streams,
+            "slow readers": self._slow_readers,
+            "floods": self._floods,
+            "wide bodies": self._wide_bodies,
             "disconnects": self._disconnects,
             "fuzzed bodies": self._fuzzed_body,
             "control tokens": self._control_tokens,
@@ -219,6 +222,60 @@ class HostileClient:
             await asyncio.get_running_loop().sock_sendall(found, http_request("POST", COMPLETION, fields))
             await asyncio.sleep(draw.uniform(10, 90))
             await self._wait_at(found, 1.0)
+
+    async def _slow_readers(self) -> None:
+        """Long answers, streamed or not, of which a byte is taken at a time."""
+        await self._together(self._draw.randrange(1, 5), self._slow_reader)
+
+    async def _slow_reader(self) -> None:
+        draw, loop = self._draw, asyncio.get_running_loop()
+        fields = self._fields(stream=draw.random() < 0.5, max_tokens=500, n=4, logprobs=_LOGPROBS)
+        async with connected(self._port, self._source, small=True) as found:
+            await loop.sock_sendall(found, http_request("POST", COMPLETION, fields))
+            try:
+                async with asyncio.timeout(draw.uniform(30, 120)):
+                    while await loop.sock_recv(found, 1):
+                        await asyncio.sleep(0.05)
+                self._count("read to its end")
+            except TimeoutError:
+                self._count("left")
+
+    async def _floods(self) -> None:
+        """Hundreds of requests at a time that cost no answer, or connections that begin a head and stop."""
+        draw = self._draw
+        if draw.random() < 0.3:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n"
+            await self._together(draw.randrange(50, 200), lambda: self._begun(head[: draw.randrange(len(head))]))
+            return
+        path = draw.choice(("/health", "/metrics", "/v1/models", "/v1/models/x", CONTEXTS, "/", "/none", CHAT))
+        raw = http_request("GET", path)
+        await self._together(draw.randrange(50, 200), lambda: self._flood(raw, path))
+
+    async def _flood(self, raw: bytes, path: str) -> None:
+        reply = await ask_from(self._source, self._port, raw, PATIENCE_S)
+        self._tally.take(self._kind, raw, reply, broken=path in ("/health", "/"))  # which have no error in JSON
+
+    async def _begun(self, raw: bytes) -> None:
+        async with connected(self._port, self._source) as found:
+            await asyncio.get_running_loop().sock_sendall(found, raw)
+            await self._wait_at(found, self._draw.uniform(1, 30))
+
+    async def _wide_bodies(self) -> None:
+        """JSON of few bytes that becomes many objects, and texts of nothing but control tokens."""
+        draw = self._draw
+        many, path = draw.randrange(10**4, 10**6), draw.choice((CHAT, COMPLETION))
+        wide = draw.choice((b"[]", b"{}", b"null", b"0", b'""', b'{"a":[]}', b"[1]"))
+        field = draw.choice((b'"prompt"', b'"stop"', b'"messages"', b'"metadata"', b'"unknown"'))
+        body = b'{"max_tokens":1,' + field + b":[" + b",".join([wide] * many) + b"]}"
+        choice = draw.random()
+        if choice < 0.3:
+            body = b"{" + b",".join(b'"%d":0' % number for number in range(many)) + b"}"
+        if choice < 0.6:
+            await self._ask(http_request("POST", path, body))
+            return
+        said = "".join(draw.choices(_CONTROL, k=5)) * draw.randrange(100, 30_000)
+        fields = {"messages": [{"role": "user", "content": said}], "max_tokens": 1}
+        await self._ask(http_request("POST", CHAT, fields))
 
     async def _disconnects(self) -> None:
         """In one of the phases of a request, by an end, a reset, or an end of sending only."""
@@ -372,7 +429,7 @@ class HostileClient:
 
 KINDS = (
     *("long stops", "many answers", "stalled bodies", "slow heads", "unread streams", "disconnects", "fuzzed bodies"),
-    *("control tokens", "uploads", "contexts"),
+    *("control tokens", "uploads", "contexts", "slow readers", "floods", "wide bodies"),
 )
 
 

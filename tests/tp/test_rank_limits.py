@@ -153,6 +153,21 @@ def test_what_is_waited_for_patiently_has_no_limit():
     assert ranks[-1]["seconds"] > 2
 
 
+def test_ranks_meet_again_and_again():
+    """Each group anew, whoever of them comes first."""
+
+    def call():
+        for number in range(20):
+            ranks = joined()
+            if number % 2 == ranks.rank:
+                time.sleep(0.02)
+            say(sum=ranks.sum(torch.tensor([float(number)])).item())
+            ranks.leave()
+
+    found = [json.loads(line)["sum"] for line in run_forks(call, 2).splitlines() if line.startswith("{")]
+    assert sorted(found) == [2.0 * number for number in range(20) for _ in range(2)]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")

@@ -11,13 +11,10 @@ import time
 import psutil
 import pytest
 import spmd
-import torch
 from command import TRIFORCE, check_refusal, run_command, run_fork
-from spmd import ENVIRONMENT, run_forks, run_jobs, torchrun
+from spmd import ENVIRONMENT, run_jobs, torchrun
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
-from triforce.tp.parallel.place import Place
-from triforce.tp.parallel.ranks import Ranks
 
 PROMPT = random_tokens(150, seed=3)
 NEW_TOKENS = 16
@@ -336,23 +333,6 @@ def test_request_refused_by_another_rank_first_is_still_a_usage_error(tmp_path):
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     outcome = run_command(*LONG_RUN, "--refresh", "bogus", PYTHONPATH=path)
     check_refusal(outcome, 2, "refresh is 'bogus'")
-
-
-@pytest.mark.slow
-def test_ranks_meet_again_and_again():
-    """Each group anew, whoever of them comes first."""
-
-    def call():
-        place = Place.from_environment()
-        assert place
-        for number in range(20):
-            ranks = Ranks.join(place, torch.device("cpu"))
-            if number % 2 == place.rank:
-                time.sleep(0.02)
-            print(ranks.sum(torch.tensor([float(number)])).item(), flush=True)
-            ranks.leave()
-
-    assert sorted(map(float, run_forks(call, 2).split())) == sorted(2.0 * number for number in range(20) for _ in "ab")
 
 
 @pytest.mark.slow

@@ -96,9 +96,9 @@ class Access:
             code="invalid_api_key", status=401,
         )  # fmt: skip
 
-    def client(self, headers: Mapping[str, str], address: str) -> str:
+    def client(self, headers: Mapping[str, str], address: tuple[str, int] | None) -> str:
         """Whose request it is, for the queue: where there are several keys, that of the key, else of the address."""
-        return f"key {self._key_number(headers)}" if len(self.keys) > 1 else address
+        return f"key {self._key_number(headers)}" if len(self.keys) > 1 else client_at(address)
 
     def _key_number(self, headers: Mapping[str, str]) -> int | None:
         """Which of the keys a request brings, if it brings one; compared with each, in the same time for all."""
@@ -110,6 +110,19 @@ class Access:
 
     def _is_ours(self, name: str) -> bool:
         return self.hosts is None or name in self.hosts or (self.any_address and _is_address(name))
+
+
+def client_at(address: tuple[str, int] | None) -> str:
+    """Whose an address and port is: of IPv6 addresses one has as many as a network of 64 bits holds."""
+    if address is None:  # a Unix socket
+        return ""
+    host = address[0].partition("%")[0]
+    if not _is_address(host):
+        return host
+    found = ipaddress.ip_address(host)
+    if isinstance(found, ipaddress.IPv4Address):
+        return host
+    return str(found.ipv4_mapped or ipaddress.IPv6Network((found, 64), strict=False))
 
 
 def is_loopback(host: str) -> bool:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 Address = tuple[str, int]
 """IP address and port."""
+
+Ends = tuple[Address, Address]
+"""Both of a connection: ours and theirs, as we see them."""
+
+_TABLES = ("tcp", "tcp6")
 
 _OWNED = ("01", "04", "05", "08")
 """States of a socket that a process can hold: ESTABLISHED, FIN_WAIT1, FIN_WAIT2 and CLOSE_WAIT."""
@@ -16,36 +24,86 @@ _READINGS = 2
 """How often the tables are read: a row can be passed over while others come and go."""
 
 
-def owner_of(ours: Address, theirs: Address) -> int | None:
-    """The user id that holds the other end of a connection.
+class Owners:
+    """Looks up owners in a thread, as it takes milliseconds. All who wait are answered by one reading of the tables, so
+    that whoever opens many connections keeps nobody else waiting."""
 
-    Args: the connection's two ends, as this end sees them.
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "owners")
+        self._waiting: list[tuple[Ends, asyncio.Future[int | None]]] = []
+        self._reading: asyncio.Task[None] | None = None
 
-    Returns:
-        `None` where it cannot be told: the other end is on another machine or in another network namespace, nobody
-        holds it any more, the account has no number in this user namespace, or the system has no such tables.
-    """
+    async def owner_of(self, connection: Ends) -> int | None:
+        """The user id that holds the other end of a connection.
+
+        Returns:
+            `None` where it cannot be told: the other end is on another machine or in another network namespace, nobody
+            holds it any more, the account has no number in this user namespace, or the system has no such tables.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[int | None] = loop.create_future()
+        self._waiting.append((connection, found))
+        if self._reading is None:
+            self._reading = loop.create_task(self._read())
+        return await found
+
+    def close(self) -> None:
+        """Waits for nobody."""
+        self._thread.shutdown(wait=False)
+
+    async def _read(self) -> None:
+        try:
+            while self._waiting:
+                now, self._waiting = self._waiting, []
+                looking = asyncio.get_running_loop().run_in_executor(self._thread, _owners, [ends for ends, _ in now])
+                for (_, found), owner in zip(now, await looking, strict=True):
+                    if not found.done():  # it may have gone
+                        found.set_result(owner)
+        finally:
+            self._reading = None
+
+
+def _owners(connections: Sequence[Ends]) -> list[int | None]:
+    """Of each connection the account that `Owners.owner_of` tells."""
+    found: dict[Ends, int] = {}
     for _ in range(_READINGS):
-        for table in ("tcp", "tcp6"):
-            uid = _owner_in(table, _word(theirs, table), _word(ours, table))
-            if uid is not None:
-                return None if _stands_for_others(uid) else uid
+        tables = {table: _rows(table) for table in _TABLES}
+        for one in set(connections) - set(found):
+            owner = _owner_in(tables, one)
+            if owner is not None:
+                found[one] = owner
+        if len(found) == len(set(connections)):
+            break
+    known = {uid: not _stands_for_others(uid) for uid in set(found.values())}
+    return [uid if (uid := found.get(one)) is not None and known[uid] else None for one in connections]
+
+
+def _rows(table: str) -> str:
+    """/proc/net/`table`; empty where there is none."""
+    try:
+        return Path("/proc/net", table).read_text("ascii")
+    except (OSError, ValueError):
+        return ""
+
+
+def _owner_in(tables: Mapping[str, str], connection: Ends) -> int | None:
+    """Who holds the other end by these tables."""
+    ours, theirs = connection
+    for table, rows in tables.items():
+        local, remote = _word(theirs, table), _word(ours, table)
+        owner = None if local is None or remote is None else _owner_of_row(rows, f" {local} {remote} ")
+        if owner is not None:
+            return owner
     return None
 
 
-def _owner_in(table: str, local: str | None, remote: str | None) -> int | None:
-    """The owner of a socket with these ends, by /proc/net/`table`."""
-    if local is None or remote is None:
-        return None
-    try:
-        found = Path("/proc/net", table).read_text("ascii")
-    except (OSError, ValueError):
-        return None
-    at = found.find(f" {local} {remote} ")
+def _owner_of_row(rows: str, ends: str) -> int | None:
+    """The owner of the socket with these ends."""
+    at = rows.find(ends)
     if at < 0:
         return None
     # From here on: local, remote, state, queues, timer, retransmits, uid, timeout, inode, ...
-    row = found[at : found.find("\n", at)].split()
+    row = rows[at : rows.find("\n", at)].split()
     held = row[2] in _OWNED and row[8] != "0"  # a socket without a process has uid 0 and inode 0
     return int(row[6]) if held else None
 

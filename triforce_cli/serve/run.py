@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .http_limits import ServerLimits
 from .options import ServeOptions
+from .owner import Owners
 from .web.app import make_app
 from .web.connection import Connection, Connections
 from .web.service import Service
@@ -198,12 +198,11 @@ class HttpThread:
         """
         # What clients send wrong is answered, and does not fill the log; hence `log_level` too.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-        # One thread: each look takes milliseconds, and the loop goes on meanwhile.
-        self._lookups = ThreadPoolExecutor(1, "owners")
+        self._owners = Owners()
         config = uvicorn.Config(
             app,  # pyright: ignore[reportArgumentType]
             http=partial(  # pyright: ignore[reportArgumentType]
-                Connection, limits, Connections(limits.connections), on_unread, self._lookups
+                Connection, limits, Connections(limits.connections), on_unread, self._owners
             ),
             loop="asyncio",
             ws="none",
@@ -229,7 +228,7 @@ class HttpThread:
         """Whether it has ended within `wait_s` seconds; what is being sent has two of them."""
         self._server.should_exit = True
         self._thread.join(wait_s)
-        self._lookups.shutdown(wait=False)
+        self._owners.close()
         return not self._thread.is_alive()
 
     def _run(self) -> None:

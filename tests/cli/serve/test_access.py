@@ -63,3 +63,13 @@ def test_a_page_of_another_origin_is_refused():
     for origin in ("http://localhost:3000", "https://evil.example", "null", "http://localhost:8000.evil.example", ""):
         assert refused(access(), host="localhost:8000", origin=origin) == 403, origin
     assert refused(access(), host="localhost:8000", origin="http://localhost:8000") is None
+
+
+def test_a_client_is_an_address_and_of_ipv6_a_network():
+    def client(address):
+        return access().client({}, (address, 1))
+
+    assert len({client(address) for address in ("10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8:0:1::1")}) == 4
+    assert client("2001:db8::1") == client("2001:db8::ffff:ffff:ffff:ffff") == client("2001:db8::7%eth0")
+    assert client("::ffff:10.0.0.1") == client("10.0.0.1")
+    assert access().client({}, None) == ""

@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,18 @@ def test_the_user_who_serves_is_answered_and_root_with_him(serving, tmp_path, mo
         assert said_to(SOMEBODY, lambda: statuses(server), "/").strip() == str(ALL)
         assert said_to(NOBODY, lambda: statuses(server), "/").strip() == str(NONE)
         assert statuses(server) == ALL, "root"
+
+
+@needs_root
+def test_connections_that_are_looked_up_together_keep_their_owners(server):
+    def ask_at_once() -> list[int]:
+        return sorted({reply.status for reply in server.at_once(*[lambda: server.ask("GET", "/v1/models")] * 40)})
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(said_to, NOBODY, ask_at_once, "/")
+        while not other.done():
+            assert ask_at_once() == [200]
+        assert other.result().strip() == "[401]"
 
 
 @needs_root

@@ -144,6 +144,20 @@ def test_an_answer_that_is_not_streamed_is_refused_where_it_takes_too_much(long_
         assert server.complete(max_tokens=900, stream=True, logprobs=5).status == 200
 
 
+def test_answers_that_are_not_streamed_count_with_their_client(long_pair):
+    """One at a time fits, two do not; and nothing is left of them."""
+    with serving_within(long_pair, limits={"client_held_bytes": 2**17}) as server:
+        alone = lambda: server.complete(max_tokens=80, logprobs=1)  # noqa: E731
+        refused = []
+        for _ in range(3):
+            replies = server.at_once(alone, alone)
+            refused += [one for one in replies if one.status != 200]
+            server.wait_for(lambda: metric(server, "running_answers") == 0)
+            assert alone().status == 200
+        assert refused
+        assert {(one.status, one.json["error"]["code"]) for one in refused} == {(429, "too_much_held")}
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_streams_that_nobody_reads(long_pair):
     """Each has 8 MiB and more to say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -112,9 +113,11 @@ class Routes:
         noted = request.scope["triforce"]
         noted |= {"prompt_tokens": sum(len(one.token_ids) for one in job.prompts), "answers": job.request.answers}
         if not delivery.stream:
-            answers = await self._until_gone(request, job, _collect(job, events, service.limits.whole_bytes))
+            collecting = _collect(job, events, service.limits.whole_bytes, body.hold_answer)
+            answers = await self._until_gone(request, job, collecting)
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers.values())
-            return JSONResponse(response_body(job.request, service.name, answers))
+            putting = asyncio.to_thread(lambda: _as_json(response_body(job.request, service.name, answers)))
+            return Response(await putting, media_type="application/json")
         stream = AnswerStream(job.request, service.name, delivery, service.limits.keep_alive_s)
 
         def end() -> None:
@@ -273,13 +276,15 @@ _PIECE_BYTES = 200
 """What Python takes for a piece beside its text, about."""
 
 
-async def _collect(job: Job, events: Events, most_bytes: int) -> dict[int, FinishedAnswer]:
+async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[int], None]) -> dict[int, FinishedAnswer]:
     """All answers of a request, by their numbers.
 
-    Args: `most_bytes` is what they may take, about.
+    Args:
+    most_bytes: what they may take, about.
+    hold: is told how many bytes more they take.
 
     Raises:
-        BodyError: it got none, or they take more.
+        BodyError: it got none, or they take more, also by what `hold` says.
     """
     pieces: dict[int, list[Piece]] = {number: [] for number in range(job.request.answers)}
     ends: dict[int, AnswerEnd] = {}
@@ -299,9 +304,17 @@ async def _collect(job: Job, events: Events, most_bytes: int) -> dict[int, Finis
                 f"the answers take more than {most_bytes:,} bytes; ask with stream: true, or for less",
                 "stream", code="answer_too_long",
             )  # fmt: skip
+        if isinstance(event, Piece):
+            hold(event.num_bytes + _PIECE_BYTES)
         if isinstance(event, Complete):
             ends[event.number] = event.end
     return {number: _whole(job, pieces[number], end) for number, end in ends.items()}
+
+
+def _as_json(content: Any) -> bytes:
+    """As JSON, made in many small steps: other threads go on beside them, as they do not beside `json.dumps`."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return "".join(encoder.iterencode(content)).encode()
 
 
 def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:

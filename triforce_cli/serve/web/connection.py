@@ -11,7 +11,6 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..access import client_at
 from ..http_limits import ServerLimits
-from ..owner import owner_of
+from ..owner import Owners
 
 _CUT, _OWNER = "cut", "owner"
 """Under these names a request's scope has what its connection can do: `Connection.cut` and `Connection.owner`."""
@@ -88,17 +88,17 @@ class Connection(H11Protocol):
         limits: ServerLimits,
         all_open: Connections,
         on_unread: Callable[[], None],
-        lookups: Executor,
+        owners: Owners,
         **others: Any,
     ) -> None:
         """Args:
         all_open: to which this one is added.
         on_unread: called where it is closed as the client takes nothing of what waits for it.
-        lookups: where owners of connections are looked up.
+        owners: looks up whose it is.
         others: uvicorn's own.
         """
         super().__init__(**others)
-        self._limits, self._all_open, self._on_unread, self._lookups = limits, all_open, on_unread, lookups
+        self._limits, self._all_open, self._on_unread, self._owners = limits, all_open, on_unread, owners
         # When the client last took all that waited before, or enough of it: bytes taken and waiting, the loop's time.
         self._taken = self._waited = 0
         self._took_at = 0.0
@@ -120,7 +120,7 @@ class Connection(H11Protocol):
         self._counted = _Counted(transport)
         super().connection_made(self._counted)  # pyright: ignore[reportArgumentType]
         self.app_state = {**self.app_state, _CUT: partial(self.cut, unread=True), _OWNER: self.owner}
-        self._all_open.add(self, self.client[0] if self.client else "")
+        self._all_open.add(self, client_at(self.client))
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -147,20 +147,13 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     async def owner(self) -> int | None:
-        """The user id that holds its other end; `None` where that cannot be told. Looked up once, beside the loop: it
-        takes milliseconds."""
+        """The user id that holds its other end; `None` where that cannot be told. Looked up once."""
         if self.server is None or self.client is None or self.server[1] is None:
             return None
-        found = self._owner
-        if found is None:
-            ours = self.server[0], self.server[1]
-            theirs = self.client
-
-            def look() -> int | None:
-                return None if self.transport.is_closing() else owner_of(ours, theirs)
-
-            found = self._owner = self.loop.run_in_executor(self._lookups, look)
-        return await found
+        if self._owner is None:
+            ends = (self.server[0], self.server[1]), self.client
+            self._owner = asyncio.ensure_future(self._owners.owner_of(ends))
+        return await self._owner
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing, or as good as nothing, or asked nothing for too long."""

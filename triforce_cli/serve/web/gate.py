@@ -37,19 +37,22 @@ GONE = 499
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
-class HeldBodies:
-    """Bytes of bodies that requests hold: all together, and each client's."""
+class Held:
+    """Bytes of bodies and of answers that are not streamed: all together, and each client's."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._by_client = Counter[str]()
 
-    def add(self, client: str, num_bytes: int) -> None:
-        """Raises:
-        BodyError: they are more than may be held.
+    def add(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
+        """Args:
+        answer: they are an answer's, whose client was let in: others' bodies come later, not this answer never.
+
+        Raises:
+            BodyError: they are more than may be held.
         """
         self._by_client[client] += num_bytes
-        if self._by_client.total() > self._limits.held_bytes:
+        if not answer and self._by_client.total() > self._limits.held_bytes:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
         if self._by_client[client] > self._limits.client_held_bytes:
             raise BodyError("you send too many long requests at a time", code="too_much_held", status=429)
@@ -62,9 +65,10 @@ class HeldBodies:
 
 
 class Body:
-    """The body of one request, while it comes and until its prompt is made."""
+    """The body of one request, while it comes and until its prompt is made; then its answer, if that is not streamed,
+    until it is sent."""
 
-    def __init__(self, held: HeldBodies, client: str, limits: ServerLimits) -> None:
+    def __init__(self, held: Held, client: str, limits: ServerLimits) -> None:
         self.client = client
         """Whose it is, as `Access.client` tells."""
         self._held, self._limits = held, limits
@@ -100,6 +104,15 @@ class Body:
         self._held.add(self.client, num_bytes)
         return message
 
+    def hold_answer(self, num_bytes: int) -> None:
+        """So much more of its answer is held.
+
+        Raises:
+            BodyError: the client's requests hold too much.
+        """
+        self._counted += num_bytes
+        self._held.add(self.client, num_bytes, answer=True)
+
     def release(self) -> None:
         """It is not held any more."""
         self._held.drop(self.client, self._counted)
@@ -131,14 +144,14 @@ class Gate:
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
         self._hidden, self._limits = hidden, limits
-        self._held = HeldBodies(limits)
+        self._held = Held(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         began, status, noted = time.perf_counter(), GONE, dict[str, Any]()
         client = scope.get("client")
-        whose = self._access.client(Headers(scope=scope), client[0] if client else "")
+        whose = self._access.client(Headers(scope=scope), client)
         body = Body(self._held, whose, self._limits)
         scope["triforce"], scope["triforce_body"] = noted, body
 
