@@ -229,7 +229,7 @@ class HostileClient:
 
     async def _slow_reader(self) -> None:
         draw, loop = self._draw, asyncio.get_running_loop()
-        fields = self._fields(stream=draw.random() < 0.5, max_tokens=500, n=4, logprobs=_LOGPROBS)
+        fields = self._fields(stream=draw.random() < 0.5, n=2, logprobs=_LOGPROBS)
         async with connected(self._port, self._source, small=True) as found:
             await loop.sock_sendall(found, http_request("POST", COMPLETION, fields))
             try:
@@ -273,7 +273,8 @@ class HostileClient:
         if choice < 0.6:
             await self._ask(http_request("POST", path, body))
             return
-        said = "".join(draw.choices(_CONTROL, k=5)) * draw.randrange(100, 30_000)
+        # A few thousand tokens, or more than the model takes: what is between is a long prompt, which anybody may send.
+        said = "".join(draw.choices(_CONTROL, k=5)) * draw.choice((10, 50, 20_000, 40_000))
         fields = {"messages": [{"role": "user", "content": said}], "max_tokens": 1}
         await self._ask(http_request("POST", CHAT, fields))
 

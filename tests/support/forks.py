@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
@@ -24,7 +24,7 @@ def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
 
     A port that was free a moment ago, for rank 0 to listen at, could be another process's by then.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, {

@@ -82,7 +82,7 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
                 # PyTorch's time limit for these two, 30 minutes, is for the meeting; in collectives ours comes first.
-                store = dist.PrefixStore(f"group {next(_groups)}", _store(meeting_point))
+                store = dist.PrefixStore(f"group {next(_groups)}", _store(meeting_point))  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
@@ -219,13 +219,13 @@ _groups = itertools.count()
 
 
 @functools.cache
-def _store(meeting_point: str) -> dist.Store:
+def _store(meeting_point: str) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """What the ranks that meet at `meeting_point`, an address and a port, tell one another their addresses by.
 
     It lasts as long as the process. Where the next group met at a new one, a rank could still find that of the group
     before, or, at the agent of torchrun, which stays, the addresses that ranks had in that group.
     """
-    store, _, _ = next(iter(dist.rendezvous("env://")))
+    store, _, _ = next(iter(dist.rendezvous("env://")))  # pyright: ignore[reportPrivateImportUsage]
     return store
 
 
