@@ -34,15 +34,15 @@ def models(tmp_path_factory):
     return ledger.save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("first", [0, 4, 8, 12])
+@pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.slow(keep=("0",))
 def test_everything_on_the_device_is_held_by_somebody(models, first):
     """2,000 histories in a campaign: `python tests/support/simulator/ledger.py`."""
-    for seed in range(first, first + (500 if profile_name() == "campaign" else 2)):
+    for seed in range(first, first + (1000 if profile_name() == "campaign" else 2)):
         assert ledger.play(models, seed, steps=3).checks
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", [2, 7])
 @pytest.mark.slow(keep=("2",))
 def test_everything_on_the_device_of_each_of_two_ranks_is_held_there(models, seed):
     one, other = ledger.play_on_ranks(models, seed, steps=3)

@@ -35,10 +35,6 @@ class ServerLimits:
     """Seconds that the chat template may take for one prompt."""
     verifications: int = 16
     """Uploads that wait until a saved context is verified, beside the one that is being verified."""
-    requests_per_s: float = 100.0
-    """Of one client; beyond twice as many at once they wait."""
-    wait_s: float = 10.0
-    """How long those wait at most."""
     connections: int = 2048
     """At a time. Beyond that, idle ones of the client that has most of them are closed."""
     idle_s: float = 60.0

@@ -153,7 +153,8 @@ class Connection(H11Protocol):
         if self._owner is None:
             ends = (self.server[0], self.server[1]), self.client
             self._owner = asyncio.ensure_future(self._owners.owner_of(ends))
-        return await self._owner
+        found = await self._owner
+        return None if self.transport.is_closing() else found
 
     def _look(self) -> None:
         """Closes it where the client has taken nothing, or as good as nothing, or asked nothing for too long."""

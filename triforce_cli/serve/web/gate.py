@@ -31,9 +31,6 @@ _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held")
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
 
-_BURST_S = 2.0
-"""As many requests as are answered in this time may come at once."""
-
 GONE = 499
 """The status in the log where nobody waited for one."""
 
@@ -65,26 +62,6 @@ class Held:
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
-
-
-class Pace:
-    """Has requests wait that a client sends faster than others' answers bear: each takes the interpreter for a
-    millisecond or two."""
-
-    def __init__(self, limits: ServerLimits) -> None:
-        self._limits = limits
-        self._until: dict[str, float] = {}  # of each client, by the clock: what it has asked for takes so long
-
-    async def turn(self, client: str) -> None:
-        """Waits until a request of this client may be answered."""
-        limits, now = self._limits, time.monotonic()
-        if len(self._until) > limits.connections:
-            self._until = {one: until for one, until in self._until.items() if until > now}
-        until = max(self._until.get(client, now), now) + 1 / limits.requests_per_s
-        wait_s = min(until - now - _BURST_S, limits.wait_s)
-        self._until[client] = min(until, now + _BURST_S + limits.wait_s)
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
 
 
 class Body:
@@ -167,7 +144,7 @@ class Gate:
         """
         self._app, self._access, self._metrics, self._routes, self._log = app, access, metrics, routes, log
         self._hidden, self._limits = hidden, limits
-        self._held, self._pace = Held(limits), Pace(limits)
+        self._held = Held(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,7 +162,6 @@ class Gate:
             await send(message)
 
         try:
-            await self._pace.turn(whose)
             error = await self._answer(scope, partial(body.receive, receive), noting_send)
             if error is not None and status == GONE:
                 await error_response(error, self._hidden)(scope, receive, noting_send)
