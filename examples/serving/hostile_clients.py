@@ -241,7 +241,7 @@ class HostileClient:
                 self._count("left")
 
     async def _floods(self) -> None:
-        """Hundreds of requests at a time that cost no answer, or connections that begin a head and stop."""
+        """Up to 200 requests at a time that cost no answer, or connections that begin a head and stop."""
         draw = self._draw
         if draw.random() < 0.3:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\n"

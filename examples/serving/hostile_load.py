@@ -421,14 +421,11 @@ class HostileLoad:
 def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
     """What must hold, whether it was kept, and the figures that say so."""
     honest, memory, faults, bodies = found["honest"], found["memory"], found["faults"]["count"], found["fuzzed_bodies"]
-    mib = {name: value / 2**20 for name, value in memory.items() if name.endswith("_bytes") and name != "means_bytes"}
-    means = [value / 2**20 for value in memory["means_bytes"]] or [math.nan]
+    at_mark, highest = (memory[f"{name}_bytes"] / 2**20 for name in ("at_mark", "highest_after"))
     health, ended = found["health"], found["alive"] and found["exit_code"] == 143
-    growth = (
-        f"means of {memory['mark_s']:.0f} s from then on: {', '.join(f'{one:,.0f}' for one in means)} MiB, at most x "
-        f"{max(means) / means[0]:.3f}; single looks: {mib['at_mark_bytes']:,.0f} then, at most "
-        f"{mib['highest_before_bytes']:,.0f} before and {mib['highest_after_bytes']:,.0f} MiB after"
-    )
+    means = ", ".join(f"{one / 2**20:,.0f}" for one in memory["means_bytes"])
+    growth = f"x {highest / at_mark:.3f}: {at_mark:,.0f}, then at most {highest:,.0f} MiB"
+    growth += f"; means of {memory['mark_s']:.0f} s from then on: {means}"
     came = honest["answered"] > 0 and not honest["unanswered"]
 
     def flat(name: str, since: str) -> tuple[str, bool, str]:
@@ -441,11 +438,7 @@ def promises(found: dict[str, Any]) -> list[dict[str, Any]]:
         ("it is the text that it is alone", not honest["wrong"], f"{honest['wrong']} are not"),
         ("all fuzzed bodies are dealt with", bodies >= found["options"]["bodies"], f"{bodies}"),
         ("no 5xx but 503; errors say why", not faults, f"{faults} other answers"),
-        (
-            f"memory grows at most x {_MOST_GROWTH} after {memory['mark_s']:.0f} s",
-            max(means) <= _MOST_GROWTH * means[0],
-            growth,
-        ),
+        (f"memory grows at most x {_MOST_GROWTH}", highest <= _MOST_GROWTH * at_mark, growth),
         flat("descriptors", "first"),
         flat("threads", "early"),  # pools of threads are filled as they are used
         flat("children", "first"),

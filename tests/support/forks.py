@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def meeting(ranks: int) -> tuple[TCPStore, dict[str, str]]:
     """Where `ranks` processes meet, and the environment that tells them: a store of this process, as torchrun's agent
-    has one, that lasts until they have met.
+    has one, that must last as long as they run.
 
     A port that was free a moment ago, for rank 0 to listen at, could be another process's by then.
     """

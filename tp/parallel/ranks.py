@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import os
 import re
 import time
@@ -82,10 +81,12 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
                 # PyTorch's time limit for these two, 30 minutes, is for the meeting; in collectives ours comes first.
-                store = dist.PrefixStore(f"group {next(_groups)}", _store(meeting_point))  # pyright: ignore[reportPrivateImportUsage]
+                group = f"group {_met[meeting_point]}"  # the store still has the addresses of those before
+                store = dist.PrefixStore(group, _store(meeting_point))  # pyright: ignore[reportPrivateImportUsage]
                 dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
             except (RuntimeError, ValueError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
                 raise TriforceError(_meeting_failure(place, meeting_point, error)) from error
+            _met[meeting_point] += 1
             atexit.register(_leave)  # an exit without leaving the group is aborted by Gloo's threads
         limited: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         patient: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -214,16 +215,16 @@ class Ranks:
 
 ALONE = Ranks()
 
-_groups = itertools.count()
-"""Numbers of the groups that this process has joined, one after another; every rank joins the same."""
+_met: Counter[str] = Counter()
+"""How often this process has met others at an address and port. Ranks that share a model meet equally often."""
 
 
 @functools.cache
 def _store(meeting_point: str) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """What the ranks that meet at `meeting_point`, an address and a port, tell one another their addresses by.
 
-    It lasts as long as the process. Where the next group met at a new one, a rank could still find that of the group
-    before, or, at the agent of torchrun, which stays, the addresses that ranks had in that group.
+    It lasts as long as the process, and with it the port, where rank 0 listens at it and not the agent of torchrun.
+    Were there a new one for each group, a rank could meet the one of the group before, which is about to go.
     """
     store, _, _ = next(iter(dist.rendezvous("env://")))  # pyright: ignore[reportPrivateImportUsage]
     return store

@@ -25,8 +25,8 @@ _READINGS = 2
 
 
 class Owners:
-    """Looks up owners in a thread, as it takes milliseconds. All who wait are answered by one reading of the tables, so
-    that whoever opens many connections keeps nobody else waiting."""
+    """Looks up owners in a thread, as it takes milliseconds. One reading of the tables answers all who wait, however
+    many connections somebody has opened."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "owners")
@@ -56,8 +56,12 @@ class Owners:
             while self._waiting:
                 now, self._waiting = self._waiting, []
                 looking = asyncio.get_running_loop().run_in_executor(self._thread, _owners, [ends for ends, _ in now])
-                for (_, found), owner in zip(now, await looking, strict=True):
-                    if not found.done():  # it may have gone
+                try:
+                    owners = await looking
+                except Exception:  # it cannot be told, and nobody waits for ever
+                    owners = [None] * len(now)
+                for (_, found), owner in zip(now, owners, strict=True):
+                    if not found.done():  # its request may have been cancelled
                         found.set_result(owner)
         finally:
             self._reading = None
@@ -65,17 +69,15 @@ class Owners:
 
 def _owners(connections: Sequence[Ends]) -> list[int | None]:
     """Of each connection the account that `Owners.owner_of` tells."""
-    found: dict[Ends, int] = {}
+    found: dict[Ends, int | None] = {}
     for _ in range(_READINGS):
         tables = {table: _rows(table) for table in _TABLES}
-        for one in set(connections) - set(found):
-            owner = _owner_in(tables, one)
-            if owner is not None:
-                found[one] = owner
-        if len(found) == len(set(connections)):
+        for one in connections:
+            if one not in found and (owner := _owner_in(tables, one)) is not None:
+                found[one] = None if _stands_for_others(owner) else owner
+        if all(one in found for one in connections):
             break
-    known = {uid: not _stands_for_others(uid) for uid in set(found.values())}
-    return [uid if (uid := found.get(one)) is not None and known[uid] else None for one in connections]
+    return [found.get(one) for one in connections]
 
 
 def _rows(table: str) -> str:

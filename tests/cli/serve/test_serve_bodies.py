@@ -4,6 +4,7 @@ over HTTP, with lowered limits."""
 import contextlib
 import http.client
 import json
+import select
 import shutil
 import socket
 import time
@@ -31,6 +32,11 @@ def answer(connection):
     assert connection.recv(1) == b""
     connection.close()
     return found
+
+
+def answered(connections):
+    """Those of which an answer has come."""
+    return select.select([one.sock for one in connections], [], [], 0)[0]
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +95,15 @@ def test_a_body_is_not_held_while_its_answer_is_written(long_pair):
 
 def test_a_template_has_limited_time_and_other_clients_go_on(looping):
     with serving_within(looping, limits={"render_s": 2.0, "long_bytes": 50_000}) as server:
-        began = time.monotonic()
         endless = [server.at(OTHER).connect("POST", CHAT, {"messages": [{"role": "user", "content": "x" * 10**5}]})]
         assert server.chat("Why?").status == 200
-        assert time.monotonic() - began < 2.0, "it waited for the template of a long text"
+        assert not answered(endless), "it waited for the template of a long text"
         endless += [
             server.at(OTHER).connect("POST", CHAT, {"messages": [{"role": "user", "content": "x" * 40_000}]})
             for _ in range(4)
         ]
         assert server.chat("Why?").status == 200
-        assert time.monotonic() - began < 8.5, "it waited for more than two texts"
+        assert len(answered(endless[1:])) <= 2, "it waited for more than the one in work and one that came before"
         for connection in endless:
             response = connection.getresponse()
             assert (response.status, json.loads(response.read())["error"]["code"]) == (400, "template_too_slow")

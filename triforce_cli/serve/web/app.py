@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -116,8 +115,8 @@ class Routes:
             collecting = _collect(job, events, service.limits.whole_bytes, body.hold_answer)
             answers = await self._until_gone(request, job, collecting)
             noted["new_tokens"] = sum(answer.num_tokens for answer in answers.values())
-            putting = asyncio.to_thread(lambda: _as_json(response_body(job.request, service.name, answers)))
-            return Response(await putting, media_type="application/json")
+            raw = await service.write(body.client, lambda: response_body(job.request, service.name, answers))
+            return Response(raw, media_type="application/json")
         stream = AnswerStream(job.request, service.name, delivery, service.limits.keep_alive_s)
 
         def end() -> None:
@@ -309,12 +308,6 @@ async def _collect(job: Job, events: Events, most_bytes: int, hold: Callable[[in
         if isinstance(event, Complete):
             ends[event.number] = event.end
     return {number: _whole(job, pieces[number], end) for number, end in ends.items()}
-
-
-def _as_json(content: Any) -> bytes:
-    """As JSON, made in many small steps: other threads go on beside them, as they do not beside `json.dumps`."""
-    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return "".join(encoder.iterencode(content)).encode()
 
 
 def _whole(job: Job, pieces: Sequence[Piece], end: AnswerEnd) -> FinishedAnswer:

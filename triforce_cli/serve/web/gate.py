@@ -46,7 +46,7 @@ class Held:
 
     def add(self, client: str, num_bytes: int, *, answer: bool = False) -> None:
         """Args:
-        answer: they are an answer's, whose client was let in: others' bodies come later, not this answer never.
+        answer: they are an answer's, which is refused by its client's share only: it is written already.
 
         Raises:
             BodyError: they are more than may be held.
@@ -65,8 +65,8 @@ class Held:
 
 
 class Body:
-    """The body of one request, while it comes and until its prompt is made; then its answer, if that is not streamed,
-    until it is sent."""
+    """What one request holds: its body while it comes and until its prompt is made; then its answer, if that is not
+    streamed, until all of it was given to the connection."""
 
     def __init__(self, held: Held, client: str, limits: ServerLimits) -> None:
         self.client = client

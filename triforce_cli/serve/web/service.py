@@ -39,6 +39,8 @@ _MARGIN = 1.1
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 """A text in JSON."""
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 class Service:
     """One model that answers."""
@@ -56,6 +58,7 @@ class Service:
         self._preparing = Preparing(self._load_tokenizer, options.max_queue, limits)
         self._storing = Lane("contexts", options.max_queue)
         self._verifying = Lane("verifying", limits.verifications)
+        self._writing = Lane("whole answers", options.max_queue + options.max_sequences)
         self.hidden = _words_for({self.store.root: "the saved contexts", directory: "the model"})
         """What stands in messages to clients for places on this machine."""
 
@@ -136,6 +139,15 @@ class Service:
         """
         return await self._storing.run(client, work)
 
+    async def write(self, client: str, body: Callable[[], Any]) -> bytes:
+        """A body in JSON, beside the loop. It is made in many small steps: other threads go on meanwhile, as they do
+        not beside `json.dumps`.
+
+        Raises:
+            BodyError: too many wait.
+        """
+        return await self._writing.run(client, lambda: "".join(_JSON.iterencode(body())).encode())
+
     def abandon(self, work: Job | Upload) -> None:
         """Nobody waits for it any more."""
         work.abandoned = True
@@ -146,6 +158,7 @@ class Service:
         self._preparing.close(why)
         self._storing.close(why)
         self._verifying.close(why)
+        self._writing.close(why)
 
     def _load_tokenizer(self) -> Tokenizer:
         """The model's, that stops early where a text is too long."""
