@@ -42,6 +42,10 @@ _BACKLOG = 2048
 _CUT_S = 5.0
 """How long threads may take to end once everything was cut."""
 
+_SWITCH_S = 5e-4
+"""For so long a thread keeps the interpreter from others; Python's own is ten times as long. An answer takes the
+interpreter a hundred times, and beside a chat template that loops it waited each time."""
+
 
 def run(
     options: ServeOptions,
@@ -169,6 +173,7 @@ class Server:
 
     def start(self, *, load: bool = True) -> None:
         """Begins to listen and, with `load`, to load the model."""
+        sys.setswitchinterval(_SWITCH_S)
         self._http.start()
         if load:
             self.worker.start()
