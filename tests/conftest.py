@@ -62,6 +62,9 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 def pytest_addoption(parser):
     group = parser.getgroup("triforce", "which tests run")
+    group.addoption(
+        "--third", action="store_const", const="third", dest="extent", help="and a third of the slow tests, drawn anew"
+    )
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
     group.addoption(
         "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
@@ -85,8 +88,11 @@ def pytest_configure(config):
         gc.disable()  # until all tests are imported; not in the process that only distributes tests to workers
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
+    if not hasattr(config, "workerinput"):
+        config.option.draw = random.randrange(2**32)  # pytest-xdist gives its workers all options
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
+    hypothesis.settings.register_profile("third", hypothesis.settings.get_profile("full"))
     hypothesis.settings.register_profile("campaign", hypothesis.settings.get_profile("full"))
     hypothesis.settings.load_profile(config.stash[EXTENT])
 
@@ -120,9 +126,12 @@ def pytest_collection_modifyitems(config, items):
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         items[:] = long_ones_first(items)
     named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
-    if config.stash[EXTENT] != "fast" or named:
+    if config.stash[EXTENT] not in ("fast", "third") or named:
         return
     slow = slow_cases(items, whole=not config.option.keyword and not config.option.markexpr)
+    if config.stash[EXTENT] == "third":
+        chance = random.Random(config.option.draw)
+        slow -= {item for item in items if item in slow and chance.random() < 1 / 3}
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
     items[:] = [item for item in items if item not in slow]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import math
 import os
 import signal
@@ -57,7 +58,17 @@ class Fork:
         folder: its working directory.
         """
         self.returncode: int | None = None
-        self.pid = os.fork()
+        # What is garbage of this process stays so in the fork. The threads that such an object, a store for instance,
+        # would wait for in its destructor are not there, and others may have their places.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self.pid = os.fork()
+            if not self.pid:
+                gc.freeze()
+        finally:
+            if collects:
+                gc.enable()
         if self.pid:
             return
         code: object = 1

@@ -19,6 +19,9 @@ class Models(dict):
         self[family] = self.root / family, model
         return self[family]
 
+    def __repr__(self):
+        return "models"  # as Hypothesis shows what a test that fails was given
+
     def engine(self, family, **settings) -> Engine:
         given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "budget": 64} | settings
         return Engine.load(self[family][0], self.root / "draft", **given)
