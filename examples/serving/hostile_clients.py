@@ -81,7 +81,7 @@ def _has_message(reply: Reply) -> bool:
 class HostileClient:
     """One client, which does the same kind of thing until it is cancelled."""
 
-    def __init__(self, kind: str, number: int, port: int, seed: int, tally: Tally) -> None:
+    def __init__(self, kind: str, number: int, port: int, seed: str, tally: Tally) -> None:
         self._kind, self._port, self._tally = kind, port, tally
         self._source, self._other = f"127.0.2.{number + 1}", f"127.0.3.{number + 1}"
         self._number, self._draw = number, random.Random(f"hostile {seed} {number}")
@@ -312,7 +312,9 @@ class HostileClient:
             reply = await ask_from(self._source, self._port, raw, 5.0 if broken else PATIENCE_S)
             self._tally.take(self._kind, raw, reply, broken=broken)
         except (TimeoutError, OSError, ValueError) as error:
-            if not broken:
+            # A client that sends more than its turns leaves some of it waiting: what never ends is still there when the
+            # load has ended.
+            if not broken and not isinstance(error, TimeoutError):
                 self._tally.faults.append({"kind": self._kind, "error": repr(error), "request": repr(raw[:1000])})
             self._tally.bodies += 1
             raise
@@ -493,7 +495,7 @@ class RequestFuzzer:
 
 
 def hostile_clients(
-    kinds: Sequence[str], count: int, port: int, seed: int, tally: Tally
+    kinds: Sequence[str], count: int, port: int, seed: str, tally: Tally
 ) -> dict[str, list[HostileClient]]:
     """So many clients in all, by kind."""
     found: dict[str, list[HostileClient]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import resource
@@ -45,6 +46,12 @@ _CUT_S = 5.0
 _SWITCH_S = 5e-4
 """For so long a thread keeps the interpreter from others; Python's own is ten times as long. An answer takes the
 interpreter a hundred times, and beside a chat template that loops it waited each time."""
+
+_MAPPED_BYTES = 2**22
+_M_MMAP_THRESHOLD = -3
+_TRIM_S = 2.0
+"""What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; what is free of
+smaller ones goes back so often. By itself it would keep some hundred MiB of what requests took for a moment."""
 
 
 def run(
@@ -156,6 +163,7 @@ class Server:
         place = Place.from_environment()
         self.ranks = place.size if place else 1
         self._ranks_here, self._ranks_at_first = ranks_here, len(ranks_here())
+        self._ended = threading.Event()
         self._million = config.num_parameters / 1e6
 
     @property
@@ -174,6 +182,7 @@ class Server:
     def start(self, *, load: bool = True) -> None:
         """Begins to listen and, with `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
+        threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
         if load:
             self.worker.start()
@@ -183,7 +192,15 @@ class Server:
         have ended."""
         stopped = self.worker.cut(_CUT_S, why or stopping())
         self.service.close(why or self.worker.refusal())
+        self._ended.set()
         return self._http.stop(_CUT_S) and stopped
+
+    def _give_memory_back(self) -> None:
+        with suppress(AttributeError, OSError):  # only glibc has these
+            library = ctypes.CDLL(None)
+            library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            while not self._ended.wait(_TRIM_S):
+                library.malloc_trim(0)
 
 
 class HttpThread:

@@ -20,13 +20,9 @@ T = TypeVar("T")
 class Lane:
     """Does one piece of work at a time; what waits is taken round-robin over clients."""
 
-    def __init__(self, name: str, most: int, after: Callable[[], None] = lambda: None) -> None:
-        """Args:
-        most: pieces of work that wait.
-        after: called in the thread after each.
-        """
+    def __init__(self, name: str, most: int) -> None:
+        """Args: `most` pieces of work wait."""
         self._queue = FairQueue[_Piece](most, refuse=lambda one: one.refuse(queue_full()))
-        self._after = after
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
@@ -52,7 +48,6 @@ class Lane:
         while one := self._queue.next():
             one.do()
             del one  # what it holds may be large
-            self._after()
 
 
 @dataclass(eq=False)

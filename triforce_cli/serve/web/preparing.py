@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ class Preparing:
         most: what waits for each thread.
         """
         self._load, self._limits = load, limits
-        self._short, self._long = Lane("prompts", most), Lane("long prompts", most, give_back_memory)
+        self._short, self._long = Lane("prompts", most), Lane("long prompts", most)
         self._tokenizers: dict[Lane, Tokenizer] = {}
 
     async def run(self, client: str, num_bytes: int, work: Callable[[Tokenizer], T]) -> T:
@@ -52,13 +51,6 @@ class Preparing:
             render = _within(self._limits.render_s, found.render) if found.render else None
             self._tokenizers[lane] = replace(found, render=render)
         return self._tokenizers[lane]
-
-
-def give_back_memory() -> None:
-    """Has the C library give memory that is free back to the system (glibc; elsewhere nothing): between what is held
-    it would keep hundreds of MiB of what long texts took for a moment."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _TimeUp(BaseException):
