@@ -65,6 +65,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--third", action="store_const", const="third", dest="extent", help="and a third of the slow tests, drawn anew"
     )
+    group.addoption("--draw", type=int, metavar="NUMBER", help="which third: what another run has said")
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
     group.addoption(
         "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
@@ -88,7 +89,7 @@ def pytest_configure(config):
         gc.disable()  # until all tests are imported; not in the process that only distributes tests to workers
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
-    if not hasattr(config, "workerinput"):
+    if config.option.draw is None:
         config.option.draw = random.randrange(2**32)  # pytest-xdist gives its workers all options
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
@@ -204,7 +205,9 @@ def pytest_terminal_summary(terminalreporter, config):
     left_out = config.stash[LEFT_OUT]
     if left_out:
         parts = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
-        terminalreporter.write_line(f"left out: {left_out.total()} slow tests ({parts}); to run all: pytest --full")
+        again = f"these again: --draw {config.option.draw}, " if config.stash[EXTENT] == "third" else ""
+        words = f"left out: {left_out.total()} slow tests ({parts}); to run {again}all: pytest --full"
+        terminalreporter.write_line(words)
 
 
 @pytest.fixture(autouse=True)

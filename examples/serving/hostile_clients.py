@@ -64,7 +64,8 @@ class Tally:
     def take(self, kind: str, raw: bytes, reply: Reply, *, broken: bool = False) -> None:
         """Counts a reply to `raw`. Args: `broken` says that it was no HTTP, whose refusal has another form."""
         self.count(kind, reply.status)
-        if reply.status in (200, 201, 503) or (400 <= reply.status < 500 and (broken or _has_message(reply))):
+        refused = 400 <= reply.status < 500 or reply.status == 503
+        if reply.status in (200, 201) or (refused and (broken or _has_message(reply))):
             return
         self.faults.append(
             {"kind": kind, "status": reply.status, "request": repr(raw[:1000]), "reply": repr(reply.body[:500])}
@@ -270,6 +271,8 @@ class HostileClient:
         choice = draw.random()
         if choice < 0.3:
             body = b"{" + b",".join(b'"%d":0' % number for number in range(many)) + b"}"
+        if choice < 0.05:  # and a text without end, that could end at every second letter
+            body = b"[" * (2**18 + 1) + b'"' + b'\\"' * 2**20
         if choice < 0.6:
             await self._ask(http_request("POST", path, body))
             return

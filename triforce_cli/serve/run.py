@@ -48,10 +48,12 @@ _SWITCH_S = 5e-4
 interpreter a hundred times, and beside a chat template that loops it waited each time."""
 
 _MAPPED_BYTES = 2**22
-_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 2**26
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_S = 2.0
-"""What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; what is free of
-smaller ones goes back so often. By itself it would keep some hundred MiB of what requests took for a moment."""
+"""What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; of smaller ones it
+keeps so many, and gives them back so often. By itself it would keep some hundred MiB of what requests took for a
+moment."""
 
 
 def run(
@@ -191,14 +193,18 @@ class Server:
         """Breaks off what is under way, and tells those who wait `why`, or that the server stops; whether all threads
         have ended."""
         stopped = self.worker.cut(_CUT_S, why or stopping())
-        self.service.close(why or self.worker.refusal())
+        why = why or self.worker.refusal()
+        self.service.close(why)
+        stopped = self._http.stop(_CUT_S) and stopped
+        self.service.end(why)
         self._ended.set()
-        return self._http.stop(_CUT_S) and stopped
+        return stopped
 
     def _give_memory_back(self) -> None:
         with suppress(AttributeError, OSError):  # only glibc has these
             library = ctypes.CDLL(None)
             library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
             while not self._ended.wait(_TRIM_S):
                 library.malloc_trim(0)
 

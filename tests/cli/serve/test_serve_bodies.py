@@ -217,6 +217,16 @@ def test_a_body_of_very_many_values_or_fields_is_refused(pair):
         assert server.complete("It was, " * 50, user=": , " * 3000).status == 200, "signs in texts are none"
 
 
+def test_a_text_without_end_in_a_body_of_very_many_values_holds_up_nobody(pair):
+    with serving_within(pair, limits={"parts": 1000}) as server:
+        began = time.monotonic()
+        for end in (b"", b"\\"):
+            raw = b"[" * 2000 + b'"' + b'\\"' * 10**6 + end
+            reply = server.ask("POST", "/v1/completions", raw)
+            assert (reply.status, reply.json["error"]["code"]) == (413, "too_many_parts")
+        assert time.monotonic() - began < 20
+
+
 def test_many_control_tokens_in_a_text_hold_up_nobody(pair):
     with serving_within(pair) as server:
         for reply in (server.complete("<s>" * 500_000), server.upload("long", "<s>" * 500_000)):

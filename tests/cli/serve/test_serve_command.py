@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -87,6 +88,20 @@ def test_sigterm_lets_answers_end_and_refuses_new_ones(process, lasting):
     assert lines[-1] == b"data: [DONE]\n" and b'"finish_reason":"length"' in lines[-2]
     assert server.fork.wait(60) == 143
     assert server.log.endswith("terminated\n")
+
+
+@pytest.mark.slow
+def test_sigterm_lets_whole_answers_end_too(process, lasting):
+    server = process(models=lasting)
+    body = {"prompt": "It was", "max_tokens": 1500, "logprobs": 20}
+    thread = threading.Thread(target=lambda: answers.append(server.complete(**body)))
+    answers = []
+    thread.start()
+    server.wait_for(lambda: server.metric("running_answers") == 1)
+    server.signal(signal.SIGTERM)
+    thread.join(60)
+    assert answers[0].status == 200 and answers[0].json["usage"]["completion_tokens"] == 1500
+    assert server.fork.wait(60) == 143
 
 
 @pytest.mark.slow

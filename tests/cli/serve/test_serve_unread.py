@@ -159,6 +159,22 @@ def test_answers_that_are_not_streamed_count_with_their_client(long_pair):
 
 
 @pytest.mark.slow
+def test_an_answer_that_is_not_taken_counts_with_its_client(long_pair):
+    with serving_within(long_pair, limits=SMALL | {"client_held_bytes": 12_000_000}) as server:
+        ask = lambda: server.complete(max_tokens=600, logprobs=20)  # noqa: E731
+        assert ask().status == 200
+        with post(server, max_tokens=900, logprobs=20) as untaken:
+            server.wait_for(lambda: metric(server, "generated_tokens_total") >= 1500)
+            server.wait_for(lambda: metric(server, "running_answers") == 0)
+            reply = ask()
+            assert (reply.status, reply.json["error"]["code"]) == (429, "too_much_held")
+            assert "stream" in reply.json["error"]["message"]
+            while untaken.recv(2**16):
+                pass
+        server.wait_for(lambda: ask().status == 200)
+
+
+@pytest.mark.slow
 def test_memory_does_not_grow_with_streams_that_nobody_reads(long_pair):
     """Each has 8 MiB and more to say."""
     with serving_within(long_pair) as server:

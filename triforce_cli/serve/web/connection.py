@@ -73,7 +73,8 @@ class Connections:
         if len(self._open) > self._most:
             idle = [one for one in self._open if one.asks_nothing]
             count = Counter(self._open[one] for one in idle)
-            max(idle, key=lambda one: count[self._open[one]]).cut()
+            if idle:  # the new one may be closing already
+                max(idle, key=lambda one: count[self._open[one]]).cut()
 
     def drop(self, connection: Connection) -> None:
         """One is closed."""

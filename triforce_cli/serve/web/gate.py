@@ -31,6 +31,9 @@ _UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held")
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
 """When to ask again, by the code of the error."""
 
+_PIECE_BYTES = 2**16
+"""Of a response, what is given to its connection at a time: more waits here, where it counts, until that is taken."""
+
 GONE = 499
 """The status in the log where nobody waited for one."""
 
@@ -55,7 +58,12 @@ class Held:
         if not answer and self._by_client.total() > self._limits.held_bytes:
             raise BodyError("too many long requests at a time; ask again later", code="too_much_held", status=503)
         if self._by_client[client] > self._limits.client_held_bytes:
-            raise BodyError("you send too many long requests at a time", code="too_much_held", status=429)
+            what = (
+                "you have too many long answers that are not taken; stream them"
+                if answer
+                else "you send too many long requests at a time"
+            )
+            raise BodyError(what, code="too_much_held", status=429)
 
     def drop(self, client: str, num_bytes: int) -> None:
         """They are not held any more."""
@@ -66,7 +74,7 @@ class Held:
 
 class Body:
     """What one request holds: its body while it comes and until its prompt is made; then its answer, if that is not
-    streamed, until all of it was given to the connection."""
+    streamed, until all but the last of it was taken."""
 
     def __init__(self, held: Held, client: str, limits: ServerLimits) -> None:
         self.client = client
@@ -159,7 +167,11 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            raw = memoryview(message.get("body", b""))
+            last = max(0, len(raw) - 1) // _PIECE_BYTES * _PIECE_BYTES
+            for at in range(0, last, _PIECE_BYTES):
+                await send({**message, "body": bytes(raw[at : at + _PIECE_BYTES]), "more_body": True})
+            await send({**message, "body": bytes(raw[last:])} if last else message)
 
         try:
             error = await self._answer(scope, partial(body.receive, receive), noting_send)

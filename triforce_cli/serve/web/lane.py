@@ -22,6 +22,7 @@ class Lane:
 
     def __init__(self, name: str, most: int) -> None:
         """Args: `most` pieces of work wait."""
+        self._why: BodyError | None = None
         self._queue = FairQueue[_Piece](most, refuse=lambda one: one.refuse(queue_full()))
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -33,7 +34,7 @@ class Lane:
         """
         piece = _Piece(client, work)
         if not self._queue.put(piece):
-            raise queue_full()
+            raise self._why or queue_full()
         try:
             return await asyncio.wrap_future(piece.done)
         finally:
@@ -41,6 +42,7 @@ class Lane:
 
     def close(self, why: BodyError) -> None:
         """Ends the thread with what it is doing; all who wait are told `why`."""
+        self._why = why
         for one in self._queue.clear():
             one.refuse(why)
 

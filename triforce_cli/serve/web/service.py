@@ -36,8 +36,8 @@ _SLICE = 2**20
 _MARGIN = 1.1
 """Of tokens beyond the model's positions, so that it does not matter how a text is cut there."""
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-"""A text in JSON."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+"""A text in JSON. One that does not end goes to the end of the body: no place is looked at twice."""
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -154,10 +154,13 @@ class Service:
         self.queue.remove(work)
 
     def close(self, why: BodyError) -> None:
-        """Tells all who wait for one of its threads `why`."""
+        """Tells all who wait for one of its threads `why`, but those whose answer or upload has ended."""
         self._preparing.close(why)
-        self._storing.close(why)
         self._verifying.close(why)
+
+    def end(self, why: BodyError) -> None:
+        """Tells these too."""
+        self._storing.close(why)
         self._writing.close(why)
 
     def _load_tokenizer(self) -> Tokenizer:
