@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -279,6 +280,14 @@ def test_a_full_disk_fails_an_upload_and_nothing_else(process, lasting, full_dis
         assert "space" in message or "free" in message, message
         assert str(full_disk) not in message
     assert server.ask("GET", "/v1/contexts").json["data"] == []
+    check_goes_on(server, text(server.complete()))
+
+
+@pytest.mark.slow
+def test_an_upload_that_finds_no_temporary_space_is_told(process, lasting, full_disk):
+    server = process(models=lasting, before=lambda: setattr(tempfile, "tempdir", str(full_disk)))
+    reply = server.upload("book", TEXT * 1000)
+    assert (reply.status, reply.json["error"]["code"]) == (507, "disk_full")
     check_goes_on(server, text(server.complete()))
 
 

@@ -3,6 +3,7 @@ worked on by the engine's."""
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -212,6 +213,8 @@ def as_body_error(error: BaseException) -> BodyError:
         return BodyError(str(error), "context", code="context_not_usable")
     if isinstance(error, TriforceError):
         return BodyError(str(error), code="not_answered", status=500)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return BodyError("the server has no space left on its disk", code="disk_full", status=507)
     return BodyError(f"the server failed ({type(error).__name__})", code="internal_error", status=500)
 
 

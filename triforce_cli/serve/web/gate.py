@@ -25,7 +25,7 @@ from ..answering.metrics import Metrics
 from ..http_limits import ServerLimits
 from .connection import owner
 
-_UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held")
+_UNFINISHED = ("body_too_long", "body_too_slow", "too_much_held", "disk_full")
 """Codes of errors after which the rest of a body may still come: nobody reads it, the connection is closed."""
 
 _RETRY_AFTER_S = {"queue_full": 5, "too_much_held": 5, "loading": 5, "stopping": 30}
