@@ -89,8 +89,10 @@ def pytest_configure(config):
         gc.disable()  # until all tests are imported; not in the process that only distributes tests to workers
     config.stash[EXTENT] = config.getoption("extent") or "fast"
     config.stash[LEFT_OUT] = Counter()
-    if config.option.draw is None:
-        config.option.draw = random.randrange(2**32)  # pytest-xdist gives its workers all options
+    if hasattr(config, "workerinput"):
+        config.option.draw = config.workerinput["draw"]
+    elif config.option.draw is None:
+        config.option.draw = random.randrange(2**32)
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
     hypothesis.settings.register_profile("third", hypothesis.settings.get_profile("full"))
@@ -188,6 +190,12 @@ def pytest_runtest_protocol(item):
         fcntl.flock(tests, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
         return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Each worker of pytest-xdist draws the same."""
+    node.workerinput["draw"] = node.config.option.draw
 
 
 @pytest.hookimpl(optionalhook=True)
