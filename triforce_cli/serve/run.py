@@ -7,9 +7,11 @@ import ctypes
 import logging
 import os
 import resource
+import selectors
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -46,6 +48,9 @@ _CUT_S = 5.0
 _SWITCH_S = 5e-4
 """For so long a thread keeps the interpreter from others; Python's own is ten times as long. An answer takes the
 interpreter a hundred times, and beside a chat template that loops it waited each time."""
+
+_OWED_S = 2e-3
+"""The thread that serves HTTP leaves the interpreter to others when it has computed for so long."""
 
 _MAPPED_BYTES = 2**22
 _KEPT_BYTES = 2**26
@@ -261,7 +266,29 @@ class HttpThread:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._server.serve([self._listening]))
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Sharing())) as runner:
+                runner.run(self._server.serve([self._listening]))
         finally:
             if not self._server.should_exit:
                 self._on_failure()
+
+
+class _Sharing(selectors.DefaultSelector):
+    """Where an event loop waits for its connections. It leaves the interpreter to other threads for as long as it has
+    computed: a flood of requests would leave an answer a tenth of its speed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.thread_time()
+        self._owed_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._owed_s += time.thread_time() - self._since
+        if self._owed_s > _OWED_S:
+            time.sleep(self._owed_s)
+            self._owed_s = 0.0
+        began = time.monotonic()
+        found = super().select(timeout)
+        self._owed_s = max(0.0, self._owed_s - (time.monotonic() - began))
+        self._since = time.thread_time()
+        return found
