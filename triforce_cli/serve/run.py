@@ -266,14 +266,14 @@ class HttpThread:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Sharing())) as runner:
+            with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_SharingSelector())) as runner:
                 runner.run(self._server.serve([self._listening]))
         finally:
             if not self._server.should_exit:
                 self._on_failure()
 
 
-class _Sharing(selectors.DefaultSelector):
+class _SharingSelector(selectors.DefaultSelector):
     """Where an event loop waits for its connections. It leaves the interpreter to other threads for as long as it has
     computed: a flood of requests would leave an answer a tenth of its speed."""
 

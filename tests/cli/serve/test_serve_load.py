@@ -77,7 +77,7 @@ def test_beside_hostile_clients_every_honest_answer_comes_and_is_the_same(tmp_pa
     assert len(found["hostile"]) == 13, "a kind of client did nothing"
     broken = [one["promise"] for one in found["promises"] if not one["kept"]]
     assert done.returncode == bool(broken), done.stderr
-    assert all(one.startswith("what is held without answers") for one in broken), done.stdout  # not in so short a time
+    assert all("grows" in one for one in broken), done.stdout  # memory still does in so short a time
     assert found["alive"] and found["exit_code"] == 143
 
 

@@ -159,7 +159,7 @@ class Service:
         self._verifying.close(why)
 
     def end(self, why: BodyError) -> None:
-        """Tells these too."""
+        """Tells those whose answer or upload has ended too: their results can be given to nobody any more."""
         self._storing.close(why)
         self._writing.close(why)
 
