@@ -56,6 +56,9 @@ UNSET = {
 
 UNSET_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "TORCHELASTIC_")
 
+SAMPLE = 1 / 5
+"""Of the slow tests, what `--sample` runs."""
+
 EXTENT = pytest.StashKey[str]()
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
@@ -63,9 +66,9 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 def pytest_addoption(parser):
     group = parser.getgroup("triforce", "which tests run")
     group.addoption(
-        "--third", action="store_const", const="third", dest="extent", help="and a third of the slow tests, drawn anew"
+        "--sample", action="store_const", const="sample", dest="extent", help="and a fifth of the slow ones, drawn anew"
     )
-    group.addoption("--draw", type=int, metavar="NUMBER", help="which third: what another run has said")
+    group.addoption("--draw", type=int, metavar="NUMBER", help="which fifth: what another run has said")
     group.addoption("--full", action="store_const", const="full", dest="extent", help="all tests, the slow ones too")
     group.addoption(
         "--campaign", action="store_const", const="campaign", dest="extent", help="all, with 50 times as many examples"
@@ -95,7 +98,7 @@ def pytest_configure(config):
         config.option.draw = random.randrange(2**32)
     hypothesis.settings.register_profile("fast", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("full", deadline=None, derandomize=False, print_blob=True)
-    hypothesis.settings.register_profile("third", hypothesis.settings.get_profile("full"))
+    hypothesis.settings.register_profile("sample", hypothesis.settings.get_profile("full"))
     hypothesis.settings.register_profile("campaign", hypothesis.settings.get_profile("full"))
     hypothesis.settings.load_profile(config.stash[EXTENT])
 
@@ -129,12 +132,12 @@ def pytest_collection_modifyitems(config, items):
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         items[:] = long_ones_first(items)
     named = any("::" in argument for argument in config.args) or "slow" in config.getoption("markexpr")
-    if config.stash[EXTENT] not in ("fast", "third") or named:
+    if config.stash[EXTENT] not in ("fast", "sample") or named:
         return
     slow = slow_cases(items, whole=not config.option.keyword and not config.option.markexpr)
-    if config.stash[EXTENT] == "third":
+    if config.stash[EXTENT] == "sample":
         chance = random.Random(config.option.draw)
-        slow -= {item for item in items if item in slow and chance.random() < 1 / 3}
+        slow -= {item for item in items if item in slow and chance.random() < SAMPLE}
     config.hook.pytest_deselected(items=[item for item in items if item in slow])
     config.stash[LEFT_OUT].update(PurePosixPath(item.nodeid.partition("::")[0]).parts[1] for item in slow)
     items[:] = [item for item in items if item not in slow]
@@ -213,7 +216,7 @@ def pytest_terminal_summary(terminalreporter, config):
     left_out = config.stash[LEFT_OUT]
     if left_out:
         parts = ", ".join(f"{folder} {count}" for folder, count in sorted(left_out.items()))
-        again = f"these again: --draw {config.option.draw}, " if config.stash[EXTENT] == "third" else ""
+        again = f"these again: --draw {config.option.draw}, " if config.stash[EXTENT] == "sample" else ""
         words = f"left out: {left_out.total()} slow tests ({parts}); to run {again}all: pytest --full"
         terminalreporter.write_line(words)
 

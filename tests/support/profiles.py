@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import settings
 
-SHARES = {"fast": 0.2, "third": 1.0, "full": 1.0, "campaign": 50.0}
+SHARES = {"fast": 0.2, "sample": 0.2, "full": 1.0, "campaign": 50.0}
 """Of the examples of a full run, by the profile that tests/conftest.py loads."""
 
 
