@@ -34,10 +34,10 @@ from triforce.offload.caches import streaming as streaming_cache
 from triforce.offload.graphs.capture import capture_for
 from triforce.offload.graphs.passes import Passes
 from triforce.offload.planning.cost_model import Assumptions
-from triforce.offload.planning.placement import block_size_for
-from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
+from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
+from triforce.offload.transfer.placement import block_size_for
 from triforce.tp.devices import device_name
 from triforce.tp.model import decoder, rope
 from triforce.tp.model.config import ModelConfig

@@ -300,9 +300,9 @@ def memory(device: str, quick: bool) -> Iterator[tuple[str, Any]]:
     from triforce.offload.held import bytes_by_part
     from triforce.offload.planning.memory import host_peak_bytes
     from triforce.offload.planning.run_plan import RunPlan
-    from triforce.offload.planning.shape_steps import RandomWeights
     from triforce.offload.settings import Settings
-    from triforce.tp.model.decoder import Decoder
+    from triforce.offload.shape_steps import RandomWeights
+    from triforce.tp.decoder import Decoder
     from triforce.tp.weights.registry import PRESETS
 
     where = torch.device(device)
@@ -410,14 +410,14 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     """Tokens a second of reading a prompt, with the whole cache on the device (if it fits) and with all of it streamed;
     before that, the bytes that a pass over the retrieval cache reads."""
     import torch
+    from triforce.offload.batch.kept import KeptCache
     from triforce.offload.caches.full import FullCache
-    from triforce.offload.caches.kept import KeptCache
     from triforce.offload.planning.cost_model import weights_read
     from triforce.offload.planning.request import RunRequest
-    from triforce.offload.planning.shape_steps import RandomWeights
     from triforce.offload.settings import Settings
+    from triforce.offload.shape_steps import RandomWeights
     from triforce.offload.transfer.bandwidth import timed
-    from triforce.tp.model.decoder import Decoder
+    from triforce.tp.decoder import Decoder
     from triforce.tp.weights.registry import PRESETS
 
     where = torch.device(device)

@@ -39,7 +39,7 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.planning.run_plan import planned_budget
 from triforce.offload.settings import Settings
-from triforce.tp.model.decoder import Cache
+from triforce.tp.decoder import Cache
 
 CHUNK = 8
 PLACES = (0.1, 0.6)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.layers import rows_are_independent
+from ..tp.decoder import Decoder
 from ..tp.errors import CapacityError, UsageError
 from ..tp.model.config import ModelConfig
-from ..tp.model.decoder import Decoder
-from .planning.placement import SPLITS
+from .transfer.placement import SPLITS
 
 
 def checked_prompt(prompt_ids: Sequence[int] | Tensor, config: ModelConfig, max_new_tokens: int) -> list[int]:

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tp.decoder import Decoder
 from ..tp.devices import resolve_device, resolve_dtype, set_threads
 from ..tp.errors import UsageError
 from ..tp.model.config import ModelConfig
-from ..tp.model.decoder import Decoder
 from ..tp.parallel.place import Place
 from ..tp.parallel.ranks import ALONE, Ranks
 from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, parse_draft, published_cache
 from .batch.batch import Batch
+from .batch.kept import KeptCache, reusable
 from .batch.opening import Models, Opening
 from .batch.reading import forward_in_parts
 from .batch.request import Order, Request, RunOrder
 from .batch.run import Run
 from .batch.sequence import BatchSequence
-from .caches.kept import KeptCache, reusable
 from .checks import checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
@@ -40,8 +40,8 @@ from .planning.request import RunRequest
 from .planning.run_plan import RunPlan
 from .settings import MOST_SEQUENCES, Settings
 from .speculation.sampling import Sampling
-from .speculation.vocabulary import check_draft
 from .system import THIS_MACHINE, System
+from .vocabulary import check_draft
 
 
 class Engine:

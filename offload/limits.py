@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.selection import FEW_ROWS
-from ..tp.model.decoder import TILING, Tiling
+from ..tp.decoder import TILING, Tiling
 
 
 @dataclass(frozen=True)

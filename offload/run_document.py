@@ -8,8 +8,8 @@ from typing import Any
 
 from ..kernels.cpu.library import arithmetic, instructions
 from ..kernels.packages import usable_packages
+from ..tp.decoder import Decoder
 from ..tp.devices import device_name
-from ..tp.model.decoder import Decoder
 from .settings import Settings
 from .speculation.sampling import Sampling
 from .statistics import Statistics, ratio

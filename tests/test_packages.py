@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,29 @@ def test_no_imports_go_in_a_circle(folder):
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+PACKAGES = sorted(name for name, path in MODULES.items() if path.name == "__init__.py")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_holds_imports_one_way(package):
+    """Each of its sub-packages taken as one, and each module of its own for itself: whoever reads a package from below
+    meets nothing that is explained further up. In functions imports may go where they like."""
+    inside = {
+        name: name.removeprefix(f"{package}.").split(".")[0] for name in MODULES if name.startswith(f"{package}.")
+    }
+    graph: dict[str, set[str]] = {}
+    because: dict[tuple[str, str], str] = {}
+    for name, room in inside.items():
+        for module in imported(name, False) & inside.keys():
+            if inside[module] != room:
+                graph.setdefault(room, set()).add(inside[module])
+                because.setdefault((room, inside[module]), f"{name} imports {module}")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("\n".join(because[pair] for pair in pairwise(reversed(error.args[1]))))
 
 
 def imported_by(tree: ast.AST, ours: set[str]) -> dict[str, str]:

@@ -267,7 +267,7 @@ def _check_kernels(found: Findings) -> None:
 def _check_embedded(found: Findings, torch: Any) -> None:
     """Checks the model of a default run: its files exist, and their tensors are as its configuration says."""
     try:
-        from ..tp.model.decoder import Decoder
+        from ..tp.decoder import Decoder
         from ..tp.weights.tokenizer import Tokenizer
 
         target, draft = find_pair(EMBEDDED)

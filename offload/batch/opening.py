@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from ...tp.decoder import Decoder
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError
-from ...tp.model.decoder import Decoder
 from ...tp.units import gib
 from ..caches.full import FullCache
-from ..caches.kept import KeptCache, goes_on
 from ..caches.refreshing import RefreshingCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
@@ -28,7 +27,7 @@ from ..run_document import run_identity
 from ..settings import Settings
 from ..speculation.confidence import Confidence
 from ..speculation.lengths import Acceptance
-from ..speculation.lookup.tier import LookupTier
+from ..speculation.lookup import LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
 from ..speculation.refresh import RefreshPolicy
 from ..speculation.sampler import Sampler
@@ -38,6 +37,7 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
+from .kept import KeptCache, goes_on
 from .sequence import BatchSequence, SequenceCaches
 
 

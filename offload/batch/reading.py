@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ...tp.decoder import Decoder, forward_work
 from ...tp.devices import to_device
 from ...tp.errors import PeerError
-from ...tp.model.decoder import Decoder, forward_work
 from ..caches.full import FullCache
 from ..caches.streaming import prefill_streaming
 from ..planning.memory import shortage_explained

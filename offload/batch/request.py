@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...tp.errors import TriforceError, UsageError
 from ...tp.model.config import ModelConfig
-from ..caches.kept import reusable
 from ..checks import checked_prompt
 from ..contexts.model import ContextPlan, ContextRequest, ModelContexts
 from ..speculation.sampling import Sampling
+from .kept import reusable
 
 
 @dataclass(frozen=True)

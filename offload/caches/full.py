@@ -18,11 +18,11 @@ from torch import Tensor
 from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import FEW_ROWS
 from ...tp.model.config import ModelConfig
-from ...tp.model.rope import Rope
+from ...tp.rope import Rope
 from ..held import Held
-from ..planning.placement import block_size_for
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
+from ..transfer.placement import block_size_for
 from .block_attention import BlockAttention, Rows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
 

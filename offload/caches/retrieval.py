@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.attention import Scratch, attend
 from ...kernels.chunks import chunk_scores, copy_chunks, select_chunks
-from ...tp.model.rope import Rope
+from ...tp.rope import Rope
 from ..held import Held, held_scratch
 from .full import BlockCollector, FullCache
 from .token_slots import TokenSlots

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks
-from ...tp.model.rope import Rows
+from ...tp.rope import Rows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import BlockCollector, FullCache

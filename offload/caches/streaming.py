@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Scratch, attend, new_running
+from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ...tp.model.config import ModelConfig
-from ...tp.model.decoder import Decoder
 from ..held import Held, held_scratch
-from ..speculation.vocabulary import readable
+from ..vocabulary import readable
 from .token_slots import TokenSlots
 
 SINKS, WINDOW = 16, 240

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...tp.model.decoder import Cache
+from ...tp.decoder import Cache
 from ..held import Held
 from .full import FullCache
 from .refreshing import RefreshingCache

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...kernels.layers import put
-from ...tp.model.rope import Rope, Rows
+from ...tp.rope import Rope, Rows
 
 
 class TokenSlots(NamedTuple):

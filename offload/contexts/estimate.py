@@ -7,8 +7,8 @@ from math import inf
 
 import torch
 
+from ...tp.decoder import Decoder, forward_work
 from ...tp.devices import synchronize
-from ...tp.model.decoder import Decoder, forward_work
 from ..caches.full import FullCache
 
 _TRIAL = 512

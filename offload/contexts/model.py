@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ...kernels.packing import packs_fast
+from ...tp.decoder import Decoder
 from ...tp.devices import synchronize
-from ...tp.model.decoder import Decoder
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
 from .fingerprint import fingerprint

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...tp.model.decoder import Decoder
+from ...tp.decoder import Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
 from .cpu import CpuCapture
 

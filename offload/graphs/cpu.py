@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...kernels.cpu.calls import noting
 from ...kernels.layers import steps_are_compiled
-from ...tp.model.decoder import Decoder
+from ...tp.decoder import Decoder
 
 _READS_NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 """Operations whose result, or its size, the host reads from numbers that another pass would have others of."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...tp.model.decoder import Decoder
+from ...tp.decoder import Decoder
 
 
 class CudaCapture:

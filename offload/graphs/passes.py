@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.selection import FEW_ROWS, padded_rows
-from ...tp.model.decoder import Cache, Decoder
-from ...tp.model.rope import Rows
+from ...tp.decoder import Cache, Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
+from ...tp.rope import Rows
 from ..caches.shared_attention import rows_of
 from ..caches.together import JoinedFullCache, together
 from ..caches.token_slots import TokenSlots

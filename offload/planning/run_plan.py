@@ -15,7 +15,7 @@ from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS, TILE_ROWS
 from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
-from ...tp.model.rope import rope_bytes
+from ...tp.rope import rope_bytes
 from ...tp.units import gib
 from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.retrieval import COPIED
@@ -25,7 +25,7 @@ from ..settings import Settings
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
 from ..speculation.refresh import RefreshPolicy
-from .placement import Placement, place_resident, place_streamed
+from ..transfer.placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
 CUDA_CONTEXT = 2**29

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..graphs.passes import Passes
 from .distribution import logprobs_of
-from .lookup.occurrences import Lookup
+from .occurrences import Lookup
 from .sampler import Sampler
 from .sampling import TokenLogprobs
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.selection import FEW_ROWS
+from ...tp.decoder import Decoder
 from ...tp.devices import to_device
-from ...tp.model.decoder import Decoder
 from ..graphs.passes import JOINED, JoinedPasses, Passes
 from ..held import Held
+from ..vocabulary import cover, readable
 from .acceptance import accept
 from .confidence import Confidence
 from .distribution import check_finite, in_millionths
@@ -29,7 +30,6 @@ from .lengths import Acceptance, PassCost, StepCost
 from .sampler import distributions, draw
 from .sequence import Counts, TokenSequence
 from .switch import PROBE_EVERY, Switch, Upkeep, next_upkeep
-from .vocabulary import cover, readable
 
 READ_TOGETHER = 8
 """Draft tokens between which a GPU is not waited for: with so many at a time it is seen whether the draft ends early.

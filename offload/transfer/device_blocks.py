@@ -17,9 +17,9 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...tp.model.config import ModelConfig
 from ..held import Held
-from ..planning.placement import Placement
 from .link import Traffic
 from .pages import in_huge_pages
+from .placement import Placement
 
 
 @dataclass(frozen=True)

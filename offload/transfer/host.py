@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...kernels.packing import pack
 from .pages import aligned_memory
-from .staged.staging import make_pool
+from .staging import make_pool
 
 
 @dataclass(frozen=True)

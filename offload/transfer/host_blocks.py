@@ -19,9 +19,9 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...kernels.packing import gather_packed, unpack
 from ...tp.errors import CapacityError
-from ..planning.placement import block_slot
-from .staged.host_memory import HostMemory
-from .staged.staging import Source
+from .host_memory import HostMemory
+from .placement import block_slot
+from .staging import Source
 
 _LEFT_FREE = 2**29
 """Bytes of host memory that blocks which do not pack leave to everybody else."""

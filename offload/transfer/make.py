@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from ...tp.model.config import ModelConfig
-from ..planning.placement import Placement
 from .device_blocks import Blocks, DeviceBlocks
 from .host import HOST, Host
 from .link import Link
+from .placement import Placement
 from .staged.block_file import DiskSpace
 from .streamed_blocks import StreamedBlocks
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.packing import unpack
 from .host_blocks import HostBlocks, slot_in
 from .link import Arrival, Link
-from .staged.staging import Crossing, Source, Staged, Staging
+from .staging import Crossing, Source, Staged, Staging
 
 
 class Ring:

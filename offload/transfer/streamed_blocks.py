@@ -22,15 +22,15 @@ from ...kernels.chunks import copy_chunks
 from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
 from ..held import Held
-from ..planning.placement import Placement
 from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
 from .host_blocks import RawBlocks
 from .link import Link, LinkError, Traffic
+from .placement import Placement
 from .ring import Ring
 from .staged.block_file import DiskSpace
 from .staged.not_resident import NotResident
-from .staged.staging import Source
+from .staging import Source
 
 
 class StreamedBlocks:

@@ -7,7 +7,7 @@ from triforce.kernels.attention import choose_backend, takes_blocks
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import Backend, Selection, selected, use_kernels
 from triforce.offload.caches.full import FullCache
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 CPU = {"capability": None}
 KERNELS = [level for level in Level if level > Level.NONE]

@@ -18,7 +18,7 @@ from triforce.kernels.flash import attend_flash, flash_cpu
 from triforce.kernels.selection import use_kernels
 from triforce.offload.caches.full import FullCache
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.rope import Rope
+from triforce.tp.rope import Rope
 
 compiled = pytest.mark.skipif(
     cpu_level() == 0, reason="the compiled kernels were not built, or this processor cannot run them"

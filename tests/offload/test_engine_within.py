@@ -7,12 +7,12 @@ import pytest
 from spmd import run_forks
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
-from triforce.offload.planning.placement import block_size_for
 from triforce.offload.speculation.lengths import Acceptance, PassCost
 from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.offload.system import System
 from triforce.offload.transfer.link import MEASURED_BYTES, ThreadLink, Traffic
 from triforce.offload.transfer.make import make_blocks
+from triforce.offload.transfer.placement import block_size_for
 from triforce.tp import CapacityError
 
 

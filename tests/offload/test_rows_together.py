@@ -5,10 +5,10 @@ import torch
 from tiny import random_tokens, save_llama
 from triforce.kernels import Level, cpu_level
 from triforce.offload.caches.full import FullCache
-from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"

@@ -16,9 +16,9 @@ from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import RunPlan, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.tiers import Tier
+from triforce.tp.decoder import Decoder
 from triforce.tp.devices import DeviceMemory
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 TOKENS, NEW_TOKENS = 32768, 27

@@ -18,7 +18,7 @@ from triforce.offload.settings import Settings
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp import CapacityError
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 NEW_TOKENS, QUESTION, ROOM = 8, 30, 2048
 SHAPE = SHAPES["8B"] | {"vocab_size": 32000}  # whose logits are computed sooner

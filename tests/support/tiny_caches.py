@@ -13,9 +13,9 @@ from tiny import random_tokens
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache
-from triforce.offload.planning.placement import Placement
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Cache, Decoder
+from triforce.tp.decoder import Cache, Decoder
 
 SIZE, CHUNK, CAPACITY = 128, 8, 1500
 """Of the blocks of `Twins`, in tokens."""

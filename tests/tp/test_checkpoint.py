@@ -13,9 +13,9 @@ from checkpoints import change_config, in_shards, to_bin
 from safetensors.torch import load_file, save_file
 from tiny import random_tokens, save_llama
 from triforce.offload.caches.full import FullCache
+from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.decoder import Decoder
 from triforce.tp.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import SHAPES, random_tokens, save_llama
 from triforce.kernels.selection import FEW_ROWS
 from triforce.offload.caches.full import FullCache
-from triforce.tp.model.decoder import (
+from triforce.tp.decoder import (
     PREFILL_ROWS,
     PREFILL_TOKENS,
     TAIL_ROWS,

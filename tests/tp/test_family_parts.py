@@ -9,7 +9,7 @@ from scaled import LENGTHS, ROPES, save_scaled, theirs
 from tiny import FAMILIES, random_tokens, save_family
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 from triforce.tp.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from tiny import random_tokens, save_family
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from triforce.offload.caches.full import FullCache
-from triforce.tp.model.decoder import Decoder
-from triforce.tp.model.rope import Rope
+from triforce.tp.decoder import Decoder
+from triforce.tp.rope import Rope
 
 CPU = torch.device("cpu")
 FIRST = 1_048_500 - 32

@@ -282,7 +282,7 @@ def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_
     from statistics import median
 
     from ...offload.planning.cost_model import Assumptions
-    from ...offload.planning.shape_steps import ShapeSteps
+    from ...offload.shape_steps import ShapeSteps
     from ...tp.devices import resolve_device, resolve_dtype, set_threads
     from ...tp.weights.registry import published_cache
     from ..plan.planning import shapes

@@ -17,8 +17,8 @@ from ...offload.settings import Settings
 from ...offload.transfer.bandwidth import disk_bandwidth, link_bandwidth, memory_bandwidth
 from ...offload.transfer.link import make_link
 from ...offload.transfer.staged.block_file import DiskError, DiskSpace
+from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
-from ...tp.model.decoder import Decoder
 from ..measurement import QUESTION_TOKENS, in_turns, questions_about
 
 

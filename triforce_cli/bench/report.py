@@ -10,8 +10,8 @@ import torch
 
 from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
+from ...tp.decoder import Decoder
 from ...tp.devices import device_name
-from ...tp.model.decoder import Decoder
 from ..measurement import (
     first_difference,
     machine,

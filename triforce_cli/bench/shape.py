@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from ...offload.planning.cost_model import Assumptions
-from ...offload.planning.shape_steps import ROOM, ShapeSteps, StepTimes
+from ...offload.shape_steps import ROOM, ShapeSteps, StepTimes
 from ...offload.speculation.lengths import expected_tokens
 from ..measurement import spread
 from .report import derived_floor

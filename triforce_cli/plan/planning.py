@@ -13,7 +13,7 @@ from ...offload.planning.cost_model import Assumptions, Estimate, Hardware, Mach
 from ...offload.planning.remedies import Remedy, remedies, shortfalls
 from ...offload.planning.request import RunRequest
 from ...offload.planning.run_plan import RunPlan, make_plan
-from ...offload.speculation.vocabulary import check_draft
+from ...offload.vocabulary import check_draft
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import find_cached, is_hub_name

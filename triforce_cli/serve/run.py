@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import uvicorn
 
-from ...offload.speculation.vocabulary import check_pair
+from ...offload.vocabulary import check_pair
 from ...tp.errors import TriforceError
 from ...tp.parallel.place import Place
 from ...tp.parallel.siblings import siblings

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 from rich.console import Console
 
 from ...offload import Engine
-from ...offload.speculation.vocabulary import check_pair
+from ...offload.vocabulary import check_pair
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig

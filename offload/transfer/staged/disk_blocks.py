@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ....kernels.packing import gather_packed, unpack
-from ...planning.placement import block_slot
 from ..host_blocks import HostBlocks, Overflow
+from ..placement import block_slot
+from ..staging import THREADS, Source
 from .block_file import BlockFile
-from .staging import THREADS, Source
 
 Found = TypeVar("Found")
 

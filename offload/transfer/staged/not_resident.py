@@ -12,14 +12,14 @@ import torch
 from ....tp.errors import CapacityError
 from ....tp.model.config import ModelConfig
 from ....tp.units import gib
-from ...planning.placement import Placement, block_slot
 from ..host import Host
 from ..host_blocks import HostBlocks, Overflow, PackedBlocks, RawBlocks
+from ..host_memory import HostMemory
 from ..link import Link
+from ..placement import Placement, block_slot
+from ..staging import Staging
 from .block_file import BlockFile, DiskSpace, aligned_size
 from .disk_blocks import DiskBlocks
-from .host_memory import HostMemory
-from .staging import Staging
 
 _OTHERS = 2
 """Caches for whose staging the system goes on to lock memory, where it does not lock all that this one has: those of

@@ -8,7 +8,7 @@ import sys
 import pytest
 from command import run_here
 from triforce.cli.app import run
-from triforce.offload.caches.kept import KeptCache
+from triforce.offload.batch.kept import KeptCache
 from triforce.tp.errors import CapacityError
 
 

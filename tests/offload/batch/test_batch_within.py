@@ -16,7 +16,7 @@ from triforce.offload.held import held_bytes
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""

@@ -11,7 +11,7 @@ from tiny import random_tokens
 from triforce.offload import Sampling
 from triforce.offload.limits import Limits
 from triforce.offload.system import System
-from triforce.tp.model.decoder import Tiling
+from triforce.tp.decoder import Tiling
 
 BOOK = random_tokens(900, seed=3)
 NEW_TOKENS = 12

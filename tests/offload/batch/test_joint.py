@@ -14,7 +14,7 @@ from triforce.offload import Engine, Request
 from triforce.offload.caches.together import JoinedCache, JoinedFullCache
 from triforce.offload.limits import Limits
 from triforce.offload.system import System
-from triforce.tp.model.decoder import Tiling
+from triforce.tp.decoder import Tiling
 
 TEXTS = 20_000
 """Texts of four sequences that `pytest --campaign` draws."""

@@ -13,13 +13,13 @@ import torch
 from hooked_disk import HookedDisk
 from tiny import random_tokens, save_llama
 from triforce.offload import ContextRequest, ContextStore, Ended, Engine, Progress, Request, Sampling, Tokens
+from triforce.offload.batch.kept import KeptCache
 from triforce.offload.caches.full import FullCache
-from triforce.offload.caches.kept import KeptCache
 from triforce.offload.limits import Limits
 from triforce.offload.system import System
 from triforce.tp import CapacityError
+from triforce.tp.decoder import Tiling
 from triforce.tp.devices import DeviceMemory
-from triforce.tp.model.decoder import Tiling
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(700, seed=3)

@@ -9,8 +9,8 @@ import pytest
 from spmd import run_forks
 from tiny import greedy_oracle, random_tokens, save_family, save_llama
 from triforce.offload import Ended, Engine, Request, Sampling, Tokens
+from triforce.offload.batch.kept import KeptCache
 from triforce.offload.caches.full import FullCache
-from triforce.offload.caches.kept import KeptCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks

@@ -12,7 +12,7 @@ from triforce.offload.limits import Limits
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
 from triforce.tp import CapacityError
-from triforce.tp.model.decoder import Tiling
+from triforce.tp.decoder import Tiling
 
 GREEDY = Sampling(temperature=0.0)
 BOOK = random_tokens(700, seed=3)

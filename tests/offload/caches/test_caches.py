@@ -13,11 +13,11 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
 from triforce.offload.caches.together import together
-from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import ThreadLink
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 CPU = torch.device("cpu")
 PROBE = torch.tensor([1, 2, 3])

@@ -13,13 +13,13 @@ from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.synthetic import fill_with_zeros
-from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.link import _Copy as CopyOfThread
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.ring import Ring
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 PROMPT = random_tokens(900, seed=3)
 

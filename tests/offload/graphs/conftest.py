@@ -5,7 +5,7 @@ import torch
 from recorder import PROMPT
 from tiny import greedy_oracle, save_family, save_llama
 from triforce.kernels.selection import use_kernels
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 
 @pytest.fixture(autouse=True)

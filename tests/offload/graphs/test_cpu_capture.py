@@ -21,7 +21,7 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.cpu import CpuCapture
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(
     cpu_level() < Level.AVX512_BF16, reason="the compiled kernels are not installed, or not for this CPU"

@@ -25,13 +25,13 @@ from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.token_slots import TokenSlots
 from triforce.offload.graphs.passes import Graphs, Passes, _CapturedPass
 from triforce.offload.planning.cost_model import Assumptions
-from triforce.offload.planning.shape_steps import ShapeSteps
 from triforce.offload.settings import Settings
+from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.speculation.lengths import PassCost
 from triforce.offload.speculation.sampler import Sampler
 from triforce.offload.transfer.bandwidth import REPEATS
+from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
-from triforce.tp.model.decoder import Decoder
 from triforce.tp.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from triforce.kernels.packing import packs_fast
 from triforce.offload import Engine
 from triforce.offload.limits import LIMITS
 from triforce.offload.planning.memory import gib, plan_here, shortage_explained
-from triforce.offload.planning.placement import Placement, block_size_for
 from triforce.offload.planning.request import RunRequest
 from triforce.offload.planning.run_plan import CUDA_CONTEXT, largest_context, left_free, make_plan
 from triforce.offload.settings import Settings
+from triforce.offload.transfer.placement import Placement, block_size_for
 from triforce.tp.devices import DeviceMemory
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from profiles import examples
 from tiny import random_tokens
 from triforce.offload.speculation.lengths import LOOKUP_SECONDS, PassCost
-from triforce.offload.speculation.lookup.occurrences import SHORTEST, Lookup, Occurrences
-from triforce.offload.speculation.lookup.tier import LookupTier
+from triforce.offload.speculation.lookup import LookupTier
+from triforce.offload.speculation.occurrences import SHORTEST, Lookup, Occurrences
 from triforce.offload.speculation.switch import PROBE_EVERY, Switch
 from triforce.tp.weights.registry import parse_draft
 

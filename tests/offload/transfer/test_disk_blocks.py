@@ -15,8 +15,8 @@ from tiny_caches import CAPACITY, SIZE, Twin, Twins, bits
 from triforce.offload.limits import LIMITS
 from triforce.offload.transfer.link import ThreadLink
 from triforce.offload.transfer.staged.block_file import ALIGNMENT, BlockFile, DiskError, DiskSpace
+from triforce.tp.decoder import Decoder
 from triforce.tp.errors import CapacityError
-from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 

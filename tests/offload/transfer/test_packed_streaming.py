@@ -12,13 +12,13 @@ from tiny import random_tokens, save_llama
 from tiny_caches import SIZE, Twin, Twins, bits
 from triforce.kernels.packing import pack
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.planning.placement import block_slot
 from triforce.offload.transfer.host_blocks import Overflow, PackedBlocks, RawBlocks
+from triforce.offload.transfer.host_memory import HostMemory
 from triforce.offload.transfer.link import ThreadLink
-from triforce.offload.transfer.staged.host_memory import HostMemory
+from triforce.offload.transfer.placement import block_slot
+from triforce.tp.decoder import Decoder
 from triforce.tp.errors import CapacityError
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny import random_tokens, save_family
 from triforce.offload.caches.full import FullCache
-from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
-from triforce.tp.model.decoder import Decoder
+from triforce.tp.decoder import Decoder
 
 CPU = torch.device("cpu")
 SIZE = 64

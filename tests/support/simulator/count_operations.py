@@ -26,15 +26,15 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache
 from triforce.offload.graphs.passes import Graphs, Passes
-from triforce.offload.planning.placement import Placement
-from triforce.offload.planning.shape_steps import RandomWeights
+from triforce.offload.shape_steps import RandomWeights
 from triforce.offload.speculation.noise import CommonNoise
 from triforce.offload.speculation.sampler import Sampler, distributions, draw
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.link import Traffic
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.decoder import Decoder
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next ones are, if this is run as a script
 from recorder import Recorder

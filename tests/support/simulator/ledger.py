@@ -39,8 +39,8 @@ from triforce.offload.planning.run_plan import FRAGMENTED, RunPlan, make_plan
 from triforce.offload.settings import Settings
 from triforce.offload.transfer.host import HOST
 from triforce.tp import CapacityError
+from triforce.tp.decoder import Tiling
 from triforce.tp.model.config import ModelConfig
-from triforce.tp.model.decoder import Tiling
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from recorder import Recorder

@@ -30,14 +30,14 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.limits import Limits
-from triforce.offload.planning.placement import Placement
 from triforce.offload.transfer.cuda_link import CudaLink
 from triforce.offload.transfer.device_blocks import DeviceBlocks
 from triforce.offload.transfer.host import Host
+from triforce.offload.transfer.placement import Placement
 from triforce.offload.transfer.staged.block_file import aligned_size
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
+from triforce.tp.decoder import Decoder
 from triforce.tp.errors import CapacityError
-from triforce.tp.model.decoder import Decoder
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the next one is, if this is run as a script
 from tiny import random_tokens, save_llama

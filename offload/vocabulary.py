@@ -11,9 +11,9 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...tp.errors import ModelError
-from ...tp.model.config import ModelConfig
-from ...tp.weights.tokenizer import check_same_vocabulary
+from ..tp.errors import ModelError
+from ..tp.model.config import ModelConfig
+from ..tp.weights.tokenizer import check_same_vocabulary
 
 LARGEST_PADDING = 512
 """Rows by which two vocabularies may differ and still count as one that is padded differently."""

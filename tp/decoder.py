@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.layers import gated_mlp, linear
-from ...kernels.selection import FEW_ROWS
-from ..parallel.ranks import ALONE, Ranks
-from ..parallel.split import Split
-from ..weights.checkpoint import Checkpoint
-from .config import ModelConfig
+from ..kernels.layers import gated_mlp, linear
+from ..kernels.selection import FEW_ROWS
+from .model.config import ModelConfig
+from .parallel.ranks import ALONE, Ranks
+from .parallel.split import Split
 from .rope import Rope
+from .weights.checkpoint import Checkpoint
 
 PREFILL_ROWS = 4096
 """Tokens that are computed together in a layer at most, which bounds the activations of a long prefill."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..link import Arrival, Copy, Link, LinkError
+from .link import Arrival, Copy, Link, LinkError
 
 THREADS = 6
 """That fill and empty buffers, each one at a time; a disk is at its full speed with about four large reads."""

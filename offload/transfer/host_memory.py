@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....tp.errors import CapacityError
-from ..host import HOST, Host
-from ..link import Link
+from ...tp.errors import CapacityError
+from .host import HOST, Host
+from .link import Link
 from .staging import Source
 
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...held import Held
-from ..lengths import LOOKUP_SECONDS, Acceptance, StepCost
-from ..noise import FreshNoise
-from ..sequence import TokenSequence
-from ..switch import KEEP, MARGIN, PROBE_EVERY
-from ..tiers import Emitted, Tier
+from ..held import Held
+from .lengths import LOOKUP_SECONDS, Acceptance, StepCost
+from .noise import FreshNoise
+from .sequence import TokenSequence
+from .switch import KEEP, MARGIN, PROBE_EVERY
+from .tiers import Emitted, Tier
 
 LONG = 8
 """Matches of so many tokens and more are judged apart from shorter ones."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...kernels.layers import rotate
-from .rope_scaling import RopeConfig
+from ..kernels.layers import rotate
+from .model.rope_scaling import RopeConfig
 
 Rows = tuple[Tensor, Tensor]
 """Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..lengths import Acceptance
+from .lengths import Acceptance
 
 SHORTEST = 3
 """Tokens that must have come in the same order before, at least, for what followed them to be proposed."""

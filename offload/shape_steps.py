@@ -12,23 +12,23 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ...tp.model.config import ModelConfig
-from ...tp.model.decoder import Decoder
-from ..caches.kept import KeptCache
-from ..caches.retrieval import RetrievalCache
-from ..caches.streaming import StreamingCache
-from ..caches.synthetic import fill_with_zeros
-from ..contexts.home import contexts_root
-from ..graphs.capture import Capture, capture_for
-from ..graphs.passes import Graphs, Passes
-from ..held import held_bytes
-from ..settings import MOST_BLOCK_LENGTH, Settings
-from ..speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
-from ..transfer.bandwidth import timed
-from ..transfer.staged.block_file import DiskSpace
-from .cost_model import Assumptions
-from .memory import plan_here
-from .request import RunRequest
+from ..tp.decoder import Decoder
+from ..tp.model.config import ModelConfig
+from .batch.kept import KeptCache
+from .caches.retrieval import RetrievalCache
+from .caches.streaming import StreamingCache
+from .caches.synthetic import fill_with_zeros
+from .contexts.home import contexts_root
+from .graphs.capture import Capture, capture_for
+from .graphs.passes import Graphs, Passes
+from .held import held_bytes
+from .planning.cost_model import Assumptions
+from .planning.memory import plan_here
+from .planning.request import RunRequest
+from .settings import MOST_BLOCK_LENGTH, Settings
+from .speculation.lengths import DraftTokens, PassCost, best_length, seconds_per_token
+from .transfer.bandwidth import timed
+from .transfer.staged.block_file import DiskSpace
 
 ROOM = MOST_BLOCK_LENGTH + 8
 """Tokens that a cache has room for besides the context: a step's rows, which are rolled back."""

@@ -10,8 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
 
+from ...tp.decoder import Decoder
 from ...tp.errors import CapacityError
-from ...tp.model.decoder import Decoder
+from ..caches.full import FullCache
+from ..caches.recent_mass import RECENT_ROWS
 from ..contexts.home import contexts_root
 from ..held import Holder, bytes_by_part, held_bytes
 from ..planning.memory import plan_here, shortage_explained
@@ -21,8 +23,6 @@ from ..system import THIS_MACHINE, System
 from ..transfer.device_blocks import Blocks
 from ..transfer.link import Link, LinkError, Traffic
 from ..transfer.staged.block_file import DiskSpace
-from .full import FullCache
-from .recent_mass import RECENT_ROWS
 
 _MORE_ON_DISK = 1.25
 """Sequences that are decoded together, or room for longer runs, may push so many times as much of a text to a disk as
