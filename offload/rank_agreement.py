@@ -44,7 +44,7 @@ class RankAgreement:
 
         Args:
             drawn: of each sequence of the round, as this rank has drawn and would decide.
-            decisions: of this rank's tiers, see `Tier.decisions`.
+            decisions: of this rank's tiers, see `DraftControl.decisions`.
             unwanted: of each sequence that waits, whether it is to end.
             joining: sequences that are to join.
             ends: whether the whole batch is to end.

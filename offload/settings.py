@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tp.errors import UsageError
-from .speculation.refresh import RefreshPolicy
 
 MOST_SEQUENCES = 64
 """Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""
@@ -85,7 +84,7 @@ class Settings:
             raise UsageError(f"early-end is {self.early_end!r}; it is auto, off or a probability between 0 and 1")
         if self.pack not in ("auto", "on", "off"):
             raise UsageError(f"pack is {self.pack!r}; it is auto, on or off")
-        RefreshPolicy(self.refresh)
+        refresh_mode(self.refresh)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -109,3 +108,15 @@ class Settings:
     @property
     def planned_chunk_size(self) -> int:
         return self.chunk_size or 8
+
+
+def refresh_mode(refresh: str | int) -> str | int:
+    """When chunks are chosen anew: `auto`, `round`, `never`, or after so many rounds, which may come as text.
+
+    Raises:
+        UsageError: anything else, or a number below 1.
+    """
+    mode = int(refresh) if isinstance(refresh, str) and refresh.isdecimal() else refresh
+    if mode not in ("auto", "round", "never") and not (isinstance(mode, int) and mode >= 1):
+        raise UsageError(f"refresh is {mode!r}; it is auto, round, never or a number of rounds from 1")
+    return mode

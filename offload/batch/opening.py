@@ -26,10 +26,11 @@ from ..planning.run_plan import RETRIEVAL_DRAFT_TOKENS, RunPlan, make_plan, plan
 from ..run_document import run_identity
 from ..settings import Settings
 from ..speculation.confidence import Confidence
+from ..speculation.control import READ_TOGETHER, DraftControl
 from ..speculation.lengths import Acceptance
-from ..speculation.lookup import LookupTier
+from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
-from ..speculation.refresh import RefreshPolicy
+from ..speculation.refresh import RefreshPolicy, RetrievalUpkeep
 from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
 from ..speculation.sequence import TokenSequence
@@ -183,7 +184,7 @@ class Opening:
                 self._budget = plan.budget
             self.tiers = self._make_tiers(replace(request, sequences=1), plan, waiting)
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
-            self.threads = DecodingThreads(adapts and self.tiers[0].adapts_to_time)
+            self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
             to_come = sum(one.opened.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
@@ -226,7 +227,7 @@ class Opening:
         (carried,) = self.target.ranks.least([int(self.traffic().bytes_per_s or 0)])
         if carried:  # else it was too little to be measured, of a text that was there already
             self._to_measure = None
-            self.tiers[0].cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
+            self.tiers[0].control.cost = PassTimes(plan, self._models.hardware(carried)).costs()["verify"]
 
     def rotates_otherwise(self, sequence: BatchSequence) -> bool:
         """Whether the keys of a sequence are rotated otherwise than those of others that run, as their angles depend on
@@ -275,11 +276,11 @@ class Opening:
 
     def _like_others(self, request: RunRequest) -> Settings:
         """The settings of a run beside others, which have the same budget, and are verified together."""
-        settings, verify = request.settings, self.tiers[0]
+        settings = request.settings
         if 0 < self._budget < planned_budget(settings, request.context):
             settings = replace(settings, budget=self._budget)
         if len(self.tiers) > 1:
-            settings = replace(settings, block_length=verify.fixed or verify.longest)
+            settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
         return settings
 
     def _caches(
@@ -288,11 +289,9 @@ class Opening:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
-        verify = self.tiers[0]
-        longest = verify.longest if verify.fixed is None else verify.fixed
-        rows = max(plan.mass_rows, longest + 1) if speculates else 0
+        rows = max(plan.mass_rows, self.tiers[0].control.longest_draft + 1) if speculates else 0
         full.begin(mass_rows=rows)
-        retrieval = streaming = None
+        upkeep = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
             target = models.target
@@ -300,6 +299,7 @@ class Opening:
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["verify"] = self._passes("verify", target, RefreshingCache(full, retrieval))
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
+            upkeep = RetrievalUpkeep(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:
             streaming = StreamingCache(models.draft)
             passes["draft"] = self._passes("draft", models.draft, streaming)
@@ -308,13 +308,11 @@ class Opening:
         return SequenceCaches(
             plan=plan,
             full=full,
-            retrieval=retrieval,
+            upkeep=upkeep,
             streaming=streaming,
             tokens=TokenSequence(
                 sequence.context, sampler, passes, top_logprobs=order.top_logprobs, logprobs=sequence.logprobs
             ),
-            mass_rows=rows,
-            refresh=RefreshPolicy(models.settings.refresh),
             saved=models.contexts.use(contexts, models.system.synchronize) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
             traffic_before=full.traffic(),
@@ -335,28 +333,40 @@ class Opening:
         lengths = replace(lengths, request=replace(lengths.request, sequences=1))
         costs = PassTimes(lengths, models.hardware()).costs()
         self._to_measure = lengths if adapts and lengths.streamed_per_pass else None
-        decoders = [("verify", models.target), ("retrieval", models.target)]
+        decoders = {"verify": models.target, "retrieval": models.target}
         if models.draft:
-            decoders.append(("draft", models.draft))
-        vocabulary = models.target.config.vocab_size
-        tiers = [
-            Tier(name, decoder, costs[name], vocabulary, adapts_to_time=adapts, clock=models.system.clock)
-            for name, decoder in decoders[: self._num_tiers]
+            decoders["draft"] = models.draft
+        controls = [
+            DraftControl(
+                name,
+                costs[name],
+                adapts_to_time=adapts,
+                read_together=1 if decoder.device.type == "cpu" else READ_TOGETHER,
+                clock=models.system.clock,
+            )
+            for name, decoder in list(decoders.items())[: self._num_tiers]
         ]
-        for tier in tiers[2:]:
-            tier.replicated = models.target.ranks.size > 1
+        expected = Acceptance.starting_at(Assumptions().acceptance)
+        controls[0].may_rest, controls[0].acceptance = models.settings.refresh != "never", expected
+        if len(controls) > 1:
+            controls[1].confidence = Confidence(replace(expected))
+        for control in controls[2:]:
+            control.replicated = models.target.ranks.size > 1
+        vocabulary = models.target.config.vocab_size
+        lowest: Tier | None = None
+        if models.draft and controls[2:]:
+            lowest = Tier("draft", models.draft, controls[2], vocabulary)
         if self.looks_up:
             most_by_model = lengths.retrieval_draft.fixed or RETRIEVAL_DRAFT_TOKENS
-            tiers[2:] = [LookupTier(tiers[2] if models.draft else None, tiers[1], most_by_model)]
-        tiers[0].may_rest = models.settings.refresh != "never"
-        expected = Assumptions().acceptance
-        tiers[0].acceptance = Acceptance.starting_at(expected)
-        if len(tiers) > 1:
-            tiers[1].confidence = Confidence(Acceptance.starting_at(expected))
-        most = lengths.verify_draft, lengths.retrieval_draft
-        for upper, lower, tokens in zip(tiers, tiers[1:], most, strict=False):
-            upper.drafter, upper.longest, upper.fixed = lower, tokens.most, tokens.fixed
-            upper.draft_tokens, upper.early_end = tokens.fixed or upper.draft_tokens, models.settings.least_chance
+            looks_up = LookupControl(lowest and lowest.control, controls[1], most_by_model)
+            lowest = LookupTier(looks_up, lowest, models.target, vocabulary)
+        drafts = {"verify": lengths.verify_draft, "retrieval": lengths.retrieval_draft}
+        tiers = [lowest] if lowest else []
+        for control in reversed(controls[:2]):
+            drafter = tiers[0] if tiers else None
+            if drafter:
+                control.draft_with(drafter.control, drafts[control.name], models.settings.least_chance)
+            tiers.insert(0, Tier(control.name, models.target, control, vocabulary, drafter))
         return tiers
 
     def _noise(self, sampling: Sampling, number: int) -> Noise:

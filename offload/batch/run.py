@@ -24,7 +24,7 @@ from ..rank_agreement import Drawn, RankAgreement
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.distribution import NotFiniteError
-from ..speculation.switch import Upkeep
+from ..speculation.refresh import end_round
 from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
@@ -33,7 +33,6 @@ from .opening import Opening
 from .reading import Reading, ReadingError, on_all_ranks, slices_of
 from .request import RunOrder
 from .sequence import BatchSequence, Round, held_bytes
-from .upkeep import begin_round, end_round
 
 E = TypeVar("E", bound=Exception)
 
@@ -160,7 +159,7 @@ class Run(Iterator[Event]):
     @property
     def lengths(self) -> dict[str, int]:
         """The lengths in force: `draft_length` and `block_length`; 0 where there is no such level."""
-        lengths = {tier.name: tier.draft_tokens if tier.drafter else 0 for tier in self.tiers}
+        lengths = {tier.name: tier.control.draft_tokens if tier.drafter else 0 for tier in self.tiers}
         return {"draft_length": lengths.get("retrieval", 0), "block_length": lengths.get("verify", 0)}
 
     @property
@@ -270,7 +269,7 @@ class Run(Iterator[Event]):
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
                 if self.tiers:  # one that looks up refers to the one above it: both would last longer
-                    ending.callback(self.tiers[0].part_with)
+                    ending.callback(self.tiers[0].drop_joined)
                 if self._reading:
                     reading, self._reading = self._reading, None  # which refers to this run
                     ending.callback(reading.close, keeps=whole or not self.broken)
@@ -465,7 +464,7 @@ class Run(Iterator[Event]):
             self._opening.leave(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
-            self.tiers[0].part_with()
+            self.tiers[0].drop_joined()
             sequence.forget_prompt()
 
     def _give_back(self, sequence: BatchSequence, warnings: list[str]) -> None:
@@ -517,7 +516,7 @@ class Run(Iterator[Event]):
         token = on_all_ranks(self._target, self._system, lambda: reading.first_token(self._opening.looks_up))
         running = sum(one.state in ("running", "reading") for one in self.live)
         self._opening.use_measured_link()
-        self.tiers[0].choose_lengths(running)
+        self.tiers[0].control.choose_lengths(running)
         self._agree([sequence], [Drawn([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)
         now, caches = self._system.clock(), sequence.opened
@@ -535,22 +534,28 @@ class Run(Iterator[Event]):
         between rounds goes uncounted, reading included."""
         began = max(self._read_until, min(sequence.since for sequence in running))
         top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
+        control, work, upkeeps = top.control, top.control.work, [one.opened.upkeep for one in running]
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
-        upkeep = top.upkeep
-        begin_round(top, running)
+        for upkeep in filter(None, upkeeps):
+            upkeep.begin_round(work)
         emitted = [tokens for tokens, _ in top.step(tokens_of, [sequence.missing for sequence in running])]
         drawn, tested = [], []
-        for sequence, tokens, (proposed, accepted) in zip(running, emitted, before, strict=True):
+        for sequence, upkeep, tokens, (proposed, accepted) in zip(running, upkeeps, emitted, before, strict=True):
             sequence.context += tokens
             counts = sequence.opened.tokens.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            retrieval, due = sequence.opened.retrieval, False
-            if upkeep is Upkeep.FULL and retrieval is not None:
-                due = sequence.opened.refresh.due(tested[-1][1], tested[-1][0]) or retrieval.is_full
+            due = upkeep is not None and upkeep.is_due(work, *tested[-1])
             drawn.append(Drawn(tokens, due, sequence.is_to_end(tokens)))
-        top.choose_lengths(len(running))
+        control.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        refresh_s = end_round(top, upkeep, running, drawn, began, self._system)
+        device = running[0].opened.full.blocks.device
+        refresh_s = control.after_round = end_round(
+            work,
+            [upkeep for upkeep in upkeeps if upkeep],
+            [one.refresh for one in drawn],
+            lambda: self._system.clock() - began,
+            (lambda: self._system.synchronize(device)) if control.adapts_to_time else None,
+        )
         now = self._system.clock()
         self.rounds_done += 1
         self.decode_s += now - began
@@ -568,7 +573,7 @@ class Run(Iterator[Event]):
         `RankAgreement`. Takes in those that join."""
         self._note_interrupt()
         self._ask()
-        decisions, waiting = [number for tier in self.tiers for number in tier.decisions], self._waiting()
+        decisions, waiting = [number for tier in self.tiers for number in tier.control.decisions], self._waiting()
         drawn, decisions, unwanted, joining, self._ended = self._agreement.agree(
             drawn,
             decisions,
@@ -579,7 +584,7 @@ class Run(Iterator[Event]):
         self._end_unwanted(waiting, unwanted)
         each = len(decisions) // max(1, len(self.tiers))  # there are none before one was opened
         for i, tier in enumerate(self.tiers):
-            tier.decisions = decisions[i * each : (i + 1) * each]
+            tier.control.decisions = decisions[i * each : (i + 1) * each]
         for sequence, one in zip(sequences, drawn, strict=True):
             sequence.ends = one.ends
         if joining:

@@ -17,7 +17,7 @@ from ..held import Held, bytes_by_part
 from ..planning.memory import device_peak_bytes, host_peak_bytes
 from ..planning.run_plan import RunPlan
 from ..run_document import run_document
-from ..speculation.refresh import RefreshPolicy
+from ..speculation.refresh import RetrievalUpkeep
 from ..speculation.sampler import Sampler
 from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
@@ -48,18 +48,20 @@ class SequenceCaches:
 
     plan: RunPlan
     full: FullCache
-    retrieval: RetrievalCache | None
+    upkeep: RetrievalUpkeep | None
+    """Of its retrieval cache, if it has one."""
     streaming: StreamingCache | None
     tokens: TokenSequence
-    mass_rows: int
-    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.begin`."""
-    refresh: RefreshPolicy
     saved: ContextUse | None
     identity: dict[str, Any]
     """The part of its JSON that is known before it is read."""
     traffic_before: Traffic = field(default_factory=Traffic)
     read_before: ReadCounter = field(default_factory=ReadCounter)
     """What attention had read when its prefill ended."""
+
+    @property
+    def retrieval(self) -> RetrievalCache | None:
+        return self.upkeep.retrieval if self.upkeep else None
 
     def held(self) -> Held:
         """See `offload.held`."""

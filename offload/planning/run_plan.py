@@ -21,10 +21,9 @@ from ..caches.recent_mass import RECENT_ROWS, ROOM
 from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
-from ..settings import Settings
+from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
-from ..speculation.refresh import RefreshPolicy
 from ..transfer.placement import Placement, place_resident, place_streamed
 from .request import RunRequest
 
@@ -503,7 +502,7 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
     """Tokens behind the chunks of a retrieval cache: those of the rounds until chunks are chosen anew, all of them
     accepted, and `_tail_ahead`. The rounds are as many as `--refresh` says, or `TAIL_ROUNDS`."""
     settings = request.settings
-    refresh = RefreshPolicy(settings.refresh).mode
+    refresh = refresh_mode(settings.refresh)
     rounds = refresh if isinstance(refresh, int) else TAIL_ROUNDS
     tokens = request.context if request.answer is None else request.answer
     if refresh != "never":
@@ -584,7 +583,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     their mass in all layers, and some on their way to the cache."""
     part, vocab = request.part, request.target.vocab_size
     if sequences > 1:
-        draft_tokens = min(draft_tokens, max(0, FEW_ROWS // sequences - 2))  # see `Tier.choose_lengths`
+        draft_tokens = min(draft_tokens, max(0, FEW_ROWS // sequences - 2))  # see `DraftControl.choose_lengths`
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)

@@ -15,11 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...tp.decoder import Decoder
 from ..held import Held
+from .control import DraftControl
+from .drafting_pays import KEEP, MARGIN, PROBE_EVERY
 from .lengths import LOOKUP_SECONDS, Acceptance, StepCost
 from .noise import FreshNoise
 from .sequence import TokenSequence
-from .switch import KEEP, MARGIN, PROBE_EVERY
 from .tiers import Emitted, Tier
 
 LONG = 8
@@ -29,23 +31,72 @@ _FOLLOWS = 0.05
 """Of a proposal, in the share of proposed tokens that are the model's: about the last twenty count."""
 
 
-class LookupTier(Tier):
-    """Drafts from earlier occurrences and, where it is given a tier with a model, by that.
+class LookupControl(DraftControl):
+    """How many tokens the model that drafts beside what is looked up drafts at a time: `draft_tokens`, 0 while it is
+    not worth its time."""
 
-    `draft_tokens` are those that the model drafts at a time; 0 while it is not worth its time.
-    """
-
-    def __init__(self, model: Tier | None, upper: Tier, most_by_model: int) -> None:
+    def __init__(self, model: DraftControl | None, upper: DraftControl, most_by_model: int) -> None:
         """Args:
-        upper: the tier it drafts for.
+        model: of the tier that drafts with a model, if any does.
+        upper: of the tier that is drafted for.
         most_by_model: tokens that the model drafts at a time at most.
         """
-        super().__init__("lookup", upper.decoder, upper.cost, upper.vocab_size, clock=upper.clock)
-        self._model, self._upper, self._most_by_model = model, upper, most_by_model
+        super().__init__("lookup", upper.cost, clock=upper.clock)
+        self.model, self._upper, self._most_by_model = model, upper, most_by_model
         self.draft_tokens = most_by_model if model else 0
         self._by_model, self._tried = Acceptance(), False  # of what it drafted, for all sequences; whether it has
         self._share = 1.0  # of proposed tokens, those that are the model's
         self._unasked = 0  # steps without a proposal since it was asked
+
+    def asks_model(self) -> bool:
+        """Whether the model is asked where nothing occurred: while it pays, and now and then to see whether it does."""
+        return self.model is not None and (self.draft_tokens > 0 or self._unasked >= PROBE_EVERY)
+
+    def note_proposals(self, looked_up: Sequence[int], by_model: Sequence[int]) -> None:
+        """Notes how many tokens were proposed for each sequence, of those that were looked up and of the model's."""
+        self._unasked = 0 if by_model else self._unasked + any(not count for count in looked_up)
+        if self.model is not None and (proposed := sum(looked_up) + sum(by_model)):
+            self._share += _FOLLOWS * (sum(by_model) / proposed - self._share)
+
+    def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
+        lookup = sequence.lookup
+        if lookup.last:
+            lookup.last.observe(accepted, proposed)
+        if self.model and lookup.last is lookup.model:
+            self._by_model.observe(accepted, proposed)
+            self._tried = True
+            self.model.judge(sequence, proposed, accepted)
+
+    def choose_lengths(self, batch: int = 1) -> float:
+        if self.model is None:
+            return LOOKUP_SECONDS
+        seconds, upper = self.model.choose_lengths(batch), self._upper
+        # With what its upper tier knows of its steps, or that would turn off what pays here, and looking up with it.
+        known = upper.pays.known(StepCost(upper.cost, seconds, self._by_model.rate, batch))
+        alone = replace(known, drafted=1.0)
+        tokens, expected = alone.best(1, self._most_by_model)
+        pays = expected < alone.without * (KEEP if self.draft_tokens else MARGIN) or not self._tried
+        if upper.fixed is not None:
+            tokens, pays = min(upper.fixed, self._most_by_model), True
+        if pays != (self.draft_tokens > 0):
+            upper.pays.begin_anew()  # what is proposed is another's
+            upper.acceptance = Acceptance()
+        self.draft_tokens = tokens if pays else 0
+        return max(LOOKUP_SECONDS, self._share * seconds) if pays else LOOKUP_SECONDS
+
+    def ends_early(self, tokens: int) -> bool:
+        return True
+
+
+class LookupTier(Tier):
+    """Drafts from earlier occurrences and, where it is given a tier with a model, by that."""
+
+    control: LookupControl
+
+    def __init__(self, control: LookupControl, model: Tier | None, decoder: Decoder, vocab_size: int) -> None:
+        """Args: `decoder` is the one of the tier it drafts for."""
+        super().__init__("lookup", decoder, control, vocab_size)
+        self._model = model
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
@@ -56,35 +107,43 @@ class LookupTier(Tier):
         and then, to see whether it has become so."""
         found: dict[int, Emitted] = {}
         asked: list[int] = []
-        model = self._model if self.draft_tokens or self._unasked >= PROBE_EVERY else None
+        control, asks = self.control, self.control.asks_model()
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             lookup = sequence.lookup
             lookup.occurrences.follow(sequence.context)
             place, matching = lookup.occurrences.longest()
             source = lookup.long if matching >= LONG else lookup.short
-            if matching and (not (model and self.draft_tokens) or source.rate >= lookup.model.rate):
+            if matching and (not (asks and control.draft_tokens) or source.rate >= lookup.model.rate):
                 lookup.last = source
                 count = min(count, _worth(source.rate, least_chance))
                 tokens = sequence.sampler.until_end(lookup.occurrences.after(place, count))
                 found[i] = tokens, self._certain(tokens, sequence)
-            elif model is None:
+            elif not asks:
                 lookup.last = None
                 found[i] = [], self._certain([], sequence)
             else:
                 lookup.last = lookup.model
                 asked.append(i)
-        self._unasked += any(not tokens for tokens, _ in found.values())
-        if model is not None and asked:
-            self._unasked, most, model._steady = 0, self.draft_tokens or 1, True
-            if not model.ends_early(most):
-                least_chance = 0.0
-            drafted = model.extend([sequences[i] for i in asked], [min(counts[i], most) for i in asked], least_chance)
-            found.update(zip(asked, drafted, strict=True))
-            # What a model that is left out takes says nothing of steps without it.
-            self._steady &= model._steady and self.draft_tokens > 0
-        if self._model is not None and (proposed := sum(len(tokens) for tokens, _ in found.values())):
-            self._share += _FOLLOWS * (sum(len(found[i][0]) for i in asked) / proposed - self._share)
+        looked_up = [len(tokens) for tokens, _ in found.values()]
+        if asked:
+            some, most = [sequences[i] for i in asked], [counts[i] for i in asked]
+            found.update(zip(asked, self._by_model(some, most, least_chance), strict=True))
+        control.note_proposals(looked_up, [len(found[i][0]) for i in asked])
         return [found[i] for i in range(len(sequences))]
+
+    def _by_model(
+        self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float
+    ) -> list[Emitted]:
+        """What the model drafts."""
+        assert self._model
+        model, most = self._model.control, self.control.draft_tokens or 1
+        model.steady = True
+        if not model.ends_early(most):
+            least_chance = 0.0
+        drafted = self._model.extend(sequences, [min(count, most) for count in counts], least_chance)
+        # What a model that is left out takes says nothing of steps without it.
+        self.control.steady &= model.steady and self.control.draft_tokens > 0
+        return drafted
 
     def _certain(self, tokens: list[int], sequence: TokenSequence) -> Tensor:
         """The distributions that proposed tokens come from: each token with certainty. Only the rule of fresh noise
@@ -95,47 +154,18 @@ class LookupTier(Tier):
             certain.scatter_(1, torch.tensor(tokens, device=certain.device).unsqueeze(1), 1.0)
         return certain
 
-    def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        lookup = sequence.lookup
-        if lookup.last:
-            lookup.last.observe(accepted, proposed)
-        if self._model and lookup.last is lookup.model:
-            self._by_model.observe(accepted, proposed)
-            self._tried = True
-            self._model.judge(sequence, proposed, accepted)
-
     def rollback(self, sequence: TokenSequence, length: int) -> None:
         sequence.lookup.occurrences.cut(length)
         if self._model:
             self._model.rollback(sequence, length)
 
-    def choose_lengths(self, batch: int = 1) -> float:
-        if self._model is None:
-            return LOOKUP_SECONDS
-        seconds, upper = self._model.choose_lengths(batch), self._upper
-        # With what its upper tier knows of its steps, or that would turn off what pays here, and looking up with it.
-        known = upper.switch.known(StepCost(upper.cost, seconds, self._by_model.rate, batch))
-        alone = replace(known, drafted=1.0)
-        tokens, expected = alone.best(1, self._most_by_model)
-        pays = expected < alone.without * (KEEP if self.draft_tokens else MARGIN) or not self._tried
-        if upper.fixed is not None:
-            tokens, pays = min(upper.fixed, self._most_by_model), True
-        if pays != (self.draft_tokens > 0):
-            upper.switch.begin_anew()  # what is proposed is another's
-            upper.acceptance = Acceptance()
-        self.draft_tokens = tokens if pays else 0
-        return max(LOOKUP_SECONDS, self._share * seconds) if pays else LOOKUP_SECONDS
-
-    def ends_early(self, tokens: int) -> bool:
-        return True
-
     def held(self) -> Held:
         if self._model:
             yield from self._model.held()
 
-    def part_with(self) -> None:
+    def drop_joined(self) -> None:
         if self._model:
-            self._model.part_with()
+            self._model.drop_joined()
 
 
 def _worth(rate: float, least_chance: float) -> int:

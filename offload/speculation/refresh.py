@@ -1,10 +1,18 @@
-"""When the retrieval cache chooses its chunks anew: after which rounds it is refreshed."""
+"""What a round does for the retrieval caches, and when their chunks are chosen anew: decided here and nowhere else.
+
+While tokens are drafted a round takes in the new tokens, and chooses the chunks of a sequence anew where the
+`RefreshPolicy` says so. While nothing is drafted it does as little as possible (`next_work`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from ...tp.errors import UsageError
+from ..caches.full import FullCache
+from ..caches.retrieval import RetrievalCache
+from ..settings import refresh_mode
 
 _FREE_SHARE = 0.03
 """A refresh that takes a smaller share of its round than this is made every round."""
@@ -17,6 +25,32 @@ _RECENT = 0.97
 
 _FADING = 0.8
 """Factor on the remembered cost of a refresh with each round."""
+
+
+class RetrievalWork(IntEnum):
+    """What a round does for the retrieval caches."""
+
+    NONE = 0
+    TAIL = 1
+    """The new tokens' keys and values, but not the attention that chunks are chosen by."""
+    REBUILD = 2
+    """The attention, and all chunks at once: what comes next is drafted."""
+    FULL = 3
+    """The attention, new tokens, and chunks as the refresh policy says."""
+
+
+def next_work(last: RetrievalWork, drafts: bool, may_rest: bool) -> RetrievalWork:
+    """What the next round does, after a round that did `last`.
+
+    Args:
+        drafts: whether something is to be drafted; after `REBUILD`, which comes first, the round after that.
+        may_rest: whether caches may be left alone.
+    """
+    if drafts:
+        return RetrievalWork.REBUILD if last is RetrievalWork.NONE else RetrievalWork.FULL
+    if last in (RetrievalWork.FULL, RetrievalWork.REBUILD) or not may_rest:
+        return RetrievalWork.TAIL  # which also takes in chunks that were on their way
+    return RetrievalWork.NONE
 
 
 @dataclass
@@ -38,10 +72,7 @@ class RefreshPolicy:
     """The last refresh's share of its round's time, less with every round, so that one slow refresh is forgotten."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.mode, str) and self.mode.isdecimal():
-            self.mode = int(self.mode)
-        if self.mode not in ("auto", "round", "never") and not (isinstance(self.mode, int) and self.mode >= 1):
-            raise UsageError(f"refresh is {self.mode!r}; it is auto, round, never or a number of rounds from 1")
+        self.mode = refresh_mode(self.mode)
 
     def due(self, accepted: int, proposed: int) -> bool:
         """Whether to refresh after a round that accepted `accepted` of `proposed` tokens."""
@@ -65,3 +96,60 @@ class RefreshPolicy:
         """Notes a refresh that took `seconds` after a round of `round_seconds`; with 0 seconds it counts as free."""
         self._rounds = 0
         self._cost_share = seconds / max(round_seconds, 1e-9)
+
+
+@dataclass(eq=False)
+class RetrievalUpkeep:
+    """The retrieval cache of one sequence and the full cache that it is chosen from, as rounds bring it up to date."""
+
+    full: FullCache
+    retrieval: RetrievalCache
+    policy: RefreshPolicy
+    mass_rows: int
+    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.begin`."""
+
+    def begin_round(self, work: RetrievalWork) -> None:
+        """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
+        self.full.begin(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
+
+    def is_due(self, work: RetrievalWork, proposed: int, accepted: int) -> bool:
+        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens."""
+        return work is RetrievalWork.FULL and (self.policy.due(accepted, proposed) or self.retrieval.is_full)
+
+    def end_round(self, work: RetrievalWork, due: bool) -> None:
+        """Takes in what was verified."""
+        if work is RetrievalWork.REBUILD:
+            self.retrieval.refresh(at_once=True)
+        elif due:
+            self.retrieval.refresh()
+        else:
+            self.retrieval.update_tail()
+
+
+def end_round(
+    work: RetrievalWork,
+    caches: Sequence[RetrievalUpkeep],
+    due: Sequence[bool],
+    round_s: Callable[[], float],
+    synchronize: Callable[[], None] | None,
+) -> float:
+    """Brings the retrieval caches of all sequences up to what was verified; the seconds that took.
+
+    Args:
+        due: of each, whether its chunks are chosen anew.
+        round_s: seconds since the round began.
+        synchronize: waits for the device, where what a refresh took is to decide when the next one comes; `None` where
+            it must not, and each counts as free.
+    """
+    if work is RetrievalWork.NONE or not caches:
+        return 0.0
+    before = round_s()
+    for one, is_due in zip(caches, due, strict=True):
+        one.end_round(work, is_due)
+    refreshed = [one.policy for one, is_due in zip(caches, due, strict=True) if is_due and work is RetrievalWork.FULL]
+    if refreshed and synchronize and refreshed[0].mode == "auto":
+        synchronize()
+    seconds = round_s() - before
+    for policy in refreshed:
+        policy.done(seconds if synchronize else 0.0, before)
+    return seconds

@@ -2,7 +2,8 @@
 
 A tier's `step` asks its drafter for tokens, tests them in one pass, keeps those that are accepted and draws one more:
 what it emits is distributed exactly as its own decoding would be. A tier without a drafter decodes token by token.
-Three tiers (small model, target on a retrieval cache, target on the full cache) are three of these in a row.
+Three tiers (small model, target on a retrieval cache, target on the full cache) are three of these in a row. How far
+each drafts is decided by its `DraftControl`.
 
 Sequences that are decoded together take every step together: one pass for all of them.
 """
@@ -10,7 +11,6 @@ Sequences that are decoded together take every step together: one pass for all o
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,19 +24,10 @@ from ..graphs.passes import JOINED, JoinedPasses, Passes
 from ..held import Held
 from ..vocabulary import cover, readable
 from .acceptance import accept
-from .confidence import Confidence
+from .control import DraftControl
 from .distribution import check_finite, in_millionths
-from .lengths import Acceptance, PassCost, StepCost
 from .sampler import distributions, draw
-from .sequence import Counts, TokenSequence
-from .switch import PROBE_EVERY, Switch, Upkeep, next_upkeep
-
-READ_TOGETHER = 8
-"""Draft tokens between which a GPU is not waited for: with so many at a time it is seen whether the draft ends early.
-On a CPU, which computes as it is told, that is seen after each."""
-
-_FINE = 2**30
-"""Chances are multiples of one part in so many: ranks share whole numbers."""
+from .sequence import TokenSequence
 
 AcceptanceRule = Callable[..., tuple[list[tuple[int, int]], list[list[float]]]]
 """`acceptance.accept`, or what a test has in its place."""
@@ -45,7 +36,7 @@ Emitted = tuple[list[int], Tensor]
 """Tokens that follow a sequence's context, and the distributions `[tokens, vocab]` they were drawn from."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Tier:
     """One level of speculation.
 
@@ -54,51 +45,13 @@ class Tier:
 
     name: str
     decoder: Decoder
-    cost: PassCost
-    """By the rows of a pass, those of all sequences."""
+    control: DraftControl
     vocab_size: int
     """Of the target: every tier's distributions are over its tokens."""
     drafter: Tier | None = None
-    draft_tokens: int = 4
-    """Draft tokens for one pass, for each sequence, that are expected to be fastest; 0 where none are."""
-    most_asked: int | None = None
-    """Draft tokens to ask of the drafter at most, where drafts end early; `None` is `draft_tokens`."""
-    asked_next: int | None = None
-    """The same for the next pass alone, where that tries another number."""
-    least_chance: float = 0.0
-    """A draft ends where it is less likely than this that the next token, and all before it, are accepted; with 0 it
-    never does."""
-    early_end: float | None = None
-    """`least_chance` as set by hand; `None` is by costs."""
-    upkeep: Upkeep = Upkeep.FULL
-    """What the next round does for the retrieval caches. Of the tier that decides about the text."""
-    may_rest: bool | None = None
-    """Whether retrieval caches may be left alone while nothing is drafted; `None` of a tier that does not decide."""
-    after_round: float = 0.0
-    """Seconds that a round took for the retrieval caches after the last pass."""
-    fixed: int | None = None
-    """`draft_tokens` as set by hand."""
-    adapts_to_time: bool = True
-    """Whether the number is chosen by measured times; if not, by those that the plan expects."""
-    longest: int = 8
-    """The most `draft_tokens` may become."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    counts: Counts = field(default_factory=Counts)
-    """Of all sequences together; their own are kept with each."""
-    replicated: bool = False
-    """Whether each of several ranks runs the whole tier."""
-    confidence: Confidence = field(default_factory=Confidence)
-    """How likely the tokens that this tier drafts are accepted."""
-    clock: Callable[[], float] = time.perf_counter
-    """Seconds; what passes are timed with."""
     accept: AcceptanceRule = accept
     """Which of the drafter's tokens are kept, and what follows them."""
-    switch: Switch = field(default_factory=Switch, init=False)
-    _steady: bool = field(default=True, init=False)  # whether nothing was compiled or captured in a step so far
-    _last_drafted: int = field(default=0, init=False)
-    _round: Upkeep = field(default=Upkeep.FULL, init=False)  # the upkeep of the last round
-    _step: StepCost | None = field(default=None, init=False)  # what a step is expected to take
-    _kept: dict[tuple[Passes, ...], JoinedPasses] = field(default_factory=dict, init=False)
+    _joined: dict[tuple[Passes, ...], JoinedPasses] = field(default_factory=dict, init=False)
 
     def step(self, sequences: Sequence[TokenSequence], limits: Sequence[int], *, rated: bool = False) -> list[Emitted]:
         """Emits 1 to `limits[i]` tokens that follow the context of each sequence, and this tier's own distributions.
@@ -110,58 +63,27 @@ class Tier:
 
         Args: `rated`: whether `TokenSequence.rated` gets how sure this tier is of the tokens.
         """
-        if self.drafter is None:
-            return self._draw_alone(sequences, 1, rated=rated)
-        began = self.clock()
-        self._round = self.upkeep
-        asked = self.draft_tokens if self.most_asked is None else self.most_asked
-        if self.asked_next is not None:
-            asked, self.asked_next = self.asked_next, None
+        asked = self.control.begin_step() if self.drafter else 0
         wanted = [min(asked, limit - 1) for limit in limits]
         if not any(wanted):
             return self._draw_alone(sequences, 1, rated=rated)
-        drafts: list[Emitted | None] = [None] * len(sequences)
-        drafting = [i for i, count in enumerate(wanted) if count]
-        self.drafter._steady = True
-        some = [sequences[i] for i in drafting], [wanted[i] for i in drafting]
-        for i, draft in zip(drafting, self.drafter.extend(*some, self.least_chance), strict=True):
-            drafts[i] = draft
-        proposed = [draft[0] if draft else [] for draft in drafts]
-        drafted = self.clock()
-        rows = [len(tokens) + 1 for tokens in proposed]
-        self._catch_up(sequences, sum(rows))
-        pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
-        logits = self._logits(sequences, self._joined(pending), [len(tokens) for tokens in pending], rows)
+        drafts = self._drafts(sequences, wanted)
+        proposed = [tokens for tokens, _ in drafts]
+        self.control.begin_pass(drafted=True)
+        logits, rows, processed = self._verify(sequences, proposed)
         samplers = [sequence.sampler for sequence in sequences]
         target = distributions(logits, samplers, rows)
         starts = [len(sequence.context) for sequence in sequences]
-        given = proposed, [draft and draft[1] for draft in drafts], target, samplers, starts
+        given = proposed, [q for _, q in drafts], target, samplers, starts
         outcomes, ratings = self.accept(*given, logits if rated else None)
         check_finite(sequences, [[token] for _, token in outcomes])
-        emitted: list[Emitted] = []
-        parts = target.split(rows) if len(rows) > 1 else (target,)
-        for i, (sequence, tokens, part) in enumerate(zip(sequences, proposed, parts, strict=True)):
+        emitted, parts = [], target.split(rows)
+        for i, sequence in enumerate(sequences):
             accepted, token = outcomes[i]
-            kept = sequence.sampler.until_end([*tokens[:accepted], token])
-            self.rollback(sequence, len(sequence.context) + len(kept) - 1)
-            emitted.append((kept, part[: len(kept)]))
-            sequence.rated[self.name] = ratings[i][: len(kept)]
-            sequence.keep_logprobs(kept)
-        steady = self._measure(sequences, 1, sum(map(len, pending)), self.clock() - drafted)
-        for sequence, tokens, (accepted, _) in zip(sequences, proposed, outcomes, strict=True):
-            self._count_draft(sequence, len(tokens), accepted)
-        self._learn(steady and self.drafter._steady, began, max(wanted), max(map(len, proposed)), emitted)
+            kept = self._keep(sequence, [*proposed[i][:accepted], token], ratings[i])
+            emitted.append((kept, parts[i][: len(kept)]))
+        self._note_step(sequences, processed, wanted, proposed, [accepted for accepted, _ in outcomes], emitted)
         return emitted
-
-    def _learn(self, steady: bool, began: float, asked: int, drafted: int, emitted: list[Emitted]) -> None:
-        """Has the switch learn from a step, unless something was compiled or captured in it."""
-        self._steady &= steady
-        if not steady:
-            self.switch.postpone()
-        elif self._step and self.adapts_to_time:
-            seconds = self.clock() - began + (self.after_round if drafted else 0.0)
-            brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
-            self.switch.note(self._step, asked, drafted, brought, seconds)
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
@@ -178,16 +100,16 @@ class Tier:
         starts = [len(sequence.context) for sequence in sequences]
         rows: list[list[Tensor]] = [[] for _ in sequences]
         rated: list[list[float]] = [[] for _ in sequences]
-        missing, chances = list(counts), [1.0] * len(sequences)
+        missing, chances, confidence = list(counts), [1.0] * len(sequences), self.control.confidence
         while going := [i for i, count in enumerate(missing) if count > 0]:
-            likely = sum(chances[i] for i in going) * self.confidence.rate
+            likely = sum(chances[i] for i in going) * confidence.rate
             if likely < least_chance * len(sequences) and rows[0]:
                 break
             some, limits = [sequences[i] for i in going], [missing[i] for i in going]
             if self.drafter:
                 found = self.step(some, limits, rated=least_chance > 0)
             else:
-                found = self._draw_alone(some, min(self._read_together, max(limits)), limits, rated=True)
+                found = self._draw_alone(some, min(self.control.read_together, max(limits)), limits, rated=True)
             # Copies: rows of a pass over all would keep those of all that were rejected, as long as they last.
             found = [(tokens, target.clone()) for tokens, target in found]
             for i, (tokens, target) in zip(going, found, strict=True):
@@ -197,7 +119,7 @@ class Tier:
                 if least_chance:
                     new = sequences[i].rated[self.name]
                     rated[i] += new
-                    chances[i] *= math.prod(map(self.confidence.chance, new))
+                    chances[i] *= math.prod(map(confidence.chance, new))
         emitted: list[Emitted] = []
         for i, (sequence, start, parts) in enumerate(zip(sequences, starts, rows, strict=True)):
             emitted.append((sequence.context[start:], parts[0] if len(parts) == 1 else torch.cat(parts)))
@@ -205,6 +127,64 @@ class Tier:
             del sequence.context[start:]
             sequence.rated[self.name] = rated[i]
         return emitted
+
+    def rollback(self, sequence: TokenSequence, length: int) -> None:
+        """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold
+        more."""
+        sequence.rollback(self.name, length)
+        if self.drafter:
+            self.drafter.rollback(sequence, length)
+
+    def _drafts(
+        self, sequences: Sequence[TokenSequence], wanted: Sequence[int]
+    ) -> list[tuple[list[int], Tensor | None]]:
+        """Up to `wanted[i]` draft tokens for each sequence, and what they were drawn from."""
+        assert self.drafter
+        drafts: list[tuple[list[int], Tensor | None]] = [([], None)] * len(sequences)
+        drafting = [i for i, count in enumerate(wanted) if count]
+        self.drafter.control.steady = True
+        some, counts = [sequences[i] for i in drafting], [wanted[i] for i in drafting]
+        for i, draft in zip(drafting, self.drafter.extend(some, counts, self.control.least_chance), strict=True):
+            drafts[i] = draft
+        return drafts
+
+    def _verify(
+        self, sequences: Sequence[TokenSequence], proposed: Sequence[list[int]]
+    ) -> tuple[Tensor, list[int], int]:
+        """One pass over what is proposed: the logits of what follows each sequence's context and each of its proposed
+        tokens, one sequence after another; how many rows each has; and how many tokens the pass processed in all."""
+        rows = [len(tokens) + 1 for tokens in proposed]
+        self._catch_up(sequences, sum(rows))
+        pending = [self._pending(s) + tokens for s, tokens in zip(sequences, proposed, strict=True)]
+        logits = self._logits(sequences, self._concatenated(pending), [len(tokens) for tokens in pending], rows)
+        return logits, rows, sum(map(len, pending))
+
+    def _keep(self, sequence: TokenSequence, tokens: list[int], rated: list[float]) -> list[int]:
+        """What of a pass's tokens is kept: up to an end-of-sequence token. Caches are rolled back to it, but for the
+        last token, which the next pass processes."""
+        kept = sequence.sampler.until_end(tokens)
+        self.rollback(sequence, len(sequence.context) + len(kept) - 1)
+        sequence.rated[self.name] = rated[: len(kept)]
+        sequence.keep_logprobs(kept)
+        return kept
+
+    def _note_step(
+        self,
+        sequences: Sequence[TokenSequence],
+        processed: int,
+        wanted: Sequence[int],
+        proposed: Sequence[list[int]],
+        accepted: Sequence[int],
+        emitted: Sequence[Emitted],
+    ) -> None:
+        """Tells the control what a step with a draft took and brought."""
+        assert self.drafter
+        control, steady = self.control, self._was_steady(sequences)
+        control.note_passes(sequences, 1, processed, steady)
+        for sequence, tokens, count in zip(sequences, proposed, accepted, strict=True):
+            control.note_draft(sequence, len(tokens), count)
+        brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
+        control.note_step(steady and self.drafter.control.steady, max(wanted), max(map(len, proposed)), brought)
 
     def _draw_alone(
         self,
@@ -216,7 +196,7 @@ class Tier:
     ) -> list[Emitted]:
         """`extend` without a draft. Tokens drawn after an end-of-sequence token, or beyond those that were asked for,
         are dropped."""
-        began = self.clock()
+        self.control.begin_pass(drafted=False)
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
         drawn, targets, sure = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
@@ -225,14 +205,13 @@ class Tier:
         check_finite(sequences, [tokens[i * steps : (i + 1) * steps] for i in range(len(sequences))])
         for i, sequence in enumerate(sequences):
             wanted = steps if counts is None else counts[i]
-            kept = sequence.sampler.until_end(tokens[i * steps : (i + 1) * steps][:wanted])
-            self.rollback(sequence, len(sequence.context) + len(kept) - 1)
-            emitted.append((kept, targets[i, : len(kept)]))
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
-            sequence.rated[self.name] = [number / 1e6 for number in numbers[first : first + len(kept)]]
-            sequence.keep_logprobs(kept)
-        steady = self._measure(sequences, steps, rows, self.clock() - began)
-        self._learn(steady, began, 0, 0, emitted)
+            ratings = [number / 1e6 for number in numbers[first : first + steps]]
+            kept = self._keep(sequence, tokens[i * steps : (i + 1) * steps][:wanted], ratings)
+            emitted.append((kept, targets[i, : len(kept)]))
+        steady = self._was_steady(sequences)
+        self.control.note_passes(sequences, steps, rows, steady)
+        self.control.note_step(steady, 0, 0, sum(len(kept) for kept, _ in emitted) / len(emitted))
         return emitted
 
     def _drawn(
@@ -243,7 +222,7 @@ class Tier:
         They stay on the device; those that were drawn from NaN are below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
-        pending, counts = self._joined(waiting), [len(tokens) for tokens in waiting]
+        pending, counts = self._concatenated(waiting), [len(tokens) for tokens in waiting]
         samplers, one_each = [sequence.sampler for sequence in sequences], [1] * len(sequences)
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
@@ -274,7 +253,7 @@ class Tier:
                 tokens = readable(to_device(behind, self.decoder.device), self.decoder.config.vocab_size)
                 sequence.passes[self.name].forward(tokens)
 
-    def _joined(self, tokens: Sequence[list[int]]) -> Tensor:
+    def _concatenated(self, tokens: Sequence[list[int]]) -> Tensor:
         return to_device([token for part in tokens for token in part], self.decoder.device)
 
     def _logits(
@@ -298,132 +277,29 @@ class Tier:
         ends. Of all that run they are captured, and of some of them as long as their members are not more together than
         the plan's reserve counts: each set has captured passes of its own."""
         members = tuple(sequence.passes[self.name] for sequence in sequences)
-        if members not in self._kept:
-            most = max(map(len, self._kept), default=0)
+        if members not in self._joined:
+            most = max(map(len, self._joined), default=0)
             if len(members) > most:  # a round's first pass is of all that run
-                self._kept.clear()
+                self._joined.clear()
                 most = len(members)
-            room = JOINED * most - sum(len(known) for known, passes in self._kept.items() if passes.captures)
-            self._kept[members] = JoinedPasses(members, captures=len(members) <= room)
-        return self._kept[members]
+            room = JOINED * most - sum(len(known) for known, passes in self._joined.items() if passes.captures)
+            self._joined[members] = JoinedPasses(members, captures=len(members) <= room)
+        return self._joined[members]
 
     def held(self) -> Held:
         """See `offload.held`: what this tier and those below have of several sequences together."""
-        for passes in self._kept.values():
+        for passes in self._joined.values():
             yield from passes.held()
         if self.drafter:
             yield from self.drafter.held()
 
-    def part_with(self) -> None:
+    def drop_joined(self) -> None:
         """Drops what this tier and those below keep of the sequences of their last pass, as one of them has ended."""
-        self._kept.clear()
+        self._joined.clear()
         if self.drafter:
-            self.drafter.part_with()
+            self.drafter.drop_joined()
 
-    def _measure(self, sequences: Sequence[TokenSequence], passes: int, rows: int, seconds: float) -> bool:
-        """Counts `passes` over so many rows in all, and learns from how long they took, unless something was compiled
-        or captured meanwhile, which will not happen again; whether it was not."""
-        for counts in (self.counts, *(sequence.counts[self.name] for sequence in sequences)):
-            counts.seconds += seconds
-            counts.passes += passes
+    def _was_steady(self, sequences: Sequence[TokenSequence]) -> bool:
+        """Whether nothing was compiled or captured in the last pass over these sequences."""
         used = sequences[0].passes[self.name] if len(sequences) == 1 else self._together(sequences)
-        steady = used.was_steady()
-        if self.adapts_to_time and steady:
-            self.cost.observe(rows / passes, seconds / passes)
-        return steady
-
-    def _count_draft(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        """Counts the draft tokens that a pass tested, and those it accepted."""
-        if not proposed:
-            return
-        if self.drafter:
-            self.drafter.judge(sequence, proposed, accepted)
-        for counts in (self.counts, sequence.counts[self.name]):
-            counts.proposed += proposed
-            counts.accepted += accepted
-            counts.tested += min(accepted + 1, proposed)
-        self.acceptance.observe(accepted, proposed)
-
-    def judge(self, sequence: TokenSequence, proposed: int, accepted: int) -> None:
-        """Is told how many of the tokens that it proposed last for a sequence were accepted."""
-        self.confidence.observe(sequence.rated.get(self.name, ())[:proposed], accepted)
-
-    def rollback(self, sequence: TokenSequence, length: int) -> None:
-        """Rolls the sequence's caches of this tier and those below back to its first `length` tokens, if they hold
-        more."""
-        sequence.rollback(self.name, length)
-        if self.drafter:
-            self.drafter.rollback(sequence, length)
-
-    def choose_lengths(self, batch: int = 1) -> float:
-        """Decides how many tokens this tier and those below draft for `batch` sequences, and where drafts end, by what
-        is expected to be fastest, unless that is fixed; returns the seconds per token of each sequence that are
-        expected of this tier."""
-        if self.drafter is None or self._rests(batch):
-            return self.cost.seconds(batch)
-        draft_seconds = self.drafter.choose_lengths(batch)
-        # More rows than those of a step would be computed with another arithmetic.
-        most = max(0, FEW_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
-        most = most if self.fixed is not None else min(self.longest, most)
-        self.asked_next = self.most_asked = None
-        self.least_chance = 0.0
-        step = StepCost(self.cost, draft_seconds, self.acceptance.rate, batch)
-        if self.fixed is not None:
-            self.draft_tokens = min(self.fixed, most)
-            seconds = step.best(0, min(self.longest, most))[1]
-        elif self.adapts_to_time:
-            self.draft_tokens, seconds, self.asked_next = self._by_time(step, most)
-        else:
-            self.draft_tokens, seconds = step.best(0, most)
-            if self.draft_tokens:
-                self._last_drafted = self.counts.passes
-            elif self.counts.passes - self._last_drafted >= PROBE_EVERY:
-                self.draft_tokens, self._last_drafted = min(1, most), self.counts.passes
-                return seconds
-        if self.draft_tokens and self.drafter.ends_early(self.draft_tokens):
-            by_costs = 0.0 if self.fixed is not None else step.least_chance(self.draft_tokens, seconds)
-            self.least_chance = by_costs if self.early_end is None else self.early_end
-        if self.least_chance and self.fixed is None:
-            self.most_asked = most
-        return seconds
-
-    @property
-    def _read_together(self) -> int:
-        """Draft tokens between which it is seen whether the draft ends."""
-        return 1 if self.decoder.device.type == "cpu" else READ_TOGETHER
-
-    def ends_early(self, tokens: int) -> bool:
-        """Whether this tier's drafts of about so many tokens can end earlier. Not where every rank runs it whole: their
-        last bits may differ, and with them where a draft ends."""
-        return not self.replicated and (self.drafter is not None or tokens >= self._read_together)
-
-    def _rests(self, batch: int) -> bool:
-        """Whether nothing is drafted, and it is too early to decide anew."""
-        step = self._step
-        at_rest = self._round is self.upkeep is Upkeep.NONE and self.fixed is None and not self.draft_tokens
-        return at_rest and step is not None and step.batch == batch and not self.switch.may_probe
-
-    def _by_time(self, step: StepCost, most: int) -> tuple[int, float, int | None]:
-        """What `Switch.decide` says, once the retrieval caches are ready for it."""
-        switch = self.switch
-        self._step = switch.known(step)
-        tokens, seconds, probe = switch.decide(self._step, most)
-        if self.may_rest is not None:
-            drafts = bool(tokens if probe is None else probe)
-            self.upkeep = next_upkeep(self._round, drafts, self.may_rest and not tokens)
-            if self.upkeep is Upkeep.REBUILD:
-                probe = 0
-                switch.postpone()
-        return tokens, seconds, probe
-
-    @property
-    def decisions(self) -> list[int]:
-        """What `choose_lengths` has decided, in numbers, for other ranks."""
-        asked = [-1 if number is None else number for number in (self.most_asked, self.asked_next)]
-        return [self.draft_tokens, *asked, round(self.least_chance * _FINE), int(self.upkeep)]
-
-    @decisions.setter
-    def decisions(self, numbers: Sequence[int]) -> None:
-        self.draft_tokens, *asked, chance, upkeep = numbers
-        self.most_asked, self.asked_next = (None if number < 0 else number for number in asked)
-        self.least_chance, self.upkeep = chance / _FINE, Upkeep(upkeep)
+        return used.was_steady()

@@ -7,8 +7,8 @@ import pytest
 from spmd import run_forks
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Sampling
+from triforce.offload.speculation.drafting_pays import PROBE_EVERY
 from triforce.offload.speculation.lengths import Acceptance, PassCost
-from triforce.offload.speculation.tiers import PROBE_EVERY
 from triforce.offload.system import System
 from triforce.offload.transfer.link import MEASURED_BYTES, ThreadLink, Traffic
 from triforce.offload.transfer.make import make_blocks
@@ -27,9 +27,9 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize(("accepted", "shortest", "longest"), [(0, 0, 1), (995, 8, 8)])
 def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(), 60)
-    verify, retrieval, draft = run.batch.tiers
-    for tier in (verify, retrieval):
-        tier.acceptance = Acceptance(accepted=accepted, tested=1000)
+    verify, retrieval, draft = (tier.control for tier in run.batch.tiers)
+    for control in (verify, retrieval):
+        control.acceptance = Acceptance(accepted=accepted, tested=1000)
     draft.cost = PassCost(retrieval.cost.base / 100, 0.0)
     verify.choose_lengths()
     assert shortest <= retrieval.draft_tokens <= longest
@@ -38,14 +38,14 @@ def test_adapted_lengths_follow_acceptance(pair, accepted, shortest, longest):
 
 def test_a_tier_that_stopped_drafting_tries_again_at_times_without_a_clock(pair):
     run = Engine.load(*pair, device="cpu").stream(random_tokens(200), Sampling(seed=1), 60)
-    _, retrieval, draft = run.batch.tiers
+    verify, retrieval, draft = (tier.control for tier in run.batch.tiers)
     retrieval.adapts_to_time = False
     retrieval.acceptance = Acceptance(accepted=0, tested=1000)
     draft.cost = PassCost(retrieval.cost.base, 0.0)
     tries = []
     for _ in range(300):
         retrieval.counts.passes += 11  # passes of a round; not a divisor of the interval
-        run.batch.tiers[0].choose_lengths()
+        verify.choose_lengths()
         tries.append(retrieval.draft_tokens)
     assert set(tries) == {0, 1}
     assert sum(tries) == pytest.approx(300 * 11 / PROBE_EVERY, rel=0.3)
@@ -72,7 +72,7 @@ def expected(model, carried, speed, **settings):
     engine = Engine.load(model, "none", device="cpu", dtype="float32", resident=0, budget=64, **settings, system=system)
     run = engine.stream(random_tokens(900), Sampling(temperature=0.0), 8, ignore_eos=True)
     tokens = list(next(run).tokens)
-    found = run.batch.tiers[0].cost.seconds(1), engine.plan(908).streamed_per_pass
+    found = run.batch.tiers[0].control.cost.seconds(1), engine.plan(908).streamed_per_pass
     for event in run:
         tokens += event.tokens
     engine.close()

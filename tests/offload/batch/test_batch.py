@@ -253,7 +253,7 @@ def test_drafting_begins_again_after_many_rounds_without(models):
     prompts = [BOOK[: 300 + i] for i in range(8)]
     batch = models.engine("llama").batch([Request(prompt, GREEDY, 70, ignore_eos=True) for prompt in prompts])
     for count, _ in enumerate(batch):
-        top = batch.tiers[0]
+        top = batch.tiers[0].control
         top.fixed = 0 if count < 8 * 45 else 6
         top.draft_tokens = top.fixed
     for prompt, sequence in zip(prompts, batch.sequences, strict=True):

@@ -195,9 +195,9 @@ def test_a_link_is_measured_once_enough_has_crossed_it(models):
     """Of a prompt that is shorter than a block nothing has, when it is read."""
     batch = load(models, resident=0).batch([Request(random_tokens(40), GREEDY, 600, ignore_eos=True)])
     next(batch)
-    opening, cost = batch.run._opening, batch.tiers[0].cost
+    opening, cost = batch.run._opening, batch.tiers[0].control.cost
     assert opening._to_measure is not None
     opening.traffic = lambda: Traffic(bytes_in=2**30, busy_s=1.0)
     opening.use_measured_link()
-    assert opening._to_measure is None and batch.tiers[0].cost is not cost
+    assert opening._to_measure is None and batch.tiers[0].control.cost is not cost
     batch.close()

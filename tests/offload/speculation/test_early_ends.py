@@ -15,8 +15,8 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.confidence import Confidence
 from triforce.offload.speculation.distribution import certainties
+from triforce.offload.speculation.drafting_pays import DraftingPays
 from triforce.offload.speculation.lengths import PassCost, StepCost
-from triforce.offload.speculation.switch import Switch
 from triforce.offload.speculation.tiers import Tier
 from triforce.tp.errors import UsageError
 
@@ -139,9 +139,9 @@ def test_greedy_equals_transformers_where_lengths_and_ends_adapt(pair, lookup, m
     )
     monkeypatch.setattr(PassCost, "observe", lambda *given: None)
     run = engine.stream(PROMPT, GREEDY, 300)
-    verify, *_ = run.batch.tiers
+    verify = run.batch.tiers[0].control
     verify.cost = PassCost(100 * verify.cost.base, 0.0)
-    monkeypatch.setattr(Switch, "note", lambda *given: None)
+    monkeypatch.setattr(DraftingPays, "note", lambda *given: None)
     proposed = [event.proposed for event in itertools.islice(run, 1, None)]
     assert run.statistics.token_ids == want
     assert verify.longest == 128 and max(proposed) > 24

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from tiny import random_tokens
+from triforce.offload.speculation.control import DraftControl
+from triforce.offload.speculation.drafting_pays import PROBE_EVERY
 from triforce.offload.speculation.lengths import LOOKUP_SECONDS, PassCost
-from triforce.offload.speculation.lookup import LookupTier
+from triforce.offload.speculation.lookup import LookupControl, LookupTier
 from triforce.offload.speculation.occurrences import SHORTEST, Lookup, Occurrences
-from triforce.offload.speculation.switch import PROBE_EVERY, Switch
 from triforce.tp.weights.registry import parse_draft
 
 PASSAGE = random_tokens(40, seed=2)
@@ -67,11 +68,11 @@ def test_a_draft_s_name_says_whether_it_is_looked_up(given, model, looks_up):
     assert parse_draft(given) == (model, looks_up)
 
 
-class Model:
-    """Drafts ones, at a price."""
+class ModelControl:
+    """Of a model at a price."""
 
     def __init__(self, seconds):
-        self.seconds, self.asked = seconds, []
+        self.seconds, self.steady = seconds, True
 
     def choose_lengths(self, batch):
         return self.seconds
@@ -79,12 +80,19 @@ class Model:
     def ends_early(self, tokens):
         return True
 
+    def judge(self, sequence, proposed, accepted):
+        pass
+
+
+class Model:
+    """Drafts ones."""
+
+    def __init__(self, control):
+        self.control, self.asked = control, []
+
     def extend(self, sequences, counts, least_chance):
         self.asked.append(counts)
         return [([1] * count, torch.empty(0)) for count in counts]
-
-    def judge(self, sequence, proposed, accepted):
-        pass
 
 
 def sequence_of(context) -> Any:
@@ -93,26 +101,25 @@ def sequence_of(context) -> Any:
 
 
 def test_a_model_that_does_not_pay_is_left_out_and_tried_now_and_then():
-    second = PassCost(1.0, 0.0)
-    upper: Any = SimpleNamespace(
-        decoder=SimpleNamespace(device="cpu"), cost=second, vocab_size=97, fixed=None, clock=None
-    )
-    upper.draft_tokens, upper.switch = 8, Switch()
-    model: Any = Model(seconds=5.0)
-    tier = LookupTier(model, upper, 8)
+    upper = DraftControl("retrieval", PassCost(1.0, 0.0))
+    seconds: Any = ModelControl(5.0)
+    model: Any = Model(seconds)
+    control = LookupControl(seconds, upper, 8)
+    decoder: Any = SimpleNamespace(device="cpu")
+    tier = LookupTier(control, model, decoder, 97)
     new, known = sequence_of(list(range(90))), sequence_of(PASSAGE * 2)
-    while tier.choose_lengths() > LOOKUP_SECONDS:  # a few times, to see what it is worth
-        assert tier.extend([new], [8])[0][0] == [1] * tier.draft_tokens
-        tier.judge(new, 1, 1)
+    while control.choose_lengths() > LOOKUP_SECONDS:  # a few times, to see what it is worth
+        assert tier.extend([new], [8])[0][0] == [1] * control.draft_tokens
+        control.judge(new, 1, 1)
         assert len(model.asked) < 8
-    assert model.asked and tier.draft_tokens == 0 and new.lookup.model.rate > known.lookup.long.rate
+    assert model.asked and control.draft_tokens == 0 and new.lookup.model.rate > known.lookup.long.rate
     model.asked.clear()
     for _ in range(PROBE_EVERY):
         assert tier.extend([new], [8])[0][0] == []
     assert tier.extend([known], [8])[0][0] == PASSAGE[:8] and not model.asked
-    assert tier._steady and tier.extend([new], [8])[0][0] == [1] and model.asked == [[1]] and not tier._steady
+    assert control.steady and tier.extend([new], [8])[0][0] == [1] and model.asked == [[1]] and not control.steady
     known.lookup.model = new.lookup.model
     assert tier.extend([known], [8])[0][0] == PASSAGE[:8], "it costs nothing, though the model is right more often"
-    model.seconds = 0.01
-    assert LOOKUP_SECONDS < tier.choose_lengths() <= 0.01
+    seconds.seconds = 0.01
+    assert LOOKUP_SECONDS < control.choose_lengths() <= 0.01
     assert tier.extend([known, new], [8, 8])[0][0] == [1] * 8 and model.asked[1:] == [[8, 8]]

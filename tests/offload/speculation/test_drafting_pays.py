@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import pytest
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
+from triforce.offload.speculation.drafting_pays import DraftingPays
 from triforce.offload.speculation.lengths import Acceptance, PassCost, StepCost
-from triforce.offload.speculation.switch import Switch, Upkeep, next_upkeep
+from triforce.offload.speculation.refresh import RetrievalWork, next_work
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT = random_tokens(300, seed=3)
@@ -37,7 +38,7 @@ class Tally:
     def __init__(self, seed=0, modelled=1.0):
         """Args: `modelled` is what a pass over no rows is taken to be at first."""
         self.random = random.Random(seed)
-        self.cost, self.acceptance, self.switch = PassCost(modelled, 0.02), Acceptance(), Switch()
+        self.cost, self.acceptance, self.pays = PassCost(modelled, 0.02), Acceptance(), DraftingPays()
         self.tokens, self.seconds, self.probe_loss = 0, 0.0, 0.0
 
     def run(self, world, tokens, most=24):
@@ -48,9 +49,9 @@ class Tally:
         return self.seconds - began[0], self.tokens - began[1]
 
     def step(self, world, most):
-        switch = self.switch
-        step = switch.known(StepCost(self.cost, world.draft, self.acceptance.rate))
-        count, _, probe = switch.decide(step, most)
+        pays = self.pays
+        step = pays.known(StepCost(self.cost, world.draft, self.acceptance.rate))
+        count, _, probe = pays.decide(step, most)
         drafted = count if probe is None else probe
         accepted = 0
         while accepted < drafted and self.random.random() < world.rate:
@@ -60,7 +61,7 @@ class Tally:
         if drafted:
             self.acceptance.observe(accepted, drafted)
         self.cost.observe(drafted + 1, took - drafted * world.draft)
-        switch.note(step, drafted, drafted, accepted + 1, took)
+        pays.note(step, drafted, drafted, accepted + 1, took)
         self.tokens += accepted + 1
         self.seconds += took
         if probe is not None and self.tokens > 32:
@@ -114,9 +115,9 @@ def test_drafting_comes_back_when_the_text_is_easier_to_draft():
     for seed in range(10):
         tally = Tally(seed)
         tally.run(hard, 200)
-        assert not tally.switch.on
+        assert not tally.pays.on
         tally.run(easy, 400)
-        assert tally.switch.on, seed
+        assert tally.pays.on, seed
         seconds, tokens = tally.run(easy, 200)
         times.append(seconds / tokens)
     assert sum(times) / len(times) < 1.1 * easy.best()
@@ -136,16 +137,16 @@ def test_another_process_that_takes_the_processor_at_times_makes_no_great_differ
 def test_drafting_stops_when_drafts_become_expensive():
     tally = Tally()
     tally.run(World(), 200)
-    assert tally.switch.on
+    assert tally.pays.on
     tally.run(World(draft=3.0, rate=0.5), 100)
-    assert not tally.switch.on
+    assert not tally.pays.on
 
 
 def test_what_a_round_does_for_retrieval_caches():
-    none, tail, rebuild, full = Upkeep
-    assert [next_upkeep(last, True, True) for last in Upkeep] == [rebuild, full, full, full]
-    assert [next_upkeep(last, False, True) for last in Upkeep] == [none, none, tail, tail]
-    assert {next_upkeep(last, False, False) for last in Upkeep} == {tail}
+    none, tail, rebuild, full = RetrievalWork
+    assert [next_work(last, True, True) for last in RetrievalWork] == [rebuild, full, full, full]
+    assert [next_work(last, False, True) for last in RetrievalWork] == [none, none, tail, tail]
+    assert {next_work(last, False, False) for last in RetrievalWork} == {tail}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def switched(tier, on):
         drafts = on(next(rounds))
         return (min(4, most) if drafts else 0), 1.0, None
 
-    tier.switch.decide = decide
+    tier.control.pays.decide = decide
 
 
 @pytest.mark.parametrize("resident", [None, 0.0])
@@ -178,17 +179,19 @@ def test_tokens_are_the_same_however_often_drafting_stops_and_begins_again(model
         root / "target", root / "draft", device="cpu", dtype="float32", budget=64, refresh=refresh, resident=resident
     )
     run = engine.stream(PROMPT, GREEDY, 700)
-    upkeeps, drafted = [], []
+    works, drafted = [], []
     for event in run:
         top = run.batch.tiers[0]
         if not event.index:
             switched(top, lambda i: i < 3 or 20 < i < 24 or 400 < i < 410 or i > 440)
-        upkeeps.append(top.upkeep)
+        works.append(top.control.work)
         drafted.append(event.proposed)
     assert run.statistics.token_ids == want
     assert sum(map(bool, drafted)) > 20 and drafted.count(0) > 350
-    resting = {Upkeep.TAIL} if refresh == "never" else {Upkeep.NONE, Upkeep.REBUILD, Upkeep.TAIL}
-    assert set(upkeeps) == {Upkeep.FULL} | resting
+    resting = (
+        {RetrievalWork.TAIL} if refresh == "never" else {RetrievalWork.NONE, RetrievalWork.REBUILD, RetrievalWork.TAIL}
+    )
+    assert set(works) == {RetrievalWork.FULL} | resting
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from enum import IntEnum
 from statistics import fmean, median
 
 from .lengths import StepCost, expected_tokens
@@ -44,32 +43,6 @@ _UNFORESEEN = 0.02
 """Share of a token's time that a probe is taken to lose at least."""
 
 
-class Upkeep(IntEnum):
-    """What a round does for the retrieval caches. As little as possible while nothing is drafted from them."""
-
-    NONE = 0
-    TAIL = 1
-    """The new tokens' keys and values, but not the attention that chunks are chosen by."""
-    REBUILD = 2
-    """The attention, and all chunks at once: what comes next is drafted."""
-    FULL = 3
-    """The attention, new tokens, and chunks as the refresh policy says."""
-
-
-def next_upkeep(last: Upkeep, drafts: bool, may_rest: bool) -> Upkeep:
-    """What the next round does for the retrieval caches, after a round that did `last`.
-
-    Args:
-        drafts: whether something is to be drafted; after `REBUILD`, which comes first, the round after that.
-        may_rest: whether caches may be left alone.
-    """
-    if drafts:
-        return Upkeep.REBUILD if last is Upkeep.NONE else Upkeep.FULL
-    if last in (Upkeep.FULL, Upkeep.REBUILD) or not may_rest:
-        return Upkeep.TAIL  # which also takes in chunks that were on their way
-    return Upkeep.NONE
-
-
 class _Recent:
     """The last measurements of a kind."""
 
@@ -90,7 +63,7 @@ class _Recent:
         return fmean(self._values)
 
 
-class Switch:
+class DraftingPays:
     """What a tier's steps took with a draft and without, and which way is in force. Seconds."""
 
     def __init__(self) -> None:
