@@ -353,7 +353,8 @@ class _History:
             self.run()
         elif kind == "save":
             self.saved += 1
-            self.engine.read(self.context, f"text-{self.saved}")
+            for _ in self.engine.reading(self.context, f"text-{self.saved}"):
+                self.ledger.check("in a reading")
         else:
             answer = self.new(5)
             self.engine.logits(self.context, answer)
