@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .packing import gather_packed, is_packed, pack, unpack
     from .partials import merge_partials, new_running
     from .plain_attention import Scratch
-    from .selection import FEW_ROWS, Backend, padded_rows, use_kernels
+    from .selection import STEP_ROWS, Backend, padded_rows, use_kernels
     from .slots import Layout
 
 __all__ = [
-    "FEW_ROWS",
+    "STEP_ROWS",
     "Backend",
     "Layout",
     "Level",
@@ -63,7 +63,7 @@ _NAMES = {
     ".packing": ("gather_packed", "is_packed", "pack", "unpack"),
     ".partials": ("merge_partials", "new_running"),
     ".plain_attention": ("Scratch",),
-    ".selection": ("FEW_ROWS", "Backend", "padded_rows", "use_kernels"),
+    ".selection": ("STEP_ROWS", "Backend", "padded_rows", "use_kernels"),
     ".slots": ("Layout",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -4,8 +4,8 @@ for blocks.
 Attention over keys in several places (blocks of a streamed cache, sinks and a window) is computed place by place; each
 part returns its output and the log-sum-exp of its scores, and `merge_partials` joins them exactly. Or places come in
 the order of their positions and each call goes on from the one before (`running`). Scores and sums are float32 (float64
-for float64 inputs), and parts are merged in that; only flash kernels, for more than `FEW_ROWS` rows, round their output
-to the inputs' dtype first.
+for float64 inputs), and parts are merged in that; only flash kernels, for more than `STEP_ROWS` rows, round their
+output to the inputs' dtype first.
 
 `choose_backend` says which implementation computes a call; `plain_attention` is the one that all others are tested
 against.
@@ -35,17 +35,17 @@ from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_packa
 from .packages import OLDEST_GPU, usable_packages
 from .partials import add_partial, merge_partials, new_running
 from .plain_attention import Scratch, attend_plain
-from .selection import FEW_ROWS, TILE_ROWS, Backend, selected
+from .selection import STEP_ROWS, TILE_ROWS, Backend, selected
 
 __all__ = [
-    "FEW_ROWS",
+    "STEP_ROWS",
     "Piece",
     "Scratch",
+    "accumulates",
     "attend",
     "attend_blocks",
     "attend_pieces",
     "choose_backend",
-    "goes_on",
     "merge_partials",
     "new_running",
     "takes_blocks",
@@ -118,14 +118,14 @@ def attend(
         from .triton.attention import attend_triton  # not imported where it is not used
 
         out, lse = attend_triton(
-            q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= FEW_ROWS, running=running
+            q, k, v, scale=scale, diagonal=diagonal, window=window, split=n <= STEP_ROWS, running=running
         )
     elif backend != "plain" and not isinstance(diagonal, Tensor):
         out, lse = attend_flash(_FLASH[backend], q, k, v, scale, diagonal)
     else:
-        fused_mass = mass if mass is not None and mass.shape[1] == n <= FEW_ROWS else None
+        fused_mass = mass if mass is not None and mass.shape[1] == n <= STEP_ROWS else None
         grouped = q.reshape(num_kv_heads, num_heads // num_kv_heads, n, head_dim)
-        tile, padded, scratch = TILE_ROWS if n <= FEW_ROWS else None, selected().padded, scratch or Scratch()
+        tile, padded, scratch = TILE_ROWS if n <= STEP_ROWS else None, selected().padded, scratch or Scratch()
         splits = [(k, v)]
         if padded and running is not None:
             splits, fused_mass = list(zip(k.split(_PADDED_SPLIT, 1), v.split(_PADDED_SPLIT, 1), strict=True)), None
@@ -144,11 +144,11 @@ def attend(
     return out.to(q.dtype) if rounded else out, lse
 
 
-def goes_on(q: Tensor, block: Tensor) -> bool:
+def accumulates(q: Tensor, block: Tensor) -> bool:
     """Whether calls of `attend` for one block after another should go on from one another (`running`): those of a step,
     and of more rows where the compiled kernels then give the bits of one call."""
     plain_rows = has_plain_rows(q, block, block)
-    return q.shape[1] <= FEW_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
+    return q.shape[1] <= STEP_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
 
 
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:
@@ -259,10 +259,10 @@ def _mass_of_blocks(
 
 
 def _backend_of(q: Tensor, flash_mask: bool, plain_rows: bool) -> Backend:
-    few_rows = q.shape[1] <= FEW_ROWS
+    step_rows = q.shape[1] <= STEP_ROWS
     kernels = selected()
-    wanted, as_gpu = kernels.backend(few_rows), kernels.as_gpu
-    return _backend(q.device, q.dtype, q.shape[2], few_rows, flash_mask, plain_rows, wanted, as_gpu)
+    wanted, as_gpu = kernels.backend(step_rows), kernels.as_gpu
+    return _backend(q.device, q.dtype, q.shape[2], step_rows, flash_mask, plain_rows, wanted, as_gpu)
 
 
 @functools.cache
@@ -270,7 +270,7 @@ def _backend(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    few_rows: bool,
+    step_rows: bool,
     flash_mask: bool,
     plain_rows: bool,
     wanted: Backend | None,
@@ -286,7 +286,7 @@ def _backend(
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     level = cpu_level() if compiled else Level.NONE
-    return choose_backend(capability, packages, dtype, head_dim, few_rows, flash_mask, level)
+    return choose_backend(capability, packages, dtype, head_dim, step_rows, flash_mask, level)
 
 
 def choose_backend(
@@ -294,7 +294,7 @@ def choose_backend(
     packages: frozenset[str],
     dtype: torch.dtype,
     head_dim: int,
-    few_rows: bool,
+    step_rows: bool,
     flash_mask: bool,
     level: Level = Level.NONE,
 ) -> Backend:
@@ -306,19 +306,19 @@ def choose_backend(
     Args:
         capability: the CUDA device's compute capability; `None` is a CPU.
         packages: those of `flash_attn` and `triton` that can be used on it.
-        few_rows: at most `FEW_ROWS` query rows.
+        step_rows: at most `STEP_ROWS` query rows.
         flash_mask: no window, and the diagonal is known to the host.
         level: what the compiled CPU kernels can use for these tensors; `Level.NONE` if they cannot compute the call.
     """
     if level > Level.NONE:
         return "compiled"
     if capability is None:
-        return "flash_cpu" if flash_mask and not few_rows else "plain"
+        return "flash_cpu" if flash_mask and not step_rows else "plain"
     if capability < OLDEST_GPU or head_dim > 256:
         return "plain"
-    if not few_rows and dtype == torch.float32:
+    if not step_rows and dtype == torch.float32:
         return "plain"  # tensor cores would round it, so large products are left to cuBLAS
-    if not few_rows and flash_mask and dtype in (torch.float16, torch.bfloat16):
+    if not step_rows and flash_mask and dtype in (torch.float16, torch.bfloat16):
         if "flash_attn" in packages:
             return "flash_package"
         if head_dim % 8 == 0:

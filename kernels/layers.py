@@ -1,6 +1,6 @@
 """What a decoder computes besides attention: projections with the norm before them, the gated MLP, and rotation.
 
-Each is PyTorch operations or, for the at most `FEW_ROWS` rows of a step on a CPU, one call of a compiled kernel
+Each is PyTorch operations or, for the at most `STEP_ROWS` rows of a step on a CPU, one call of a compiled kernel
 (`cpu/source/layers`), because dispatching PyTorch operations would take most of the time. With the compiled kernels a
 row's result is the same, bit by bit, however many rows come with it; PyTorch's products choose another arithmetic for
 another number of rows, unless rows are padded (`selection.padded_rows`).
@@ -20,7 +20,7 @@ from torch import Tensor
 from .cpu.attention import compiled_attention
 from .cpu.calls import call, threads
 from .cpu.library import Level, cpu_level, loaded
-from .selection import FEW_ROWS, TILE_ROWS, selected
+from .selection import STEP_ROWS, TILE_ROWS, selected
 
 
 def linear(
@@ -91,14 +91,14 @@ def _takes_sums(onto: Tensor | None, x: Tensor) -> bool:
 def _by_tiles(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`compute(x)`, row by row; where rows are padded, for `TILE_ROWS` rows at a time, always so many."""
     n = x.shape[0]
-    if not selected().padded or n > FEW_ROWS:
+    if not selected().padded or n > STEP_ROWS:
         return compute(x)
     outs = [compute(F.pad(tile, (0, 0, 0, TILE_ROWS - tile.shape[0]))) for tile in x.split(TILE_ROWS)]
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[:n]
 
 
 def steps_are_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the compiled kernels compute products and attention of a step (at most `FEW_ROWS` rows)."""
+    """Whether the compiled kernels compute products and attention of a step (at most `STEP_ROWS` rows)."""
     layers = _kernels(device, dtype, selected().layers) is not None
     return layers and compiled_attention(dtype, head_dim) and selected().attention in (None, "compiled")
 
@@ -159,7 +159,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Te
     heads, n, head_dim = x.shape
     if out is None:
         out = torch.empty((heads, n, head_dim), dtype=x.dtype, device=x.device)
-    fits = n <= FEW_ROWS and x.stride(2) == out.stride(2) == 1 and out.dtype == x.dtype and cos.is_contiguous()
+    fits = n <= STEP_ROWS and x.stride(2) == out.stride(2) == 1 and out.dtype == x.dtype and cos.is_contiguous()
     kernels = _kernels(x.device, x.dtype, selected().layers) if fits and cos.dtype == torch.float32 else None
     if kernels is None:
         return out.copy_(torch.addcmul(x * cos, x.roll(head_dim // 2, dims=-1), sin))
@@ -176,7 +176,7 @@ def put(x: Tensor, buffer: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor
         slots: `[n]` int64, the rows of `buffer`.
         rotation: `cos` and `sin` of `rotate`, which is then applied first.
     """
-    fits = x.shape[1] <= FEW_ROWS and x.stride(2) == buffer.stride(2) == 1 and buffer.dtype == x.dtype
+    fits = x.shape[1] <= STEP_ROWS and x.stride(2) == buffer.stride(2) == 1 and buffer.dtype == x.dtype
     fits = fits and slots.dtype == torch.int64 and slots.is_contiguous()
     if rotation is not None:
         fits = fits and rotation[0].is_contiguous() and rotation[0].dtype == torch.float32
@@ -214,7 +214,7 @@ def _rotate(
 
 def _kernels_for(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> ctypes.CDLL | None:
     """The compiled kernels, if they can multiply rows `x` by the matrix `weight` with such `vectors`."""
-    if x.shape[0] > FEW_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
+    if x.shape[0] > STEP_ROWS or x.stride(1) != 1 or x.shape[1] != weight.shape[1]:
         return None
     for given in (weight, *vectors):
         if given is not None and (given.dtype != x.dtype or not given.is_contiguous()):

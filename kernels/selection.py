@@ -24,13 +24,13 @@ class Selection:
     """
 
     attention: Backend | None = None
-    """For passes of at most `FEW_ROWS` rows, and for prefill unless `prefill` says otherwise."""
+    """For passes of at most `STEP_ROWS` rows, and for prefill unless `prefill` says otherwise."""
     prefill: Backend | None = None
     """For passes of more rows."""
     layers: Literal["plain"] | None = None
     """For projections, MLP, rotation, and sampling on a CPU: `plain` does without the compiled kernels."""
     padded: bool = False
-    """Whether passes of at most `FEW_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
+    """Whether passes of at most `STEP_ROWS` rows are computed `TILE_ROWS` rows at a time, the last of them filled up
     with rows that nobody reads: general products choose another arithmetic for another number of rows."""
     as_gpu: frozenset[str] | None = None
     """The packages (see `packages`) of the GPU that the CPU stands for, in tests without one: nothing is compiled for
@@ -41,7 +41,7 @@ class Selection:
         return self.attention if step else self.prefill or self.attention
 
 
-FEW_ROWS = 288
+STEP_ROWS = 288
 """Up to this many rows a pass is a step of decoding, a longest verification included. A row of a step is computed with
 the same arithmetic however many rows come with it (on general products only where they are padded)."""
 

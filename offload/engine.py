@@ -21,11 +21,11 @@ from ..tp.parallel.split import check_split
 from ..tp.weights.registry import find_pair, parse_draft, published_cache
 from .batch.batch import Batch
 from .batch.kept import KeptCache, reusable
-from .batch.opening import Models, Opening
 from .batch.reading import forward_in_parts
 from .batch.request import Order, Request, RunOrder
 from .batch.run import Run
 from .batch.sequence import BatchSequence
+from .batch.sequence_setup import Models, SequenceSetup
 from .checks import checked_prompt
 from .contexts.home import user_store
 from .contexts.manifest import NO_FRAME, ContextError, Frame, Manifest
@@ -459,8 +459,8 @@ class Engine:
 
     def _run(self, order: RunOrder, *given: Any) -> Run:
         self._end_run()
-        opening = self._opening(order)
-        return self._begin(Run(order, opening, self._graphs, *given, system=self.system), order)
+        setup = self._setup(order)
+        return self._begin(Run(order, setup, self._graphs, *given, system=self.system), order)
 
     def _batch(
         self,
@@ -471,15 +471,15 @@ class Engine:
     ) -> Batch:
         self._end_run()
         given = interrupted, on_prefill, on_memory, self.system
-        batch = Batch(order, self._opening(order), self._graphs, *given)
+        batch = Batch(order, self._setup(order), self._graphs, *given)
         self._begin(batch.run, order)
         return batch
 
-    def _opening(self, order: RunOrder) -> Opening:
+    def _setup(self, order: RunOrder) -> SequenceSetup:
         """What opens the sequences of a run that begins."""
         self._graphs = Graphs(self._capture, self.target.ranks)
         expected = max(1, min(order.most, order.expected))
-        return Opening(self._models, self._graphs, order.tiers, order.fresh_seed, expected)
+        return SequenceSetup(self._models, self._graphs, order.tiers, order.fresh_seed, expected)
 
     def _begin(self, run: Run, order: RunOrder) -> Run:
         self._running = run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.selection import FEW_ROWS
+from ..kernels.selection import STEP_ROWS
 from ..tp.decoder import TILING, Tiling
 
 
@@ -26,8 +26,8 @@ class Limits:
     """Tokens of room behind an open block: more than a pass over few tokens brings. A longer one uses the workspace."""
     largest_block: int = 4096
     """Tokens of a block at most; short contexts use less, so that the ragged end costs little."""
-    few_rows: int = FEW_ROWS
-    """Rows up to which blocks stream past in a pass, at most `FEW_ROWS`. One of more is a prefill: it collects a layer
+    step_rows: int = STEP_ROWS
+    """Rows up to which blocks stream past in a pass, at most `STEP_ROWS`. One of more is a prefill: it collects a layer
     at a time."""
     streamed_draft_tokens: tuple[int, ...] = (128, 96, 64, 48, 32, 24)
     """Draft tokens for a pass over the full cache at most, where blocks stream, and it takes as long as they take to

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layers import gated_mlp, linear
-from ..kernels.selection import FEW_ROWS
+from ..kernels.selection import STEP_ROWS
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
@@ -53,7 +53,7 @@ class Tiling:
 
         Args: `stop` is where the prompt ends, if not behind these tokens.
         """
-        if n <= FEW_ROWS:
+        if n <= STEP_ROWS:
             return [n]
         found, position, end = [], start, start + n
         whole = self.whole(end if stop is None else stop)

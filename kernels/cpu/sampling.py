@@ -47,7 +47,7 @@ def distribution_compiled(
 
 
 def certainties_compiled(logits: Tensor, tokens: Tensor) -> Tensor:
-    """See `sampling.in_millionths`."""
+    """See `distribution.rounded_certainties`."""
     return _of_each_row("triforce_certainties", logits, tokens)
 
 
@@ -65,7 +65,7 @@ def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
 
 
 def race_compiled(weights: Tensor, keys: Tensor) -> Tensor:
-    """See `noise.race`."""
+    """See `noise.gumbel_max`."""
     return _of_each_row("triforce_race", weights, keys)
 
 

@@ -10,10 +10,10 @@ from ..contexts.use import ContextUse
 from ..graphs.passes import Graphs
 from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
-from .opening import Opening
 from .request import Order, Request, RunOrder
 from .run import Run, Tokens
 from .sequence import BatchSequence, Round
+from .sequence_setup import SequenceSetup
 
 
 class Batch(Iterator[tuple[int, Round]]):
@@ -23,7 +23,7 @@ class Batch(Iterator[tuple[int, Round]]):
     def __init__(
         self,
         order: RunOrder,
-        opening: Opening,
+        setup: SequenceSetup,
         graphs: Graphs,
         interrupted: Callable[[], bool] | None = None,
         on_prefill: Callable[[int, float], None] | None = None,
@@ -45,14 +45,14 @@ class Batch(Iterator[tuple[int, Round]]):
         def more(waits: bool) -> BatchSequence | None:
             return added.popleft() if added else None
 
-        self.run = Run(order, opening, graphs, more, interrupted, on_prefill and report, on_memory, system)
+        self.run = Run(order, setup, graphs, more, interrupted, on_prefill and report, on_memory, system)
         sequences += self.run.live
         self.sequences, self._added = sequences, added
-        self._opening, self._clock = opening, system.clock
+        self._setup, self._clock = setup, system.clock
 
     def __next__(self) -> tuple[int, Round]:
         for event in self.run:
-            if self._opening.target.ranks.rank:  # which is told of those that join
+            if self._setup.target.ranks.rank:  # which is told of those that join
                 for one in (*self.run.live, event.sequence):
                     if one not in self.sequences:
                         self.sequences.append(one)
@@ -62,9 +62,9 @@ class Batch(Iterator[tuple[int, Round]]):
 
     def add(self, request: Request) -> int:
         """Has a further sequence join before the next round; its index. For rank 0."""
-        target = self._opening.target
+        target = self._setup.target
         if target.ranks.rank == 0:
-            order = Order.or_error(request, target.config, self._opening.saved)
+            order = Order.or_error(request, target.config, self._setup.saved)
             self._added.append(BatchSequence(order, self._clock(), request))
             self.sequences.append(self._added[-1])
         return len(self.sequences) - 1

@@ -234,7 +234,7 @@ class KeptCache:
         Raises:
             CapacityError: there is not so much memory.
         """
-        superseded = goes_on(text, shared) and self.free(text)
+        superseded = takes_over(text, shared) and self.free(text)
         prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
         request = replace(request, shared=start, shared_streams=prefix is not None and not prefix.all_on_device)
         self._make_way(request, text, beside=True)
@@ -401,7 +401,7 @@ class KeptCache:
         except CapacityError as error:
             error.__traceback__ = error.__cause__ = error.__context__ = None  # which hold what was taken
             failure = error
-        reasons = decoder.ranks.everyones(str(failure) if failure else None)
+        reasons = decoder.ranks.gather(str(failure) if failure else None)
         short = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
         if blocks is None or short is not None:
             blocks = None  # or the error would hold it
@@ -410,7 +410,7 @@ class KeptCache:
             finally:
                 failure = None  # or the error and this frame would hold each other, and the frames of who catches it
         self._blocks.add(blocks)
-        sizes = {"chunk_size": plan.chunk_size, "few_rows": self._system.limits.few_rows}
+        sizes = {"chunk_size": plan.chunk_size, "step_rows": self._system.limits.step_rows}
         return FullCache(decoder.part, decoder.rope, blocks, **sizes, prefix=prefix, start=plan.request.shared)
 
     def _with_room(self, request: RunRequest, plan: RunPlan, text: KnownText | None) -> RunRequest:
@@ -528,7 +528,7 @@ class KeptCache:
             del one.full  # whoever has the text still is not to have its memory
 
 
-def goes_on(text: KnownText | None, shared: int) -> bool:
+def takes_over(text: KnownText | None, shared: int) -> bool:
     """Whether a prompt goes on from a text that it shares so many tokens with: little else of it would be lost."""
     return text is not None and 2 * shared >= text.full.length
 

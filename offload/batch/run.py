@@ -29,10 +29,10 @@ from ..speculation.tiers import Tier
 from ..statistics import Statistics
 from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
-from .opening import Opening
 from .reading import Reading, ReadingError, on_all_ranks, slices_of
 from .request import RunOrder
 from .sequence import BatchSequence, Round, held_bytes
+from .sequence_setup import SequenceSetup
 
 E = TypeVar("E", bound=Exception)
 
@@ -74,7 +74,7 @@ class Run(Iterator[Event]):
     def __init__(
         self,
         order: RunOrder,
-        opening: Opening,
+        setup: SequenceSetup,
         graphs: Graphs,
         more: More = lambda waits: None,
         interrupted: Callable[[], bool] | None = None,
@@ -87,10 +87,10 @@ class Run(Iterator[Event]):
         more: sequences beyond those of the order.
         interrupted: asked on rank 0 after each round, and twice a second while a prompt is read; `True` ends the run.
         on_prefill: called with a sequence and the share of its prefill that is done, 0 to 1.
-        on_memory: of the first sequence, see `Opening.open`.
+        on_memory: of the first sequence, see `SequenceSetup.open`.
         """
-        self._opening, self._graphs, self._alone = opening, graphs, order.alone
-        self._target, self._in_slices, self._system = opening.target, order.in_slices, system
+        self._setup, self._graphs, self._alone = setup, graphs, order.alone
+        self._target, self._in_slices, self._system = setup.target, order.in_slices, system
         self._most, self._reuse = min(order.most, MOST_SEQUENCES), order.reuse
         self._more, self._interrupted = more, interrupted or (lambda: False)
         self._on_prefill, self._on_memory = on_prefill, on_memory
@@ -107,7 +107,7 @@ class Run(Iterator[Event]):
         self.decode_s = 0.0
         self.most_kv_bytes = 0
         """Keys and values on this rank: the most that was held."""
-        self._traffic_before = opening.traffic()
+        self._traffic_before = setup.traffic()
         self._described: list[dict[str, Any]] = []  # the JSON of the first sequence that has ended
         self._steps = self._run()
 
@@ -154,7 +154,7 @@ class Run(Iterator[Event]):
     @property
     def tiers(self) -> list[Tier]:
         """The full cache's tier first, then those below it; none before a sequence was opened."""
-        return self._opening.tiers
+        return self._setup.tiers
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -165,11 +165,11 @@ class Run(Iterator[Event]):
     @property
     def warnings(self) -> list[str]:
         """What the run had to do without so far, a line each; what single sequences had, they say."""
-        return [*self._graphs.warnings, *self._opening.warnings]
+        return [*self._graphs.warnings, *self._setup.warnings]
 
     def traffic(self) -> Traffic:
         """What crossed this rank's link, or was read from a disk, so far, since the engine was loaded."""
-        return self._opening.traffic()
+        return self._setup.traffic()
 
     def totals(self) -> Statistics:
         """What all sequences have taken together so far, without their tokens."""
@@ -202,7 +202,7 @@ class Run(Iterator[Event]):
 
     def kv_bytes(self) -> int:
         """Keys and values that this rank holds now: of sequences that run, and what is kept for those to come."""
-        return held_bytes(self.live, self._opening.kept)
+        return held_bytes(self.live, self._setup.kept)
 
     def held(self) -> Held:
         """See `offload.held`: of the sequences that have not ended."""
@@ -223,7 +223,7 @@ class Run(Iterator[Event]):
 
     def _open(self, sequence: BatchSequence) -> None:
         waiting = self._waiting()[: self._most]
-        self._opening.open(sequence, self._running(), waiting, reuse=self._reuse, on_memory=self._on_memory)
+        self._setup.open(sequence, self._running(), waiting, reuse=self._reuse, on_memory=self._on_memory)
         self._reuse = None  # it is of the run before
 
     def _running(self) -> list[BatchSequence]:
@@ -244,10 +244,10 @@ class Run(Iterator[Event]):
                 if not running:
                     continue
                 reading = self._reading and self._reading.sequence
-                self._opening.make_room(running, reading)
+                self._setup.make_room(running, reading)
                 decoded_s = self.decode_s
                 try:
-                    with self._opening.threads.in_use():
+                    with self._setup.threads.in_use():
                         rounds = self._round(running)
                 except NotFiniteError as error:
                     if self._alone:
@@ -257,7 +257,7 @@ class Run(Iterator[Event]):
                 for sequence, event in zip(running, rounds, strict=True):
                     yield Tokens(sequence, event)
                 for one in running:
-                    if not one.goes_on or one.ends:
+                    if not one.is_unfinished or one.ends:
                         self._leave(one)
                 self._finish_what_is_saved()
                 if self._reading:
@@ -336,7 +336,7 @@ class Run(Iterator[Event]):
                 continue
             yield Tokens(sequence, event)
             sequence.since = self._system.clock()
-            if not sequence.goes_on or sequence.ends:
+            if not sequence.is_unfinished or sequence.ends:
                 self._leave(sequence)
                 yield from self._let_go()
 
@@ -349,14 +349,14 @@ class Run(Iterator[Event]):
                 continue
             if self._short_of_memory and others:
                 return False
-            if others and self._opening.rotates_otherwise(sequence):
+            if others and self._setup.rotates_otherwise(sequence):
                 sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
                 return False
             if sequence.caches is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
                     return False  # those behind it wait too, or it might wait for ever
                 continue
-            self._opening.make_room(self._running(), sequence)
+            self._setup.make_room(self._running(), sequence)
             sequence.state, sequence.waits_for = "reading", None
             slices = slices_of(self._target, sequence, partial(self._read, sequence), self._system)
             self._reading = Reading(sequence, slices, self._system)
@@ -394,7 +394,7 @@ class Run(Iterator[Event]):
         if none_failed:
             return True
         sequence.caches = None
-        self._opening.withdraw(sequence, alike=bool(none_opened))
+        self._setup.withdraw(sequence, alike=bool(none_opened))
         found = found or CapacityError("another rank has not so much memory")
         try:
             if self._alone:
@@ -461,7 +461,7 @@ class Run(Iterator[Event]):
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)
         if not self._alone and sequence.caches:
-            self._opening.leave(sequence)
+            self._setup.leave(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
             self.tiers[0].drop_joined()
@@ -513,9 +513,9 @@ class Run(Iterator[Event]):
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
         began, sequence, self._reading = self._system.clock(), reading.sequence, None
-        token = on_all_ranks(self._target, self._system, lambda: reading.first_token(self._opening.looks_up))
+        token = on_all_ranks(self._target, self._system, lambda: reading.first_token(self._setup.looks_up))
         running = sum(one.state in ("running", "reading") for one in self.live)
-        self._opening.use_measured_link()
+        self._setup.use_measured_link()
         self.tiers[0].control.choose_lengths(running)
         self._agree([sequence], [Drawn([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)

@@ -139,7 +139,7 @@ class BatchSequence:
             return True
 
     @property
-    def goes_on(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether more tokens are to come."""
         return self.statistics.finish_reason == "interrupted"
 

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Scratch, attend, attend_blocks, goes_on, merge_partials, new_running, takes_blocks
+from ...kernels.attention import Scratch, accumulates, attend, attend_blocks, merge_partials, new_running, takes_blocks
 from ..held import Held, held_scratch
 from .recent_mass import Shares
 
@@ -87,7 +87,7 @@ class BlockAttention:
         running: Tensor | None = None
         whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
         for position, block in blocks:
-            if whole is None and goes_on(rows.q, block):
+            if whole is None and accumulates(rows.q, block):
                 running = new_running(rows.q)
             in_every_window = position > rows.stop - 1 - rows.window
             mass = self._room_for_mass(rows, block.shape[2] // self._chunk_size)
@@ -117,7 +117,7 @@ class BlockAttention:
         end; as they are for other implementations."""
         coming = iter(blocks)
         position, block = next(coming)
-        if goes_on(rows.q, block):
+        if accumulates(rows.q, block):
             return chain([(position, block)], coming)
         parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
         return [(position, torch.cat(parts, dim=2))]

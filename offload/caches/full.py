@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.library import arithmetic
-from ...kernels.selection import FEW_ROWS
+from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
 from ...tp.rope import Rope
 from ..held import Held
@@ -59,7 +59,7 @@ class FullCache:
         mass_rows: int = MASS_ROWS,
         prefix: FullCache | None = None,
         start: int = 0,
-        few_rows: int = FEW_ROWS,
+        step_rows: int = STEP_ROWS,
     ) -> None:
         """Args:
         config: of the rank's part of the model.
@@ -68,14 +68,14 @@ class FullCache:
         mass_rows: see `begin`.
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
-        few_rows: see `Limits`.
+        step_rows: see `Limits`.
         """
         self.config = config
         self.blocks = blocks
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
-        self._mass_rows, self._few_rows = mass_rows, few_rows
+        self._mass_rows, self._step_rows = mass_rows, step_rows
         self.rope = rope
         self.rest()
         self._filled = [start] * config.num_layers
@@ -174,7 +174,7 @@ class FullCache:
 
     def pausable(self, n: int) -> bool:
         """Whether a pass over `n` tokens can be set aside between two layers: not where blocks stream past in it."""
-        return n > self._few_rows or self.all_on_device
+        return n > self._step_rows or self.all_on_device
 
     def pause(self) -> list[PausedPass | None]:
         """Sets a pass aside: other sequences' passes, which may share tokens with this one, can come before `resume`

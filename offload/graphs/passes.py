@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.selection import FEW_ROWS, padded_rows
+from ...kernels.selection import STEP_ROWS, padded_rows
 from ...tp.decoder import Cache, Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
 from ...tp.rope import Rows
@@ -306,7 +306,7 @@ def _can_be_captured(capture: Capture, counts: Sequence[int], rows: Sequence[int
     n = max(counts)
     return (
         n <= capture.most_tokens
-        and n * len(counts) <= FEW_ROWS
+        and n * len(counts) <= STEP_ROWS
         and (capture.joins or len(counts) == 1)
         and all(wanted <= count for wanted, count in zip(rows, counts, strict=True))
     )

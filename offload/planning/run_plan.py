@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ...kernels.plain_attention import scratch_bytes
-from ...kernels.selection import FEW_ROWS, KEYS_PER_SPLIT, MOST_PARTS, TILE_ROWS
+from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS, STEP_ROWS, TILE_ROWS
 from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
@@ -351,7 +351,7 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
         tail = _tail(request, verify_draft) if budget else 0
         mass, shorter = _mass_bytes(request, placement, verify_draft.longest), verify_draft.longest
         if request.sequences > 1:  # whose rows are not more in all
-            shorter = min(shorter, FEW_ROWS // request.sequences)
+            shorter = min(shorter, STEP_ROWS // request.sequences)
         tails = (request.sequences - 1) * TAIL_TOKENS * token_bytes
         return RunPlan(
             request=request,
@@ -539,7 +539,7 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     """Those, and the largest tile of rows inside a layer. The tokens are the last of the context."""
     tiling = request.limits.tiling
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
-    return _hidden_bytes(request, tokens) + min(max(rows, FEW_ROWS), tokens) * _row_bytes(request, request.part)
+    return _hidden_bytes(request, tokens) + min(max(rows, STEP_ROWS), tokens) * _row_bytes(request, request.part)
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
@@ -549,7 +549,7 @@ def _draft_activation_bytes(request: RunRequest) -> int:
     if small is None:
         return 0
     tokens = min(request.context, streaming_prefill(small.num_layers))
-    rows = min(max(request.limits.tiling.prefill_rows, FEW_ROWS), tokens)
+    rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
     hidden = tokens * small.hidden_size * request.dtype.itemsize
     return hidden + rows * _row_bytes(request, small) + 2 * 4 * request.target.vocab_size
 
@@ -583,7 +583,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     their mass in all layers, and some on their way to the cache."""
     part, vocab = request.part, request.target.vocab_size
     if sequences > 1:
-        draft_tokens = min(draft_tokens, max(0, FEW_ROWS // sequences - 2))  # see `DraftControl.choose_lengths`
+        draft_tokens = min(draft_tokens, max(0, STEP_ROWS // sequences - 2))  # see `DraftControl.choose_lengths`
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
@@ -604,12 +604,12 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
     target = part.num_heads, part.num_kv_heads
 
     def few(keys: int, heads: tuple[int, int] = target, head_dim: int = part.head_dim) -> int:
-        return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, few_rows=True)
+        return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, step_rows=True)
 
     block, piece = placement.block_size, max(placement.block_size, placement.open_tokens)
     chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
-    many = scratch_bytes(*target, block, part.head_dim, dtype, few_rows=False) if dtype.itemsize > 2 else 0
+    many = scratch_bytes(*target, block, part.head_dim, dtype, step_rows=False) if dtype.itemsize > 2 else 0
     draft = few(STREAMING_POSITIONS, (small.num_heads, small.num_kv_heads), small.head_dim) if small else 0
     together = own if request.sequences + request.beside > 1 else 0
     return request.sequences * (max(many, own) + few(retrieved) + draft) + together

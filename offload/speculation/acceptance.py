@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from .distribution import in_millionths
+from .distribution import rounded_certainties
 from .noise import FreshNoise
 from .sampler import Sampler, draw
 
@@ -46,7 +46,7 @@ def accept(
     Returns:
         Of each sequence the number of accepted tokens, 0 to `n`, and the next token: the target's draw at the first
         rejection (with fresh noise from the residual), or from its last row when all are accepted. And of each sequence
-        how sure `logits` are (see `sampling.certainties`) of its accepted tokens and of the next one; nothing without
+        how sure `logits` are (`distribution.certainties`) of its accepted tokens and of the next one; nothing without
         them. A next token is below 0 where its distribution holds NaN.
     """
     rows = [len(tokens) + 1 for tokens in proposed]
@@ -54,7 +54,7 @@ def accept(
     if any(by_ratio):
         return _accept_mixed(proposed, drafts, target, samplers, positions, logits, by_ratio)
     drawn = draw(target, samplers, rows, positions)
-    numbers: list[int] = (drawn if logits is None else torch.cat((drawn, in_millionths(logits, drawn)))).tolist()
+    numbers: list[int] = (drawn if logits is None else torch.cat((drawn, rounded_certainties(logits, drawn)))).tolist()
     rated = numbers[len(numbers) // 2 :] if logits is not None else []
     outcomes: list[tuple[int, int]] = []
     ratings: list[list[float]] = []
@@ -93,8 +93,8 @@ def _accept_mixed(
             accepted, token = _accept_by_ratio(tested, draft, part, sampler.noise)
             found += [accepted, token]
             if given is not None:
-                found.append(in_millionths(given[:-1], tested))
-                found.append(in_millionths(given.index_select(0, accepted), token))
+                found.append(rounded_certainties(given[:-1], tested))
+                found.append(rounded_certainties(given.index_select(0, accepted), token))
         else:
             (outcomes[i],), (ratings[i],) = accept([tokens], [draft], part, [sampler], [positions[i]], given)
     numbers = iter(torch.cat(found).tolist())

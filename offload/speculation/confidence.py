@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from .lengths import Acceptance
 
 EDGES = (0.1, 0.3, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8, 0.9, 0.97, 0.995)
-"""Certainties (`sampling.certainties`) between which tokens are counted together."""
+"""Certainties (`distribution.certainties`) between which tokens are counted together."""
 
 _DECAY = 0.99
 """Factor on the weight of earlier tokens with each new one of the same kind: about the last hundred count."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...kernels.selection import FEW_ROWS
+from ...kernels.selection import STEP_ROWS
 from .confidence import Confidence
 from .drafting_pays import PROBE_EVERY, DraftingPays
 from .lengths import Acceptance, DraftTokens, PassCost, StepCost
@@ -154,7 +154,7 @@ class DraftControl:
             return self.cost.seconds(batch)
         draft_seconds = self.lower.choose_lengths(batch)
         # More rows than those of a step would be computed with another arithmetic.
-        most = max(0, FEW_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
+        most = max(0, STEP_ROWS // batch - 2) if batch > 1 else max(self.longest, self.fixed or 0)
         most = most if self.fixed is not None else min(self.longest, most)
         self.asked_next = self.most_asked = None
         self.least_chance = 0.0

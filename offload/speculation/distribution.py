@@ -100,7 +100,7 @@ def certainties(logits: Tensor, tokens: Tensor) -> Tensor:
     return (logits.gather(1, drawn) - rival).squeeze(1).sigmoid_().nan_to_num_(0.0)
 
 
-def in_millionths(logits: Tensor, tokens: Tensor) -> Tensor:
+def rounded_certainties(logits: Tensor, tokens: Tensor) -> Tensor:
     """`certainties` as int64, to be brought to the host together with tokens."""
     if samples_compiled(logits):
         return certainties_compiled(logits, tokens)

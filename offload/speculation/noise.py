@@ -79,7 +79,7 @@ class CommonNoise:
             most, tokens = weights.max(dim=-1)
             return tokens.masked_fill_(most.isnan(), -1)
         positions = torch.arange(position, position + weights.shape[0], device=weights.device)
-        return race(weights, row_keys(self.key, positions))
+        return gumbel_max(weights, row_keys(self.key, positions))
 
 
 Noise = FreshNoise | CommonNoise
@@ -108,7 +108,7 @@ def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
     return _mix(positions * signed(_STEP) + mixed_key)
 
 
-def race(weights: Tensor, keys: Tensor) -> Tensor:
+def gumbel_max(weights: Tensor, keys: Tensor) -> Tensor:
     """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
     if samples_compiled(weights):
         return race_compiled(weights, keys)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .distribution import distribution
-from .noise import CommonNoise, Noise, race, row_keys, signed
+from .noise import CommonNoise, Noise, gumbel_max, row_keys, signed
 from .sampling import Sampling
 
 
@@ -66,7 +66,7 @@ def draw(weights: Tensor, samplers: Sequence[Sampler], rows: Sequence[int], posi
     each = torch.tensor(rows, device=weights.device)
     at = torch.cat([torch.arange(first, first + n) for first, n in zip(positions, rows, strict=True)])
     key = torch.tensor([signed(key) for key in keys], device=weights.device).repeat_interleave(each)
-    return race(weights, row_keys(key, at.to(weights.device)))
+    return gumbel_max(weights, row_keys(key, at.to(weights.device)))
 
 
 def _position_free(noise: Noise) -> bool:

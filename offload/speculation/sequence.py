@@ -41,7 +41,7 @@ class TokenSequence:
     counts: dict[str, Counts] = field(default_factory=dict)
     """By the name of the tier."""
     rated: dict[str, list[float]] = field(default_factory=dict)
-    """By the name of the tier: how sure it was of each token of its last draft; see `sampling.certainties`. Empty
+    """By the name of the tier: how sure it was of each token of its last draft; see `distribution.certainties`. Empty
     where nobody asked."""
     lookup: Lookup = field(default_factory=Lookup)
     """What `--draft lookup` drafts from."""

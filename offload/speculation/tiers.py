@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...kernels.selection import FEW_ROWS
+from ...kernels.selection import STEP_ROWS
 from ...tp.decoder import Decoder
 from ...tp.devices import to_device
 from ..graphs.passes import JOINED, JoinedPasses, Passes
@@ -25,7 +25,7 @@ from ..held import Held
 from ..vocabulary import cover, readable
 from .acceptance import accept
 from .control import DraftControl
-from .distribution import check_finite, in_millionths
+from .distribution import rounded_certainties, check_finite
 from .sampler import distributions, draw
 from .sequence import TokenSequence
 
@@ -218,8 +218,8 @@ class Tier:
         self, sequences: Sequence[TokenSequence], count: int, rated: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
-        `[sequences, count, vocab]`, and if `rated` the `sampling.in_millionths` of the tokens, `[sequences, count]`.
-        They stay on the device; those that were drawn from NaN are below 0."""
+        `[sequences, count, vocab]`, and if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`. They
+        stay on the device; those that were drawn from NaN are below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._concatenated(waiting), [len(tokens) for tokens in waiting]
@@ -234,7 +234,7 @@ class Tier:
             pending, counts = draw(rows[-1], samplers, one_each, positions), one_each
             tokens.append(pending)
             if rated:
-                sure.append(in_millionths(logits, pending))
+                sure.append(rounded_certainties(logits, pending))
         drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
         return drawn, targets, torch.stack(sure, dim=1) if rated else None
 
@@ -245,7 +245,7 @@ class Tier:
     def _catch_up(self, sequences: Sequence[TokenSequence], rows: int) -> None:
         """Brings caches that lack many tokens, as nothing was drafted for a while, up to the last token of the context,
         where all together would be more than the rows of a step; `rows` come besides."""
-        if len(sequences) == 1 or rows + sum(len(self._pending(sequence)) for sequence in sequences) <= FEW_ROWS:
+        if len(sequences) == 1 or rows + sum(len(self._pending(sequence)) for sequence in sequences) <= STEP_ROWS:
             return
         for sequence in sequences:
             behind = self._pending(sequence)[:-1]

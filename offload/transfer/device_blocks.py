@@ -102,7 +102,7 @@ class Blocks(Protocol):
         ...
 
     def pause(self) -> PausedPass | None:
-        """Sets the pass under way aside, one of more than `Limits.few_rows` where blocks stream: other sequences'
+        """Sets the pass under way aside, one of more than `Limits.step_rows` where blocks stream: other sequences'
         passes may come before `resume` goes on with it."""
         ...
 

@@ -22,7 +22,7 @@ class HostMemory:
 
     def __init__(self, link: Link, host: Host = HOST) -> None:
         self._link, self.host = link, host
-        self._ordinary: list[tuple[int, int]] = []  # addresses
+        self._pageable: list[tuple[int, int]] = []  # addresses
         self.refused = False
         """Whether the system has refused to lock some."""
         self.staged = False
@@ -44,27 +44,27 @@ class HostMemory:
                     raise
                 self.refused = True
         memory = self.host.memory(shape, dtype)
-        self._ordinary.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        self._pageable.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
         return memory
 
-    def is_ordinary(self, block: Tensor) -> bool:
+    def is_pageable(self, block: Tensor) -> bool:
         """Whether the link cannot copy from it."""
         address = block.data_ptr()
-        return any(first <= address < stop for first, stop in self._ordinary)
+        return any(first <= address < stop for first, stop in self._pageable)
 
     def source(self, block: Tensor) -> Source:
         """What the ring is given of a block, or a slot, in this memory."""
-        return _Ordinary(block) if self.is_ordinary(block) else block
+        return _Pageable(block) if self.is_pageable(block) else block
 
 
-class _Ordinary:
-    """A block in ordinary memory. See `staging.Away`."""
+class _Pageable:
+    """A block in ordinary memory. See `staging.IndirectSource`."""
 
     def __init__(self, block: Tensor) -> None:
         self._block = block
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ordinary) and self._block.data_ptr() == other._block.data_ptr()
+        return isinstance(other, _Pageable) and self._block.data_ptr() == other._block.data_ptr()
 
     def __hash__(self) -> int:
         return hash(self._block.data_ptr())

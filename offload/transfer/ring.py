@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.packing import unpack
 from .host_blocks import HostBlocks, slot_in
 from .link import Arrival, Link
-from .staging import Crossing, Source, Staged, Staging
+from .staging import Source, Staged, StagedCopy, Staging
 
 
 class Ring:
@@ -34,7 +34,7 @@ class Ring:
         """Args:
         buffers: they have a block's shape; with two or more, one is filled while another is in use.
         unpacked: another one, for blocks that come packed.
-        staging: what blocks pass through that are away.
+        staging: what blocks pass through that the link cannot copy from where they lie.
         """
         self._link, self.buffers, self.unpacked, self._staging = link, list(buffers), unpacked, staging
         self._coming: Iterator[Tensor | Staged] = iter(())
@@ -73,7 +73,7 @@ class Ring:
         return self.buffers if self.unpacked is None else [*self.buffers, self.unpacked]
 
     def bring(self, block: Source) -> Tensor:
-        """A block in host memory or away, or its slot, on the device: there until the next one is asked for. Of those
+        """A block that is not resident, or its slot, on the device: there until the next one is asked for. Of those
         that were begun nothing is left: see `stop`.
 
         Raises:
@@ -97,7 +97,7 @@ class Ring:
             self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
-        """Starts on `blocks`, in host memory or away, or their slots. Of earlier ones nothing is left: see `stop`.
+        """Starts on `blocks` that are not resident, or their slots. Of earlier ones nothing is left: see `stop`.
 
         A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
         again.
@@ -115,7 +115,7 @@ class Ring:
         place = buffer if comes.dtype == buffer.dtype else slot_in(buffer, len(comes))
         if isinstance(source, Staged):
             assert self._staging
-            arrival: Arrival = Crossing(self._link, self._staging, source, place)
+            arrival: Arrival = StagedCopy(self._link, self._staging, source, place)
         else:
             arrival = self._link.fetch(source, place)
         self._under_way.append((buffer, place, arrival))

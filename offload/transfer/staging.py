@@ -29,7 +29,7 @@ def make_pool() -> Any:
     return ThreadPoolExecutor(THREADS, "staging", partial(torch.set_num_threads, 1))
 
 
-class Away(Protocol):
+class IndirectSource(Protocol):
     """A block, or its slot, where the link cannot copy it. Two are equal, and have one hash, if they are one place."""
 
     def place(self, memory: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Away(Protocol):
         ...
 
 
-Source = Tensor | Away
+Source = Tensor | IndirectSource
 """What the ring is given: host memory that the link copies from, or what has to be staged."""
 
 
@@ -66,7 +66,7 @@ class _Use(Protocol):
 
 
 class Staging(Iterator["Tensor | Staged"]):
-    """Buffers of host memory. An iterator over the sources of a pass, of which those that are away are being read."""
+    """Buffers of host memory. An iterator over the sources of a pass, of which the indirect ones are being read."""
 
     def __init__(
         self, link: Link, num_bytes: int, buffers: int, pool: Any, note_wait: Callable[[float], None] | None = None
@@ -85,13 +85,13 @@ class Staging(Iterator["Tensor | Staged"]):
         self._link = link
         self._free: deque[tuple[Tensor, _Use | None]] = deque((buffer, None) for buffer in self.memory)
         self._lent: dict[Staged, None] = {}  # in the order of the pass
-        self._writes: dict[Away, _Write] = {}
+        self._writes: dict[IndirectSource, _Write] = {}
         self._coming: Iterator[Source] = iter(())
         self._waiting: Source | None = None  # for a buffer
         self._ahead: deque[Tensor | Staged] = deque()
 
     def begin(self, sources: Iterator[Source]) -> Staging:
-        """Starts to read those of `sources` that are away. Of earlier ones nothing is left: see `stop`."""
+        """Starts to read those of `sources` that are indirect. Of earlier ones nothing is left: see `stop`."""
         self._coming = sources
         self._look_ahead()
         return self
@@ -128,8 +128,8 @@ class Staging(Iterator["Tensor | Staged"]):
         self._free.append((staged.memory, copied))
         self._look_ahead()
 
-    def store(self, source: Tensor, target: Away) -> Arrival:
-        """As `Link.store`, to a target that is away; `wait_for_writes` says when it is there. No pass is under way."""
+    def store(self, source: Tensor, target: IndirectSource) -> Arrival:
+        """As `Link.store`, to where the link cannot copy; `wait_for_writes` says when it is there. No pass is under way."""
         memory, use = self._free[0]
         try:
             if use:
@@ -180,7 +180,9 @@ class Staging(Iterator["Tensor | Staged"]):
 class Staged:
     """A block that is being read into a buffer. An `Arrival`, for who computes on host memory."""
 
-    def __init__(self, staging: Staging, source: Away, memory: Tensor, use: _Use | None, write: _Write | None) -> None:
+    def __init__(
+        self, staging: Staging, source: IndirectSource, memory: Tensor, use: _Use | None, write: _Write | None
+    ) -> None:
         """Args:
         use: of the buffer, which may not be over.
         write: the last one to the source, if that may be under way.
@@ -227,7 +229,7 @@ class Staged:
 class _Write:
     """A buffer that is being emptied."""
 
-    def __init__(self, pool: Any, target: Away, memory: Tensor, copied: Copy, before: _Write | None) -> None:
+    def __init__(self, pool: Any, target: IndirectSource, memory: Tensor, copied: Copy, before: _Write | None) -> None:
         """Args:
         copied: what comes into the buffer.
         before: the last write to the target, if that may be under way.
@@ -255,7 +257,7 @@ class _Write:
         self._done.result()
 
 
-class Crossing:
+class StagedCopy:
     """A block on its way through staging and over the link: an `Arrival`.
 
     Its copy over the link is asked for as soon as somebody looks who finds it read: here, or in `wait`.

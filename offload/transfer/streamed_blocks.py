@@ -29,7 +29,7 @@ from .link import Link, LinkError, Traffic
 from .placement import Placement
 from .ring import Ring
 from .staged.block_file import DiskSpace
-from .staged.not_resident import NotResident
+from .staged.block_homes import BlockHomes
 from .staging import Source
 
 
@@ -66,7 +66,7 @@ class StreamedBlocks:
         self.num_resident, self.packed = num_resident, placement.packed
         self._first_on_host = placement.first_on_host
         self._link, self._placement = link, placement
-        self._num_blocks, self._few_rows = placement.num_blocks, placement.limits.few_rows
+        self._num_blocks, self._step_rows = placement.num_blocks, placement.limits.step_rows
         self._block = (2, config.num_kv_heads, block_size, config.head_dim)
 
         def on_device(*shape: int) -> Tensor:
@@ -74,8 +74,8 @@ class StreamedBlocks:
 
         layers = range(config.num_layers)
         self._disk = disk
-        self._away = NotResident(config, link, placement, dtype, on_memory, disk, host)
-        self._host, self._overflow, self._staging = self._away.host, self._away.overflow, self._away.staging
+        self._homes = BlockHomes(config, link, placement, dtype, on_memory, disk, host)
+        self._host, self._overflow, self._staging = self._homes.host, self._homes.overflow, self._homes.staging
         alone = range(placement.num_spare)  # what can leave is in memory of its own
         self._resident = [
             [*on_device(self._first_on_host, *self._block), *(on_device(*self._block) for _ in alone)] for _ in layers
@@ -121,11 +121,11 @@ class StreamedBlocks:
 
     @property
     def host_bytes(self) -> int:
-        return self._away.host_bytes
+        return self._homes.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        return self._away.file.num_bytes if self._away.file else 0
+        return self._homes.file.num_bytes if self._homes.file else 0
 
     @property
     def spare_bytes(self) -> int:
@@ -183,8 +183,8 @@ class StreamedBlocks:
         if not whole:
             return rest[0], rest[1]
         here, first = self._resident[layer][:whole], self._first_on_host
-        away = self._host[layer].read(len(here) - first, whole - first) if whole > len(here) else ()
-        k, v = read_tokens(torch.stack([*(block.cpu() for block in here), *away]), 0, self._base)
+        below = self._host[layer].read(len(here) - first, whole - first) if whole > len(here) else ()
+        k, v = read_tokens(torch.stack([*(block.cpu() for block in here), *below]), 0, self._base)
         return torch.cat((k, rest[0]), dim=1), torch.cat((v, rest[1]), dim=1)
 
     def drain(self) -> None:
@@ -214,12 +214,12 @@ class StreamedBlocks:
         here, both = self._resident[layer][: min(first, whole)], self._resident[layer][first:whole]
         after = [self._open[layer][:, :, :rest]] if (rest := stop % self.block_size) else []
         self._open[layer][:, :, rest:].zero_()  # an earlier reading may have turned out to be damaged
-        away = host.room(max(0, whole - first))
+        below = host.room(max(0, whole - first))
         places = [*here, *after]
         pieces = [on_host(place) for place in places]
-        read([*pieces[: len(here)], *away, *pieces[len(here) :]])
-        host.write(away)
-        for place, piece in zip([*places, *both], [*pieces, *away[: len(both)]], strict=True):
+        read([*pieces[: len(here)], *below, *pieces[len(here) :]])
+        host.write(below)
+        for place, piece in zip([*places, *both], [*pieces, *below[: len(both)]], strict=True):
             if piece is not place:
                 place.copy_(piece)
         self._bases[layer], self._workspace = whole * self.block_size, None
@@ -238,7 +238,7 @@ class StreamedBlocks:
         self._workspace = None
         while start - self._base >= self.block_size:
             self._close_block(start - self._base)
-        if (n if rows is None else rows) > self._few_rows:
+        if (n if rows is None else rows) > self._step_rows:
             _, num_kv_heads, size, head_dim = self._block
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
@@ -355,9 +355,9 @@ class StreamedBlocks:
         """See `Blocks`. Chunks of streamed blocks are picked in host memory and cross the link."""
         self._ring.wait_for_stores()  # blocks may be on their way there
         per_block = self.block_size // chunk_size
-        away = self._host[layer]
-        there = (chunks.cpu() - self._first_on_host * per_block).clamp_(0, len(away) * per_block - 1)
-        picked = away.gather(there, chunk_size)
+        below = self._host[layer]
+        there = (chunks.cpu() - self._first_on_host * per_block).clamp_(0, len(below) * per_block - 1)
+        picked = below.gather(there, chunk_size)
         k, v = picks = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
         self._link.fetch(picked, picks).wait()
         for index, block in enumerate(self._resident[layer]):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracles import error_of, oracle, random_qkv
 from triforce.kernels import (
-    FEW_ROWS,
+    STEP_ROWS,
     Backend,
     Scratch,
     attend,
@@ -31,7 +31,7 @@ def assert_within(got, q, k, v, scale, diagonal):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n", [1, 3, FEW_ROWS, FEW_ROWS + 1, 75])
+@pytest.mark.parametrize("n", [1, 3, STEP_ROWS, STEP_ROWS + 1, 75])
 @pytest.mark.parametrize("diagonal", [None, 0, 5, 60, -2, 1000])
 @pytest.mark.slow(keep=24)
 def test_attend_equals_sdpa_in_float64(shape, n, diagonal):
@@ -94,7 +94,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("n", [1, 9, FEW_ROWS, FEW_ROWS + 1, 140])
+@pytest.mark.parametrize("n", [1, 9, STEP_ROWS, STEP_ROWS + 1, 140])
 @pytest.mark.parametrize(("diagonal", "window"), [(None, None), (60, None), (-3, None), (40, 30)])
 @pytest.mark.slow(keep=12)
 def test_mass_is_what_the_last_rows_give_each_chunk(shape, n, diagonal, window):
@@ -125,7 +125,7 @@ def test_asking_for_mass_changes_nothing_else():
     assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
 
 
-@pytest.mark.parametrize("n", [1, 5, FEW_ROWS + 1, 150])
+@pytest.mark.parametrize("n", [1, 5, STEP_ROWS + 1, 150])
 @pytest.mark.parametrize("window", [None, 30])
 def test_the_plain_path_takes_a_diagonal_in_a_tensor(n, window):
     q, k, v = random_qkv((4, 2, 32), n, 100)
@@ -242,7 +242,7 @@ def test_blocks_give_what_their_tokens_give(dtype, strided):
         assert torch.allclose(mass, want_mass, rtol=0, atol=1e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("n", [FEW_ROWS + 1, 70])
+@pytest.mark.parametrize("n", [STEP_ROWS + 1, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("block_size", [64, 2048])
 @pytest.mark.slow(keep=1)

@@ -21,22 +21,22 @@ compiled = pytest.mark.skipif(
     [
         ("triton", {}),
         ("triton", {"dtype": torch.float32}),
-        ("triton", {"few_rows": False, "flash_mask": False}),
-        ("triton", {"few_rows": False, "packages": {"triton"}, "head_dim": 100}),
-        ("flash_package", {"few_rows": False}),
-        ("flash_cuda", {"few_rows": False, "packages": {"triton"}}),
-        ("flash_cuda", {"few_rows": False, "packages": set()}),
+        ("triton", {"step_rows": False, "flash_mask": False}),
+        ("triton", {"step_rows": False, "packages": {"triton"}, "head_dim": 100}),
+        ("flash_package", {"step_rows": False}),
+        ("flash_cuda", {"step_rows": False, "packages": {"triton"}}),
+        ("flash_cuda", {"step_rows": False, "packages": set()}),
         ("plain", {"packages": set()}),
-        ("plain", {"few_rows": False, "dtype": torch.float32}),
+        ("plain", {"step_rows": False, "dtype": torch.float32}),
         ("plain", {"dtype": torch.float64}),
         ("plain", {"head_dim": 512}),
         ("plain", {"capability": (7, 5)}),
         ("plain", {"capability": None}),
-        ("plain", {"capability": None, "few_rows": False, "flash_mask": False}),
-        ("flash_cpu", {"capability": None, "few_rows": False}),
+        ("plain", {"capability": None, "step_rows": False, "flash_mask": False}),
+        ("flash_cpu", {"capability": None, "step_rows": False}),
         *(("compiled", CPU | {"level": level}) for level in KERNELS),
-        *(("compiled", CPU | {"level": level, "few_rows": False, "flash_mask": False}) for level in KERNELS),
-        *(("compiled", CPU | {"level": level, "few_rows": False}) for level in KERNELS),
+        *(("compiled", CPU | {"level": level, "step_rows": False, "flash_mask": False}) for level in KERNELS),
+        *(("compiled", CPU | {"level": level, "step_rows": False}) for level in KERNELS),
     ],
 )
 def test_the_backend_follows_from_device_packages_and_call(want, changes):
@@ -45,17 +45,17 @@ def test_the_backend_follows_from_device_packages_and_call(want, changes):
         "packages": {"triton", "flash_attn"},
         "dtype": torch.bfloat16,
         "head_dim": 128,
-        "few_rows": True,
+        "step_rows": True,
         "flash_mask": True,
     }
     assert choose_backend(**(usual | changes)) == want
 
 
-@pytest.mark.parametrize("few_rows", [True, False])
-def test_a_choice_by_hand_is_for_steps_prefill_or_both(few_rows):
-    assert Selection().backend(few_rows) is None
-    assert Selection(attention="plain").backend(few_rows) == "plain"
-    assert Selection(attention="plain", prefill="flash_cpu").backend(few_rows) == ("plain" if few_rows else "flash_cpu")
+@pytest.mark.parametrize("step", [True, False])
+def test_a_choice_by_hand_is_for_steps_prefill_or_both(step):
+    assert Selection().backend(step) is None
+    assert Selection(attention="plain").backend(step) == "plain"
+    assert Selection(attention="plain", prefill="flash_cpu").backend(step) == ("plain" if step else "flash_cpu")
 
 
 def test_a_choice_by_hand_ends_where_it_should_even_after_an_error():

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from oracles import at_the_end, error_of, oracle, random_qkv
 from tiny import save_llama
-from triforce.kernels import FEW_ROWS, attend, attend_blocks, linear, takes_blocks
+from triforce.kernels import STEP_ROWS, attend, attend_blocks, linear, takes_blocks
 from triforce.kernels.attention import Piece, attend_pieces, new_running
 from triforce.kernels.cpu.attention import attend_compiled
 from triforce.kernels.cpu.library import Level, cpu_level, load_library, loaded
@@ -369,7 +369,7 @@ def test_a_library_of_other_sources_is_not_used(tmp_path):
 )
 def test_products_of_few_rows_are_computed_by_compiled_kernels(monkeypatch):
     monkeypatch.setattr(F, "linear", None)  # whoever called it would fail
-    x, weight = torch.zeros(FEW_ROWS, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
+    x, weight = torch.zeros(STEP_ROWS, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
     linear(x, weight)
     with pytest.raises(TypeError):
-        linear(torch.zeros(FEW_ROWS + 1, 64, dtype=torch.bfloat16), weight)
+        linear(torch.zeros(STEP_ROWS + 1, 64, dtype=torch.bfloat16), weight)

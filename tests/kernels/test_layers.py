@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from oracles import at_the_end
 from torch import Tensor
 from triforce.kernels import (
-    FEW_ROWS,
+    STEP_ROWS,
     attend,
     gated_mlp,
     linear,
@@ -113,11 +113,11 @@ def test_a_row_is_the_same_to_the_last_bit_however_many_come_with_it(padded, thr
             assert not padded
             pytest.skip("this processor's products depend on how many rows there are, unless rows are padded")
         torch.set_num_threads(threads)
-        x, norm = random(FEW_ROWS, 256, dtype=dtype, seed=1), random(256, dtype=dtype, seed=2)
+        x, norm = random(STEP_ROWS, 256, dtype=dtype, seed=1), random(256, dtype=dtype, seed=2)
         weight = random(2 * 1100, 256, dtype=dtype, seed=3)
         down = random(256, 1100, dtype=dtype, seed=4)
         k, v = random(2, 500, 32, dtype=dtype, seed=5), random(2, 500, 32, dtype=dtype, seed=6)
-        for n in (2, 5, 13, FEW_ROWS):
+        for n in (2, 5, 13, STEP_ROWS):
             for function in (
                 lambda rows: linear(rows, weight, norm=norm, eps=1e-6),
                 lambda rows: gated_mlp(rows, norm, 1e-6, weight, down),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import oracle, random_qkv
 from profiles import examples
-from triforce.kernels.attention import FEW_ROWS, attend, merge_partials
+from triforce.kernels.attention import STEP_ROWS, attend, merge_partials
 from triforce.kernels.selection import use_kernels
 from triton_runs import DTYPES, both, compiled_table, interpreted
 
@@ -80,7 +80,7 @@ def test_a_window_equals_sdpa_in_float64(device, n, diagonal, window):
 @pytest.mark.slow(keep=1)
 def test_many_rows_without_a_split_equal_sdpa_in_float64(device, window):
     attend_there = functools.partial(attend_triton, split=False)
-    check(attend_there, (2, 1, 32), FEW_ROWS, 290, device=device, diagonal=255, window=window, dtype="float16")
+    check(attend_there, (2, 1, 32), STEP_ROWS, 290, device=device, diagonal=255, window=window, dtype="float16")
 
 
 @both
@@ -173,7 +173,7 @@ def test_merged_blocks_equal_the_whole(device):
 
 
 @both
-@pytest.mark.parametrize("n", [2, pytest.param(FEW_ROWS + 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(STEP_ROWS + 1, marks=pytest.mark.slow)])
 def test_attend_passes_its_arguments_on(device, n):
     q, k, v = random_qkv((2, 1, 32), n, 560)
     for diagonal, window in [(None, None), (200, None), (torch.tensor(200), 40)]:

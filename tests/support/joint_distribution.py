@@ -20,7 +20,7 @@ from triforce.offload import Engine, Request, Sampling
 from triforce.offload.settings import Settings
 from triforce.offload.speculation.acceptance import accept
 from triforce.offload.speculation.distribution import distribution
-from triforce.offload.speculation.noise import FreshNoise, race, row_keys
+from triforce.offload.speculation.noise import FreshNoise, gumbel_max, row_keys
 
 VOCAB = 8
 PROMPT = random_tokens(60, VOCAB, seed=5)
@@ -120,7 +120,7 @@ def drawn_texts(
     texts: list[tuple[int, ...]] = [()] * seeds
     for i in range(NUM_TOKENS):
         keys = row_keys(torch.arange(seeds), torch.tensor(position_of(i)))
-        drawn = race(torch.cat([rows[text] for text in texts]), keys).tolist()
+        drawn = gumbel_max(torch.cat([rows[text] for text in texts]), keys).tolist()
         texts = [(*text, token) for text, token in zip(texts, drawn, strict=True)]
     return texts
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import SHAPES, random_tokens, save_llama
-from triforce.kernels.selection import FEW_ROWS
+from triforce.kernels.selection import STEP_ROWS
 from triforce.offload.caches.full import FullCache
 from triforce.tp.decoder import (
     PREFILL_ROWS,
@@ -92,7 +92,7 @@ def test_a_part_of_a_prefill_does_not_depend_on_where_reading_began(length, star
     start *= TAIL_ROWS
     whole = list(itertools.accumulate(tiles(0, length), initial=0))
     assert whole[-1] == length
-    if start in whole and length - start > FEW_ROWS:
+    if start in whole and length - start > STEP_ROWS:
         assert list(itertools.accumulate(tiles(start, length - start), initial=start)) == whole[whole.index(start) :]
 
 
@@ -102,7 +102,7 @@ def test_a_long_prompt_is_read_in_passes_with_the_tiles_of_one(start, n):
     ends = prefill_stops(start, stop)
     passes = list(itertools.pairwise([start, *ends]))
     assert ends[-1] == stop and all(0 < end - first <= PREFILL_TOKENS + PREFILL_ROWS for first, end in passes)
-    assert len(ends) == 1 or all(end - first > FEW_ROWS for first, end in passes[1:])
+    assert len(ends) == 1 or all(end - first > STEP_ROWS for first, end in passes[1:])
     whole = tiles(start, n)
     assert whole == [size for first, end in passes for size in tiles(first, end - first, stop)]
 
@@ -130,7 +130,7 @@ def test_a_long_prompt_read_in_passes_gives_the_bits_of_one(tmp_path):
 @given(length=st.integers(1, 30_000), cut=st.integers(1, 7))
 def test_a_part_of_a_prefill_does_not_depend_on_where_a_pass_ends(length, cut):
     cut *= PREFILL_ROWS
-    if length - cut > FEW_ROWS:
+    if length - cut > STEP_ROWS:
         assert tiles(0, cut, length) + tiles(cut, length - cut) == tiles(0, length)
 
 
@@ -146,7 +146,7 @@ def test_prompts_share_parts_that_both_have(lengths, common):
     shared = shareable(common, *lengths)
     assert 0 <= shared <= common
     ends = [set(itertools.accumulate(tiles(0, length), initial=0)) for length in lengths]
-    if min(lengths) > FEW_ROWS:
+    if min(lengths) > STEP_ROWS:
         assert shared in ends[0] and shared in ends[1]
         up_to = [sorted(end for end in of if end <= shared) for of in ends]
         assert up_to[0] == up_to[1]

@@ -132,7 +132,7 @@ class Ranks:
         self._call("broadcast_object", lambda: dist.broadcast_object_list(box, src=0, **options))
         return box[0]
 
-    def everyones(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's `value`, in the order of ranks; any objects that can be pickled. Ranks wait patiently."""
         if self.size == 1:
             return [value]
@@ -145,7 +145,7 @@ class Ranks:
         its own; `None` where none failed."""
         if self.least([int(own is None)])[0]:
             return None
-        reasons = self.everyones(own and (isinstance(own, CapacityError), str(own)))
+        reasons = self.gather(own and (isinstance(own, CapacityError), str(own)))
         rank, (of_memory, reason) = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         return own or (CapacityError if of_memory else TriforceError)(f"rank {rank}: {reason}")
 

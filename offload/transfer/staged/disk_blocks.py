@@ -105,8 +105,8 @@ class DiskBlocks(HostBlocks):
 
     def room(self, count: int) -> Sequence[Tensor]:
         here = min(count, self._count)
-        away = list(self._file.space.host.memory((here, *self._shape), self._dtype))
-        return [*away, *self._rest.room(count - here)]
+        on_disk = list(self._file.space.host.memory((here, *self._shape), self._dtype))
+        return [*on_disk, *self._rest.room(count - here)]
 
     def write(self, blocks: Tensor | Sequence[Tensor]) -> None:
         here = min(len(blocks), self._count)
@@ -169,7 +169,7 @@ class DiskBlocks(HostBlocks):
 
 @dataclass(frozen=True)
 class _Slot:
-    """A block on the disk. See `staging.Away`."""
+    """A block on the disk. See `staging.IndirectSource`."""
 
     blocks: DiskBlocks
     index: int

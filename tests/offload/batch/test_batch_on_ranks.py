@@ -71,9 +71,9 @@ def run_late(root):
         if engine.target.ranks.rank == 0:
             if count == 0:
                 batch.end(1)
-            if len(batch.sequences) == 2 and not batch.sequences[0].goes_on:
+            if len(batch.sequences) == 2 and not batch.sequences[0].is_unfinished:
                 batch.add(requests[2])
-        at_once |= batch.sequences[0].goes_on and batch.sequences[1].state == "ended"
+        at_once |= batch.sequences[0].is_unfinished and batch.sequences[1].state == "ended"
     engine.close()
     texts, states = zip(*((one.statistics.token_ids, one.state) for one in batch.sequences), strict=True)
     print(json.dumps({"texts": texts, "states": states, "at once": at_once}), flush=True)

@@ -57,7 +57,7 @@ def test_what_joins_starts_from_what_is_saved_of_its_own_text(load, model, conte
     one = step_until_ended(batch, batch.add(Request(prompt, GREEDY, 8, ignore_eos=True, contexts=contexts)))
     assert one.statistics.reused_tokens == len(TWO)
     assert one.statistics.token_ids == greedy_oracle(model[1], prompt, 8)
-    assert batch.sequences[0].goes_on
+    assert batch.sequences[0].is_unfinished
     text = batch.sequences[0].statistics.token_ids
     assert text == greedy_oracle(model[1], ONE, len(text))
     batch.close()
@@ -81,7 +81,7 @@ def test_what_joins_is_saved_while_others_go_on(engine, model):
     batch = running(engine)
     contexts = ContextRequest(save="two", required=True)
     one = step_until_ended(batch, batch.add(Request(TWO, GREEDY, 1, contexts=contexts)))
-    assert one.error is None and batch.sequences[0].goes_on
+    assert one.error is None and batch.sequences[0].is_unfinished
     found = engine.contexts.store.load("two")
     assert found.saved == len(TWO) and not any(wrong for _, wrong in engine.contexts.store.verify("two"))
     batch.close()
@@ -100,7 +100,7 @@ def test_a_context_is_free_for_others_once_it_is_written_though_its_answer_goes_
             with suppress(ContextError):
                 store.remove("two")
                 taken = False
-    assert not taken and batch.sequences[index].goes_on
+    assert not taken and batch.sequences[index].is_unfinished
     batch.close()
 
 

@@ -73,7 +73,7 @@ def test_keys_values_and_tokens_are_those_of_a_reading_without_slices(models, fa
         full = batch.sequences[1].opened.full
         full.blocks.drain()
         own = [full.blocks.export(layer, 0, full.length - full.start)() for layer in range(full.config.num_layers)]
-        while batch.sequences[1].goes_on:
+        while batch.sequences[1].is_unfinished:
             next(batch)
         tokens = [sequence.statistics.token_ids for sequence in batch.sequences]
         batch.close()
@@ -195,9 +195,9 @@ def test_a_link_is_measured_once_enough_has_crossed_it(models):
     """Of a prompt that is shorter than a block nothing has, when it is read."""
     batch = load(models, resident=0).batch([Request(random_tokens(40), GREEDY, 600, ignore_eos=True)])
     next(batch)
-    opening, cost = batch.run._opening, batch.tiers[0].control.cost
-    assert opening._to_measure is not None
-    opening.traffic = lambda: Traffic(bytes_in=2**30, busy_s=1.0)
-    opening.use_measured_link()
-    assert opening._to_measure is None and batch.tiers[0].control.cost is not cost
+    setup, cost = batch.run._setup, batch.tiers[0].control.cost
+    assert setup._to_measure is not None
+    setup.traffic = lambda: Traffic(bytes_in=2**30, busy_s=1.0)
+    setup.use_measured_link()
+    assert setup._to_measure is None and batch.tiers[0].control.cost is not cost
     batch.close()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
-from triforce.offload.speculation.distribution import distribution, in_millionths
+from triforce.offload.speculation.distribution import rounded_certainties, distribution
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise
 from triforce.offload.speculation.sampling import Sampling
 
@@ -29,7 +29,7 @@ def test_compiled_kernels_compute_what_pytorch_does(filters, vocab):
         found = distribution(logits, Sampling(*filters))
         noises = fresh, CommonNoise(5), CommonNoise(None)
         draws = [noise.draw(found if weights is None else weights, 3) for noise in noises]
-        return found, draws, [in_millionths(logits, tokens) for tokens in draws]
+        return found, draws, [rounded_certainties(logits, tokens) for tokens in draws]
 
     with use_kernels(layers="plain"):
         wanted, draws, sure = sampled(None)

@@ -177,7 +177,7 @@ def is_noticed(decoders, seed, kinds=(None,) * 8):
 
 def staging_waits():
     calls = {"wait", "wait_on_host", "finish", "result", "exception", "stop"}
-    found = m.mutations(staging, calls, set(), {"Staging", "Staged", "_Write", "Crossing"})
+    found = m.mutations(staging, calls, set(), {"Staging", "Staged", "_Write", "StagedCopy"})
     found += m.mutations(cuda_link, {"synchronize"}, set(), {"_Arrival"})
     found += m.mutations(ring, {"wait_for_writes"}, set(), {"Ring"})
     return found if profile_name() == "campaign" else found[:1]  # the others take half a minute each

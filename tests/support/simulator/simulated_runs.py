@@ -102,7 +102,7 @@ def play(
     with ExitStack() as stack:
         stack.enter_context(as_on_a_gpu())
         # On a disk few, too, or blocks of a pass as short as these would hardly use one twice.
-        limits = Limits(ring_buffers=chance.randint(1, 3), disk_buffers=6, open_slack=SLACK, few_rows=SLACK)
+        limits = Limits(ring_buffers=chance.randint(1, 3), disk_buffers=6, open_slack=SLACK, step_rows=SLACK)
         host = Host(pack=sometimes_packed(random.Random(seed)))
         stack.enter_context(torch.inference_mode())
         decoder = decoders[seed % len(decoders)]
@@ -167,8 +167,8 @@ class _History:
 
     def full_cache(self, blocks: StreamedBlocks, prefix: FullCache | None = None, start: int = 0) -> FullCache:
         shares = {"prefix": prefix, "start": start}
-        few_rows = self.limits.few_rows
-        return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, few_rows=few_rows, **shares)
+        step_rows = self.limits.step_rows
+        return FullCache(self.decoder.part, self.decoder.rope, blocks, chunk_size=CHUNK, step_rows=step_rows, **shares)
 
     def step(self, kind: str | None = None) -> None:
         if self.cache is None:

@@ -26,7 +26,7 @@ _OTHERS = 2
 sequences that join, and a larger one that takes this one's place."""
 
 
-class NotResident:
+class BlockHomes:
     """Memory and disk space for these blocks, and the staging that some of them need."""
 
     def __init__(

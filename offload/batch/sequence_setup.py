@@ -38,7 +38,7 @@ from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
-from .kept import KeptCache, goes_on
+from .kept import KeptCache, takes_over
 from .sequence import BatchSequence, SequenceCaches
 
 
@@ -80,7 +80,7 @@ class Models:
         )
 
 
-class Opening:
+class SequenceSetup:
     """Opens the sequences of one run."""
 
     def __init__(self, models: Models, graphs: Graphs, tiers: int, fresh_seed: int, expected: int = 1) -> None:
@@ -265,7 +265,7 @@ class Opening:
         if not first:
             request = replace(request, settings=self._like_others(request))
         free = kept.free(text)
-        if (first and text is None) or (free and goes_on(text, shared)):
+        if (first and text is None) or (free and takes_over(text, shared)):
             return kept.prepare(prompt, request, text, shared, on_memory)
         try:
             return kept.beside(prompt, request, text, shared, whole=whole or first)
