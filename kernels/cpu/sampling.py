@@ -64,7 +64,7 @@ def pick_compiled(weights: Tensor, shares: Tensor) -> Tensor:
     return _of_each_row("triforce_pick", weights, shares)
 
 
-def race_compiled(weights: Tensor, keys: Tensor) -> Tensor:
+def gumbel_max_compiled(weights: Tensor, keys: Tensor) -> Tensor:
     """See `noise.gumbel_max`."""
     return _of_each_row("triforce_race", weights, keys)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.sampling import likeliest_compiled, pick_compiled, race_compiled, samples_compiled
+from ...kernels.cpu.sampling import gumbel_max_compiled, likeliest_compiled, pick_compiled, samples_compiled
 from ...kernels.selection import on_cpu
 from .distribution import rows_at_once, running_sum
 
@@ -111,9 +111,9 @@ def row_keys(key: int | Tensor, positions: Tensor) -> Tensor:
 def gumbel_max(weights: Tensor, keys: Tensor) -> Tensor:
     """Draws from rows of `weights` `[n, vocab]` with the noise of `keys` `[n]`; see `FreshNoise.draw`."""
     if samples_compiled(weights):
-        return race_compiled(weights, keys)
+        return gumbel_max_compiled(weights, keys)
     if _mostly_zero(weights):
-        return _race_of_some(weights, keys)
+        return _gumbel_max_of_some(weights, keys)
     tokens, rows = torch.arange(weights.shape[1], device=weights.device), rows_at_once(weights)
     parts = [
         _exponential(some.unsqueeze(1), tokens).div_(part).min(dim=-1)
@@ -128,7 +128,7 @@ def _mostly_zero(weights: Tensor) -> bool:
     return on_cpu(weights.device) and 8 * int(weights.count_nonzero()) < weights.numel()
 
 
-def _race_of_some(weights: Tensor, keys: Tensor) -> Tensor:
+def _gumbel_max_of_some(weights: Tensor, keys: Tensor) -> Tensor:
     """The draws where most weights are 0: noise is computed for the others only. Waits for the device."""
     rows, tokens = weights.nonzero(as_tuple=True)  # NaN is among them
     times = _exponential(keys[rows], tokens).div_(weights[rows, tokens])

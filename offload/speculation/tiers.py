@@ -25,7 +25,7 @@ from ..held import Held
 from ..vocabulary import cover, readable
 from .acceptance import accept
 from .control import DraftControl
-from .distribution import rounded_certainties, check_finite
+from .distribution import check_finite, rounded_certainties
 from .sampler import distributions, draw
 from .sequence import TokenSequence
 

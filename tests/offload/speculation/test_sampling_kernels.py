@@ -5,7 +5,7 @@ import pytest
 import torch
 from triforce.kernels.cpu.library import Level, cpu_level
 from triforce.kernels.selection import use_kernels
-from triforce.offload.speculation.distribution import rounded_certainties, distribution
+from triforce.offload.speculation.distribution import distribution, rounded_certainties
 from triforce.offload.speculation.noise import CommonNoise, FreshNoise
 from triforce.offload.speculation.sampling import Sampling
 
