@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -135,9 +135,19 @@ class BlockAttention:
             masses: of the blocks, in the order of their positions.
             lse: `[num_heads, rows]`, of each row over all blocks.
         """
-        parts = [torch.zeros(lse.shape[0], lse.shape[1], masses[0].position // self._chunk_size, device=lse.device)]
-        parts += [mass.shares.mul_((mass.lse - lse).exp_().unsqueeze(-1)) for mass in masses]
-        return torch.cat(parts, dim=-1)
+        first = masses[0].position // self._chunk_size
+        if len(masses) == 1 and not first:
+            return masses[0].shares  # the block is all there is
+        before = torch.zeros(lse.shape[0], lse.shape[1], first, device=lse.device)
+        joined = torch.cat([before, *(mass.shares for mass in masses)], dim=-1)
+        factors = (torch.stack([mass.lse for mass in masses], dim=-1) - lse.unsqueeze(-1)).exp_()
+        done = 0
+        for chunks, alike in groupby(mass.shares.shape[-1] for mass in masses):  # hardly ever more than three kinds
+            count = len(list(alike))
+            part = joined[..., first : first + count * chunks].unflatten(-1, (count, chunks))
+            part *= factors[..., done : done + count].unsqueeze(-1)
+            first, done = first + count * chunks, done + count
+        return joined
 
 
 @dataclass

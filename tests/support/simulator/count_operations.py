@@ -47,7 +47,16 @@ LAYERS, CONTEXT, BLOCK, CHUNK, BUDGET, ROWS = 32, 131072, 1024, 8, 4096, 9
 ROOM = 2048
 """Tokens behind the context that there is room for."""
 
-_MEMORY_ONLY = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach"}
+_NO_KERNEL = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "lift_fresh",
+    "detach",
+    "promote_types",
+}
 """Operations that start no kernel, besides those that give views."""
 
 
@@ -76,7 +85,7 @@ class Counting(TorchDispatchMode):
             return torch.empty_like(args[0]), torch.empty(args[0].shape[:-1])
         result = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not views and name not in _MEMORY_ONLY:
+        if not views and name not in _NO_KERNEL:
             self.counts["launches"] += 1
         return result
 
