@@ -432,7 +432,7 @@ class KeptCache:
         if request.gpu_bytes is None or request.gpu_total_bytes is None:
             return going_on
         left = request.gpu_bytes - going_on.device_needed + int(request.limits.free_varies * request.gpu_total_bytes)
-        left, spare = self._decoder.ranks.least([left, blocks.spare_bytes])
+        left, spare = self._decoder.ranks.least([left, blocks.footprint.spare])
         if left >= 0:
             return going_on
         if spare < -left:
@@ -447,7 +447,7 @@ class KeptCache:
         `needed`, as far as host memory has room for them. Every rank calls it, and the one with the least memory
         counts."""
         holders = dict.fromkeys(holder.blocks for cache in caches for holder in cache.holders)
-        ranks, may = self._decoder.ranks, bool(self._spare(None)) or any(blocks.spare_bytes for blocks in holders)
+        ranks, may = self._decoder.ranks, bool(self._spare(None)) or any(blocks.footprint.spare for blocks in holders)
         if not may and ranks.size == 1:
             return
         found = self._system.device_memory(self._decoder.device)
@@ -495,7 +495,7 @@ class KeptCache:
         given_back += dict.fromkeys(one for text in without for one in text.full.holders if one not in stays)
         blocks = [cache.blocks for cache in given_back]
         on_host = self._system.device_memory(decoder.device) is None
-        untouched = sum(one.untouched_bytes for one in blocks) if on_host else 0
+        untouched = sum(one.footprint.untouched for one in blocks) if on_host else 0
         others = (one for one in self._blocks if one not in blocks)
         return plan_here(
             request,
@@ -503,10 +503,10 @@ class KeptCache:
             decoder.ranks,
             held=self._held_by_part(),
             given_back=held_bytes(one for cache in given_back for one in cache.held()) - untouched,
-            given_back_on_host=sum(one.host_bytes for one in blocks),
-            given_back_on_disk=sum(one.disk_bytes for one in blocks),
-            held_on_host=sum(one.host_bytes + (held_bytes(one.held()) if on_host else 0) for one in others),
-            promised=sum(text.full.blocks.untouched_bytes for text in self._texts if text.in_use),
+            given_back_on_host=sum(one.footprint.host for one in blocks),
+            given_back_on_disk=sum(one.footprint.disk for one in blocks),
+            held_on_host=sum(one.footprint.host + (held_bytes(one.held()) if on_host else 0) for one in others),
+            promised=sum(text.full.blocks.footprint.untouched for text in self._texts if text.in_use),
             free_disk=self.disk.free_bytes if on_disk else None,
             device_memory=self._system.device_memory,
         )

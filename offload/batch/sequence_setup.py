@@ -389,6 +389,6 @@ class SequenceSetup:
             budget=budget,
             exact=models.exact,
             resident_bytes=sum(held_bytes(holder.blocks.held(), "resident_kv") for holder in full.holders),
-            disk_bytes=sum(holder.blocks.disk_bytes for holder in full.holders),
-            packed=any(holder.blocks.packed for holder in full.holders),
+            disk_bytes=sum(holder.blocks.footprint.disk for holder in full.holders),
+            packed=any(holder.blocks.placement.packed for holder in full.holders),
         )

@@ -198,7 +198,7 @@ class ContextUse:
 
             # What is packed, or goes to a GPU or a disk, is staged: a layer at a time, whose heads are read at once.
             blocks = full.blocks
-            by_layer = blocks.device.type == "cpu" and not blocks.packed and not blocks.disk_bytes
+            by_layer = blocks.device.type == "cpu" and not blocks.placement.packed and not blocks.footprint.disk
             layers_at_once = _READERS if by_layer else 1
             with ThreadPoolExecutor(_READERS) as of_heads, ThreadPoolExecutor(layers_at_once) as of_layers:
 

@@ -31,6 +31,20 @@ class PausedPass:
     """Where the keys and values of the layer that it is at are collected."""
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of blocks that `held` does not tell apart or does not know."""
+
+    host: int = 0
+    """Taken in host memory, where that is not the device's."""
+    disk: int = 0
+    """Taken on a disk, by what exceeds host memory."""
+    spare: int = 0
+    """On the device, of blocks that host memory has room for as well."""
+    untouched: int = 0
+    """On the device, of memory that no token has come to: a CPU's system counts it as free."""
+
+
 class Blocks(Protocol):
     """Where the keys and values of a full cache are. Positions are tokens; layers come in ascending order."""
 
@@ -39,8 +53,6 @@ class Blocks(Protocol):
     device: torch.device
     all_on_device: bool
     """Whether chunks can be gathered at any time for nothing, or should be copied while their blocks pass."""
-    packed: bool
-    """Whether blocks that stream are packed."""
 
     @property
     def capacity(self) -> int:
@@ -57,24 +69,7 @@ class Blocks(Protocol):
         ...
 
     @property
-    def untouched_bytes(self) -> int:
-        """Bytes on the device that no token has come to: a CPU's system counts them as free."""
-        ...
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes taken in host memory, where that is not the device's."""
-        ...
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes taken on a disk, by what exceeds host memory."""
-        ...
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes on the device of blocks that host memory has room for as well."""
-        ...
+    def footprint(self) -> Footprint: ...
 
     def offload(self, num_bytes: int) -> int:
         """Moves blocks to host memory that it has room for, between two passes, until at least so many bytes of the
@@ -161,7 +156,6 @@ class DeviceBlocks:
     """Blocks on the compute device. See `Blocks`."""
 
     all_on_device = True
-    packed = False
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, capacity: int, block_size: int
@@ -186,20 +180,9 @@ class DeviceBlocks:
         yield from (("resident_kv", blocks) for blocks in self._layers)
 
     @property
-    def untouched_bytes(self) -> int:
-        return sum(blocks[clean:].nbytes for blocks, clean in zip(self._layers, self._clean, strict=True))
-
-    @property
-    def host_bytes(self) -> int:
-        return 0
-
-    @property
-    def disk_bytes(self) -> int:
-        return 0
-
-    @property
-    def spare_bytes(self) -> int:
-        return 0
+    def footprint(self) -> Footprint:
+        untouched = (blocks[clean:].nbytes for blocks, clean in zip(self._layers, self._clean, strict=True))
+        return Footprint(untouched=sum(untouched))
 
     def offload(self, num_bytes: int) -> int:
         return 0

@@ -22,7 +22,7 @@ from ...kernels.chunks import copy_chunks
 from ...tp.errors import CapacityError
 from ...tp.model.config import ModelConfig
 from ..held import Held
-from .device_blocks import Blocks, PausedPass, on_host, pieces_of, read_tokens, write_tokens
+from .device_blocks import Blocks, Footprint, PausedPass, on_host, pieces_of, read_tokens, write_tokens
 from .host import HOST, Host
 from .host_blocks import RawBlocks
 from .link import Link, LinkError, Traffic
@@ -63,7 +63,7 @@ class StreamedBlocks:
         """
         block_size, num_resident = placement.block_size, placement.num_resident
         self.block_size, self.dtype, self.device = block_size, dtype, device
-        self.num_resident, self.packed = num_resident, placement.packed
+        self.num_resident = num_resident
         self._first_on_host = placement.first_on_host
         self._link, self._placement = link, placement
         self._num_blocks, self._step_rows = placement.num_blocks, placement.limits.step_rows
@@ -85,7 +85,7 @@ class StreamedBlocks:
         # Of each layer, the position of the first token of the open stretch; all before is in whole blocks. They differ
         # while a pass over many tokens is under way, and once it was broken off.
         self._bases = [0] * config.num_layers
-        unpacked = on_device(*self._block) if self.packed else None
+        unpacked = on_device(*self._block) if placement.packed else None
         buffers = [on_device(*self._block) for _ in range(placement.ring_buffers)]
         self._ring = Ring(link, buffers, unpacked, self._staging)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
@@ -116,25 +116,18 @@ class StreamedBlocks:
             yield "prefill", self._workspace
 
     @property
-    def untouched_bytes(self) -> int:
-        return 0
+    def footprint(self) -> Footprint:
+        disk = self._homes.file.num_bytes if self._homes.file else 0
+        return Footprint(self._homes.host_bytes, disk, self._spare_bytes)
 
     @property
-    def host_bytes(self) -> int:
-        return self._homes.host_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._homes.file.num_bytes if self._homes.file else 0
-
-    @property
-    def spare_bytes(self) -> int:
+    def _spare_bytes(self) -> int:
         return (self.num_resident - self._first_on_host) * len(self._resident) * prod(self._block) * self.dtype.itemsize
 
     def offload(self, num_bytes: int) -> int:
-        before = self.spare_bytes
+        before = self._spare_bytes
         self.drain()
-        while self.spare_bytes and before - self.spare_bytes < num_bytes:
+        while self._spare_bytes and before - self._spare_bytes < num_bytes:
             last = self.num_resident - 1
             try:
                 for host, blocks in zip(self._host, self._resident, strict=True):
@@ -145,7 +138,7 @@ class StreamedBlocks:
             self.num_resident = last
             for blocks in self._resident:
                 blocks.pop()
-        return before - self.spare_bytes
+        return before - self._spare_bytes
 
     def _source(self, layer: int, index: int) -> Source:
         """What crosses the link of a block that is not resident."""

@@ -234,7 +234,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
 
             def fall(batch):
                 if batch.sequences[0].statistics.rounds == 2 and int(os.environ["RANK"]) == 1:
-                    spare = blocks_of(batch).spare_bytes
+                    spare = blocks_of(batch).footprint.spare
                     assert spare
                     simulator.others = GPU_BYTES - simulator.live - next_bytes(batch) + spare // 2
 
@@ -247,7 +247,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
         batch = engine.batch([Request(prompt, GREEDY, NEW_TOKENS, ignore_eos=True)])
         for _ in batch:
             each(batch)
-        left = blocks_of(batch).spare_bytes, [line for line in batch.warnings if "GPU memory became short" in line]
+        left = blocks_of(batch).footprint.spare, [line for line in batch.warnings if "GPU memory became short" in line]
         engine.close()
         return batch.sequences[0].statistics.token_ids, left
 
@@ -261,7 +261,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
 
 def spare_bytes(engine):
     """Of the caches that the engine keeps, what can leave the GPU."""
-    return sum(cache.blocks.spare_bytes for cache in engine._kept.caches)
+    return sum(cache.blocks.footprint.spare for cache in engine._kept.caches)
 
 
 def next_bytes(batch):

@@ -134,7 +134,7 @@ def test_a_cache_that_is_all_on_the_gpu_stays_there_although_another_one_would_s
 def test_blocks_leave_between_turns_for_another_process_and_it_is_said(tmp_path):
     def take(conversation, turn):
         if turn == 1:
-            spare = conversation.blocks.spare_bytes
+            spare = conversation.blocks.footprint.spare
             conversation.simulator.others = conversation.card // 100 + spare // 2
 
     conversation = Conversation(tmp_path, 32768, 0.4)
@@ -150,7 +150,7 @@ def test_no_block_leaves_if_that_is_not_enough(tmp_path, monkeypatch):
 
     def take(conversation, turn):
         if turn == 1:
-            spare, count = conversation.blocks.spare_bytes, conversation.blocks.placement.num_spare
+            spare, count = conversation.blocks.footprint.spare, conversation.blocks.placement.num_spare
             less_may_be_free = conversation.card // 100 + 2 * spare // count
             conversation.simulator.others = spare + less_may_be_free
 

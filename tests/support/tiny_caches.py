@@ -127,8 +127,8 @@ class Twins:
                 self.restore(self.rng.randint(1, self.length))
         elif kind == "offload":
             for blocks in self.all:
-                before = blocks.spare_bytes
-                assert blocks.offload(self.rng.choice([0, 1, before // 2])) == before - blocks.spare_bytes
+                before = blocks.footprint.spare
+                assert blocks.offload(self.rng.choice([0, 1, before // 2])) == before - blocks.footprint.spare
         elif kind == "grow":
             grown = [self.make(CAPACITY, twin) for twin in self.twins]
             for blocks, old in zip(grown, self.all, strict=True):

@@ -17,6 +17,7 @@ from triforce.offload.batch.kept import KeptCache
 from triforce.offload.caches.full import FullCache
 from triforce.offload.limits import Limits
 from triforce.offload.system import System
+from triforce.offload.transfer.device_blocks import Footprint
 from triforce.tp import CapacityError
 from triforce.tp.decoder import Tiling
 from triforce.tp.devices import DeviceMemory
@@ -242,8 +243,8 @@ class OneOfTwo:
         return [min(number, 0) for number in numbers]
 
 
-@pytest.mark.parametrize("spare_bytes", [0, 100])
-def test_ranks_take_part_where_another_has_more_left_to_move(spare_bytes):
+@pytest.mark.parametrize("spare", [0, 100])
+def test_ranks_take_part_where_another_has_more_left_to_move(spare):
     """What did not pack on one of them has stayed on its GPU."""
     ranks, moved = OneOfTwo(), []
     decoder: Any = SimpleNamespace(ranks=ranks, device=torch.device("cpu"))
@@ -251,7 +252,7 @@ def test_ranks_take_part_where_another_has_more_left_to_move(spare_bytes):
 
     class SomeBlocks:
         def __init__(self):
-            self.spare_bytes = spare_bytes
+            self.footprint = Footprint(spare=spare)
 
         def offload(self, num_bytes):
             moved.append(num_bytes)

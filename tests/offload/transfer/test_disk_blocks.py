@@ -54,7 +54,7 @@ def test_blocks_on_a_disk_are_those_in_memory_whatever_is_done_with_them(part, l
         made.step()
     for blocks in made.all:
         blocks.drain()
-    assert [bool(blocks.disk_bytes) for blocks in made.all] == [True, True, False]
+    assert [bool(blocks.footprint.disk) for blocks in made.all] == [True, True, False]
 
 
 @pytest.mark.parametrize("disk", [3, 99])
@@ -72,7 +72,7 @@ def test_a_pass_reads_each_block_on_the_disk_once(part, link, space, disk):
     in_memory = max(0, whole - 1 - disk)
     crossed = whole - 1 if not link.direct else in_memory
     assert read.bytes_in == (crossed + whole - 1) * part.num_layers * block_bytes, "the other one's are all in memory"
-    assert blocks.host_bytes < twins.all[1].host_bytes + blocks._staging.memory.nbytes
+    assert blocks.footprint.host < twins.all[1].footprint.host + blocks._staging.memory.nbytes
     assert read.disk_busy_s > 0
 
 
@@ -94,9 +94,9 @@ def test_nothing_is_left_in_the_folder_and_only_its_owner_can_read_it(part, link
     twins = Twins(part, link, 0, "normal", 1, (Twin(disk=5),), space)
     twins.add(900)
     assert list(space.folder.iterdir()) == []
-    found = os.fstat(twins.all[0]._away.file._descriptor)
+    found = os.fstat(twins.all[0]._homes.file._descriptor)
     assert found.st_nlink == 0 and found.st_mode & 0o077 == 0 and space.folder.stat().st_mode & 0o077 == 0
-    assert found.st_blocks * 512 >= twins.all[0].disk_bytes, "its space is taken from the start"
+    assert found.st_blocks * 512 >= twins.all[0].footprint.disk, "its space is taken from the start"
 
 
 def test_a_disk_without_room_is_an_error_before_anything_is_computed(part, link, space, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_disk_that_fails_is_an_error_that_names_it_and_nothing_hangs(part, lin
     blocks = twins.all[0]
     blocks.drain()
     if broken == "shrunk":
-        os.ftruncate(blocks._away.file._descriptor, blocks.disk_bytes // 2)
+        os.ftruncate(blocks._homes.file._descriptor, blocks.footprint.disk // 2)
     else:
         monkeypatch.setattr(os, "preadv" if broken == "reading" else "pwritev", failing)
     why = "ends too early" if broken == "shrunk" else "Input/output error"

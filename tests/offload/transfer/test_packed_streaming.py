@@ -67,10 +67,10 @@ def test_a_block_that_does_not_pack_stays_on_the_device_if_there_is_no_memory_fo
     twins = Twins(part, link, 3, "any bits", 1, (Twin(packed=True, spare=2), Twin()))
     twins.add(5 * SIZE)
     packed, _ = twins.all
-    spare = packed.spare_bytes
+    spare = packed.footprint.spare
     with monkeypatch.context() as full:
         full.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
-        assert packed.offload(1) == 0 and packed.spare_bytes == spare
+        assert packed.offload(1) == 0 and packed.footprint.spare == spare
     twins.same(lambda blocks: [torch.cat(blocks.export(1, 0, twins.length)(), dim=2)])
     twins.add(30)
     assert packed.offload(1) == spare // 2

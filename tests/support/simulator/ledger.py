@@ -97,7 +97,7 @@ class Ledger:
             )
             raise Uncounted(f"{where}: nobody holds {found}")
         self._check_plan(where, held)
-        on_disk = sum(cache.blocks.disk_bytes for cache in self.engine._kept.caches)
+        on_disk = sum(cache.blocks.footprint.disk for cache in self.engine._kept.caches)
         sizes = bytes_by_part(held) | {"disk_kv": on_disk}
         for part, size in sizes.items():
             self.peaks[part] = max(size, self.peaks.get(part, 0))
@@ -119,8 +119,8 @@ class Ledger:
             "a shared prefix": any(one.opened.full.prefix for one in opened),
             "a restored context": any(one.order.contexts.prefix for one in opened),
             "blocks that stream": any(not one.opened.full.all_on_device for one in opened),
-            "blocks on a disk": any(one.opened.full.blocks.disk_bytes for one in opened),
-            "packed blocks": any(one.opened.full.blocks.packed for one in opened),
+            "blocks on a disk": any(one.opened.full.blocks.footprint.disk for one in opened),
+            "packed blocks": any(one.opened.full.blocks.placement.packed for one in opened),
             "blocks that have left the GPU": engine._kept.moved > 0,
             "looked-up drafts": settings.lookup,
             "captured passes": isinstance(engine._capture, Recorder) and engine._capture.replays > 0,

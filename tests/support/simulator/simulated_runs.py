@@ -252,7 +252,7 @@ class _History:
         try:
             larger.move_from(old, self.plain.length)
         except CapacityError:  # of blocks that do not pack, for which nothing more is locked: all is computed anew
-            assert self.cache.blocks.packed and not self.cache.blocks._staging
+            assert self.cache.blocks.placement.packed and not self.cache.blocks._staging
             larger.rollback(0)
             self.plain.rollback(0)
 
