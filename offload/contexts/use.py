@@ -180,7 +180,10 @@ class ContextUse:
                             file = opened.enter_context(manifest.open(prefix.directory, segment, part))
                             file.token_ids(before)  # nobody else may look at them, and they must be found damaged
                         except DamagedError as error:
-                            raise _Damage(segment.first, damaged(prefix.name, segment, part.file, error)) from error
+                            said: ContextError = damaged(prefix.name, segment, part.file, error)
+                            if not (prefix.directory / FILE_NAME).exists():
+                                said = ContextError(f"the context {prefix.name!r} was removed meanwhile")
+                            raise _Damage(segment.first, said) from error
                         files.append((segment, part, file, heads))
 
             @torch.inference_mode()  # which is a thread's own

@@ -126,6 +126,18 @@ def test_the_restored_part_of_a_text_is_found_by_its_tokens(checkpoints, store):
     assert no_question.stats["reused_tokens"] == 400 - RECENT_ROWS
 
 
+def test_a_context_that_is_removed_before_it_is_restored_is_said_to_be_and_its_text_is_read(checkpoints, store):
+    case = Case("llama", "float32", TEXT[:300], 0, TEXT[300:340], Sampling(0.0), {"budget": 64})
+    want = case.answer(case.engine(checkpoints, store))["token_ids"]
+    case.engine(checkpoints, store).read(case.text, "book")
+    run = case.engine(checkpoints, store).stream(
+        case.text + case.question, case.sampling, 20, ignore_eos=True, contexts=FIND
+    )
+    store.remove("book")
+    assert [token for event in run for token in event.tokens] == want
+    assert run.sequence.warnings == ["the context 'book' was removed meanwhile; it is read again from position 0 on"]
+
+
 def test_memory_comes_before_the_disk(checkpoints, store):
     case = Case("llama", "float32", TEXT[:400], 0, TEXT[400:440], Sampling(0.0), {"budget": 64})
     engine = case.engine(checkpoints, store)
