@@ -38,8 +38,8 @@ from triforce.offload.settings import Settings
 from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
 from triforce.offload.transfer.placement import block_size_for
+from triforce.tp import decoder, rope
 from triforce.tp.devices import device_name
-from triforce.tp.model import decoder, rope
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import EMBEDDED, find_pair
 

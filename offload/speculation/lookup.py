@@ -91,12 +91,10 @@ class LookupControl(DraftControl):
 class LookupTier(Tier):
     """Drafts from earlier occurrences and, where it is given a tier with a model, by that."""
 
-    control: LookupControl
-
     def __init__(self, control: LookupControl, model: Tier | None, decoder: Decoder, vocab_size: int) -> None:
         """Args: `decoder` is the one of the tier it drafts for."""
         super().__init__("lookup", decoder, control, vocab_size)
-        self._model = model
+        self._lookup, self._model = control, model
 
     def extend(
         self, sequences: Sequence[TokenSequence], counts: Sequence[int], least_chance: float = 0.0
@@ -107,7 +105,7 @@ class LookupTier(Tier):
         and then, to see whether it has become so."""
         found: dict[int, Emitted] = {}
         asked: list[int] = []
-        control, asks = self.control, self.control.asks_model()
+        control, asks = self._lookup, self._lookup.asks_model()
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             lookup = sequence.lookup
             lookup.occurrences.follow(sequence.context)
@@ -136,13 +134,13 @@ class LookupTier(Tier):
     ) -> list[Emitted]:
         """What the model drafts."""
         assert self._model
-        model, most = self._model.control, self.control.draft_tokens or 1
+        model, most = self._model.control, self._lookup.draft_tokens or 1
         model.steady = True
         if not model.ends_early(most):
             least_chance = 0.0
         drafted = self._model.extend(sequences, [min(count, most) for count in counts], least_chance)
         # What a model that is left out takes says nothing of steps without it.
-        self.control.steady &= model.steady and self.control.draft_tokens > 0
+        self._lookup.steady &= model.steady and self._lookup.draft_tokens > 0
         return drafted
 
     def _certain(self, tokens: list[int], sequence: TokenSequence) -> Tensor:

@@ -129,7 +129,7 @@ class Staging(Iterator["Tensor | Staged"]):
         self._look_ahead()
 
     def store(self, source: Tensor, target: IndirectSource) -> Arrival:
-        """As `Link.store`, to where the link cannot copy; `wait_for_writes` says when it is there. No pass is running."""
+        """As `Link.store`, to where the link cannot copy, between passes; `wait_for_writes` says when it is there."""
         memory, use = self._free[0]
         try:
             if use:

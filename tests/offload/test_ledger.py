@@ -307,8 +307,8 @@ def test_few_sets_of_sequences_are_captured(models):
         batch, most = engine.batch(requests), 0
         for _ in batch:
             for tier in batch.tiers:
-                kept = tier._kept.items()
-                most = max(most, sum(len(members) for members, passes in kept if passes._captures._captured))
+                joined = tier._joined.items()
+                most = max(most, sum(len(members) for members, passes in joined if passes._captures._captured))
     assert sequences <= most <= JOINED * sequences
 
 

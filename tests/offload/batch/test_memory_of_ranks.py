@@ -14,8 +14,7 @@ from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.system import System
 from triforce.offload.transfer.make import make_blocks
-from triforce.tp import CapacityError
-from triforce.tp.model import decoder
+from triforce.tp import CapacityError, decoder
 
 TAIL_ROWS = 1024
 """Behind the last whole 4,096 tokens of a prompt, what prompts share is a multiple of these (docs/exactness.md)."""

@@ -14,10 +14,9 @@ from profiles import profile_name
 from second_judge import JudgedSimulator
 from simulated_runs import make_decoders, play
 from triforce.offload import Sampling
-from triforce.offload.transfer import cuda_link, ring, streamed_blocks
+from triforce.offload.transfer import cuda_link, ring, staging, streamed_blocks
 from triforce.offload.transfer.link import LinkError, ThreadLink
 from triforce.offload.transfer.placement import Placement
-from triforce.offload.transfer.staged import staging
 from triforce.offload.transfer.streamed_blocks import StreamedBlocks
 from triforce.tp.errors import CapacityError
 
