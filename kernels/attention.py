@@ -35,7 +35,7 @@ from .flash import FlashKernel, attend_flash, flash_cpu, flash_cuda, flash_packa
 from .packages import OLDEST_GPU, usable_packages
 from .partials import add_partial, merge_partials, new_running
 from .plain_attention import Scratch, attend_plain
-from .selection import STEP_ROWS, TILE_ROWS, Backend, selected
+from .selection import KEYS_PER_SPLIT, STEP_ROWS, TILE_ROWS, Backend, selected
 
 __all__ = [
     "STEP_ROWS",
@@ -49,6 +49,7 @@ __all__ = [
     "merge_partials",
     "new_running",
     "takes_blocks",
+    "takes_joined",
 ]
 
 _SEGMENT = 16384
@@ -149,6 +150,15 @@ def accumulates(q: Tensor, block: Tensor) -> bool:
     and of more rows where the compiled kernels then give the bits of one call."""
     plain_rows = has_plain_rows(q, block, block)
     return q.shape[1] <= STEP_ROWS or _backend_of(q, flash_mask=True, plain_rows=plain_rows) == "compiled"
+
+
+def takes_joined(q: Tensor, block_size: int) -> bool:
+    """Whether one call of `attend` for several blocks that lie together gives the bits that a call for each gives
+    (`running`), and takes no more memory than is planned: of a step, by kernels of this package, where blocks are whole
+    splits."""
+    if q.shape[1] > STEP_ROWS or block_size % KEYS_PER_SPLIT:
+        return False
+    return _backend_of(q, False, has_plain_rows(q, q, q)) in ("compiled", "triton")
 
 
 def takes_blocks(q: Tensor, blocks: Tensor) -> bool:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from .packages import usable_packages
 
+_KEYS_AT_ONCE = 4096
+"""Of PyTorch's operations, whose scores take memory: as many as a streamed block has at most."""
+
 
 def chunk_mass(
     q: Tensor,
@@ -43,6 +46,16 @@ def chunk_mass(
         if takes_chunks(m // mass.shape[-1], num_heads // num_kv_heads, head_dim, q.dtype):
             chunk_mass_triton(q, k, lse, mass, scale=scale, diagonal=diagonal, window=window)
             return
+    chunk_size = m // mass.shape[-1]
+    count = max(1, _KEYS_AT_ONCE // chunk_size)
+    if mass.shape[-1] > count:  # scores take memory by the keys
+        for first in range(0, mass.shape[-1], count):
+            some, keys = slice(first, first + count), slice(first * chunk_size, (first + count) * chunk_size)
+            part = mass.new_empty(*mass.shape[:2], len(range(mass.shape[-1])[some]))
+            seen = None if diagonal is None else diagonal - keys.start
+            chunk_mass(q, k[:, keys], lse, part, scale=scale, diagonal=seen, window=window)
+            mass[..., some] = part
+        return
     grouped = q.reshape(num_kv_heads, -1, head_dim).to(k.dtype)
     scores = torch.bmm(grouped, k.transpose(1, 2)).to(lse.dtype).view(num_heads, n, m).mul_(scale)
     if diagonal is not None:

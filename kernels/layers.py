@@ -103,6 +103,11 @@ def steps_are_compiled(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return layers and compiled_attention(dtype, head_dim) and selected().attention in (None, "compiled")
 
 
+def products_are_independent(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a row of a step has the same product with a matrix, bit by bit, whatever rows come with it."""
+    return _kernels(device, dtype, selected().layers) is not None or selected().padded
+
+
 def rows_are_independent(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether a row of a step has the same result, bit by bit, whatever rows come with it: where the compiled kernels
     compute it, or where rows are padded."""

@@ -31,7 +31,7 @@ def samples_compiled(rows: Tensor) -> bool:
 def distribution_compiled(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, out: Tensor | None = None
 ) -> Tensor:
-    """See `sampling.distribution`; a temperature of 0 is greedy. `out` has its rows one after another.
+    """See `distribution.distribution`; a temperature of 0 is greedy. `out` has its rows one after another.
 
     Raises:
         MemoryError: no memory for the temporaries.

@@ -138,9 +138,11 @@ class BlockAttention:
         first = masses[0].position // self._chunk_size
         if len(masses) == 1 and not first:
             return masses[0].shares  # the block is all there is
-        before = torch.zeros(lse.shape[0], lse.shape[1], first, device=lse.device)
-        joined = torch.cat([before, *(mass.shares for mass in masses)], dim=-1)
-        factors = (torch.stack([mass.lse for mass in masses], dim=-1) - lse.unsqueeze(-1)).exp_()
+        shares = [mass.shares for mass in masses]
+        if first:
+            shares.insert(0, torch.zeros(lse.shape[0], lse.shape[1], first, device=lse.device))
+        joined = torch.cat(shares, dim=-1)
+        factors = torch.stack([mass.lse for mass in masses], dim=-1).sub_(lse.unsqueeze(-1)).exp_()
         done = 0
         for chunks, alike in groupby(mass.shares.shape[-1] for mass in masses):  # hardly ever more than three kinds
             count = len(list(alike))

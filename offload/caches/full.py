@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ...kernels.attention import takes_joined
 from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
@@ -252,7 +253,8 @@ class FullCache:
 
     def _passing(self, layer: int, rows: Rows, collector: BlockCollector | None) -> Iterator[tuple[int, Tensor]]:
         """The blocks that `rows` attend to, each collected and counted."""
-        for position, block in self._pieces(layer, rows.first_key, rows.stop):
+        joined = takes_joined(rows.q, self.blocks.block_size)
+        for position, block in self._pieces(layer, rows.first_key, rows.stop, joined):
             if collector is not None:
                 collector(layer, position, block)
             self.count_read(min(block.shape[2], rows.stop - position))
@@ -260,13 +262,13 @@ class FullCache:
         if layer == len(self._filled) - 1 and rows.stop == self._stop:
             self.release_prefix()
 
-    def _pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def _pieces(self, layer: int, first: int, stop: int, joined: bool) -> Iterator[tuple[int, Tensor]]:
         """See `Blocks.pieces`; those of the prefix come first, up to where it is this sequence's."""
         if self.prefix:  # a ring must be emptied of a layer's blocks, wanted or not
-            for position, block in self.prefix._pieces(layer, min(first, self.start), self.start):
+            for position, block in self.prefix._pieces(layer, min(first, self.start), self.start, joined):
                 if position < self.start and first < self.start:
                     yield position, block[:, :, : self.start - position]
-        for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start):
+        for position, block in self.blocks.pieces(layer, max(0, first - self.start), stop - self.start, joined=joined):
             yield self.start + position, block
 
     def release_prefix(self) -> None:

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks
+from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks, takes_joined
 from ...tp.rope import Rows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
@@ -190,7 +190,9 @@ class SharedAttention:
             return
         oldest = min(self._starts[self._order[m]] for span in holder.spans for m in _range(span.members))
         seen = 0 if window is None else max(0, oldest + 1 - window - start)
-        for position, block in cache.blocks.pieces(layer, seen, holder.spans[-1].stop - start):
+        # Where windows hide some of it from some rows, these attend to it by themselves: as little as possible.
+        joined = window is None and takes_joined(q, cache.blocks.block_size)
+        for position, block in cache.blocks.pieces(layer, seen, holder.spans[-1].stop - start, joined=joined):
             end = position + block.shape[2]
             for span in holder.spans:
                 first = max(span.first - start, position)

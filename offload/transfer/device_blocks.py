@@ -109,9 +109,12 @@ class Blocks(Protocol):
         """Writes the keys and values `[num_kv_heads, n, head_dim]` of tokens `start` to `start + n`."""
         ...
 
-    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         """The blocks that hold tokens `first` (or some before) to `stop`, in order: the position of a block's first
-        token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for."""
+        token and the block, `[2, num_kv_heads, any, head_dim]`, on the device until the next one is asked for.
+
+        Args: `joined`: whether blocks that lie together may come as one.
+        """
         ...
 
     def at_once(self, layer: int) -> Tensor | None:
@@ -207,7 +210,7 @@ class DeviceBlocks:
     def append(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         self._clean[layer] = write_tokens(self._layers[layer], start, k, v, self._clean[layer])
 
-    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         for index in range(first // self.block_size, -(-stop // self.block_size)):
             yield index * self.block_size, self._layers[layer][index]
 

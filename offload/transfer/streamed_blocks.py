@@ -76,9 +76,12 @@ class StreamedBlocks:
         self._disk = disk
         self._homes = BlockHomes(config, link, placement, dtype, on_memory, disk, host)
         self._host, self._overflow, self._staging = self._homes.host, self._homes.overflow, self._homes.staging
-        alone = range(placement.num_spare)  # what can leave is in memory of its own
+        # What stays lies together, so that a pass attends to it in one piece; what can leave is in memory of its own.
+        tokens, alone = self._first_on_host * block_size, range(placement.num_spare)
+        self._staying = [on_device(2, config.num_kv_heads, tokens, config.head_dim) for _ in layers]
         self._resident = [
-            [*on_device(self._first_on_host, *self._block), *(on_device(*self._block) for _ in alone)] for _ in layers
+            [*(area.split(block_size, dim=2) if tokens else ()), *(on_device(*self._block) for _ in alone)]
+            for area in self._staying
         ]
         self._open = [on_device(2, config.num_kv_heads, placement.open_tokens, config.head_dim) for _ in layers]
         self._windows = [config.sliding_window(layer) for layer in layers]
@@ -109,7 +112,8 @@ class StreamedBlocks:
         return self._bases[-1]
 
     def held(self) -> Held:
-        yield from (("resident_kv", block) for blocks in self._resident for block in blocks)
+        yield from (("resident_kv", area) for area in self._staying)
+        yield from (("resident_kv", block) for blocks in self._resident for block in blocks[self._first_on_host :])
         yield from (("open_stretches", stretch) for stretch in self._open)
         yield from (("ring", buffer) for buffer in self._ring.memory)
         if self._workspace is not None:
@@ -166,6 +170,7 @@ class StreamedBlocks:
             self._host[layer].write(blocks[self._first_on_host : whole])
             stretch[:, :, : self.block_size] = blocks[whole]
             other._resident[layer], other._host[layer] = [], RawBlocks(blocks.new_empty(0))
+            other._staying[layer] = blocks.new_empty(0)
         self._bases = [whole * self.block_size] * len(self._open)
         return True
 
@@ -289,7 +294,10 @@ class StreamedBlocks:
         self._worked = layer
         whole = min(self._base // self.block_size, -(-length // self.block_size))
         resident = min(whole, self.num_resident)
-        for index, block in enumerate(self._resident[layer][:resident]):
+        staying = min(resident, self._first_on_host)
+        tokens = staying * self.block_size
+        self._workspace[:, :, :tokens] = self._staying[layer][:, :, :tokens]
+        for index, block in enumerate(self._resident[layer][staying:resident], staying):
             self._worked_block(index).copy_(block)
         self._ring.begin(self._source(layer, index) for index in range(resident, whole))
         for index, block in enumerate(self._ring.next_blocks(whole - resident), resident):
@@ -312,7 +320,7 @@ class StreamedBlocks:
         self._open[layer][:, :, : rest.shape[2]] = rest
         self._bases[layer] = whole * self.block_size
 
-    def pieces(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, layer: int, first: int, stop: int, *, joined: bool = False) -> Iterator[tuple[int, Tensor]]:
         size = self.block_size
         if self._workspace is not None:
             if layer != self._worked:  # the pass brings no tokens of its own
@@ -326,7 +334,11 @@ class StreamedBlocks:
                 self.release()  # what is chosen and drafted from next wants its memory
             return
         resident = min(self._base // size, -(-stop // size), self.num_resident)
-        for index in range(first // size, resident):
+        begin, staying = first // size, min(resident, self._first_on_host)
+        if joined and begin < staying:
+            yield begin * size, self._staying[layer][:, :, begin * size : staying * size]
+            begin = staying
+        for index in range(begin, resident):
             yield index * size, self._resident[layer][index]
         streamed, end = self._range(layer)
         for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
@@ -353,7 +365,9 @@ class StreamedBlocks:
         picked = below.gather(there, chunk_size)
         k, v = picks = torch.empty(picked.shape, dtype=picked.dtype, device=self.device)
         self._link.fetch(picked, picks).wait()
-        for index, block in enumerate(self._resident[layer]):
+        if self._first_on_host:
+            copy_chunks(self._staying[layer], 0, chunks, k, v, chunk_size)
+        for index, block in enumerate(self._resident[layer][self._first_on_host :], self._first_on_host):
             copy_chunks(block, index * per_block, chunks, k, v, chunk_size)
         copy_chunks(self._open[layer], self._base // chunk_size, chunks, k, v, chunk_size)
         return k, v

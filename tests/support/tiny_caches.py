@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,7 +101,15 @@ class Twins:
             k, v = self.kv[:, layer, :, self.length : self.length + n]
             for blocks in self.all:
                 blocks.append(layer, self.length, k, v)
-            self.same(lambda blocks: [b.clone() for _, b in blocks.pieces(layer, 0, self.length + n)])  # noqa: B023
+            # Each is asked once: what streams passes once. Blocks that lie together may come as one.
+            joined = self.rng.choice([False, True])
+
+            def keys_and_values(blocks: Any, layer: int = layer, joined: bool = joined) -> list[torch.Tensor]:
+                pieces = [(at, b.clone()) for at, b in blocks.pieces(layer, 0, self.length + n, joined=joined)]
+                assert [at for at, _ in pieces] == [0, *accumulate(b.shape[2] for _, b in pieces[:-1])]
+                return [torch.cat([b for _, b in pieces], dim=2)[:, :, : self.length + n]]
+
+            self.same(keys_and_values)
         self.length += n
 
     def step(self):
