@@ -38,7 +38,7 @@ from triforce.offload.settings import Settings
 from triforce.offload.shape_steps import ShapeSteps
 from triforce.offload.transfer.bandwidth import memory_bandwidth, timed
 from triforce.offload.transfer.placement import block_size_for
-from triforce.tp import decoder, rope
+from triforce.tp import matrices, rope
 from triforce.tp.devices import device_name
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.weights.registry import EMBEDDED, find_pair
@@ -65,7 +65,7 @@ PARTS = {
         *((module, "attend") for module in (block_attention, retrieval_cache, streaming_cache)),
         (block_attention, "attend_blocks"),
     ],
-    "products": [(decoder, "linear"), (decoder, "gated_mlp")],
+    "products": [(matrices, "linear"), (matrices, "gated_mlp")],
     "rotation": [(rope, "rotate")],
 }
 """The functions whose time is counted as a part; the rest of a step is dispatch, copies and the cache's own work."""

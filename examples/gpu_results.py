@@ -412,12 +412,12 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     import torch
     from triforce.offload.batch.kept import KeptCache
     from triforce.offload.caches.full import FullCache
-    from triforce.offload.planning.cost_model import weights_read
     from triforce.offload.planning.request import RunRequest
     from triforce.offload.settings import Settings
     from triforce.offload.shape_steps import RandomWeights
     from triforce.offload.transfer.bandwidth import timed
     from triforce.tp.decoder import Decoder
+    from triforce.tp.matrices import ModelMatrices
     from triforce.tp.weights.registry import PRESETS
 
     where = torch.device(device)
@@ -425,7 +425,7 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
     budget = 64 if quick else BUDGET
     yield (
         "retrieval_read_bytes",
-        (weights_read(config, 1) * config.dtype.itemsize + budget * config.kv_bytes_per_token(config.dtype)),
+        (ModelMatrices.of(config).bytes_of_a_pass(config.dtype) + budget * config.kv_bytes_per_token(config.dtype)),
     )
     decoder = Decoder(config, RandomWeights(config.dtype, where), where)  # pyright: ignore[reportArgumentType]
     for tokens, resident in itertools.product((300,) if quick else (8192, 32768), (None, 0.0)):

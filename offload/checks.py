@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.layers import rows_are_independent
 from ..tp.decoder import Decoder
 from ..tp.errors import CapacityError, UsageError
 from ..tp.model.config import ModelConfig
@@ -56,4 +55,4 @@ def tokens_are_exact(target: Decoder, chunk_size: int, padded: bool) -> bool:
     three ranks and more add in an order that depends on a row's place, and other chunks end within splits."""
     if target.ranks.size > 2 or SPLITS[0] % chunk_size:
         return False
-    return padded or rows_are_independent(target.device, target.dtype, target.part.head_dim)
+    return padded or target.rows_are_independent

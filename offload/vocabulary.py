@@ -33,7 +33,7 @@ def check_draft(target: ModelConfig, draft: ModelConfig) -> None:
 
 def readable(token_ids: Tensor, vocab_size: int) -> Tensor:
     """`token_ids` as a model of `vocab_size` tokens can read them: ids beyond its vocabulary become its last token,
-    which lowers acceptance only, and -1 (see `FreshNoise.draw`) its first, until `sampling.read` reports it."""
+    which lowers acceptance only, and -1 (see `FreshNoise.draw`) its first, until `check_finite` reports it."""
     return token_ids.clamp(0, vocab_size - 1)
 
 

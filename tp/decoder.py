@@ -8,7 +8,7 @@ parts. The decoder does not know where keys are stored, at which positions, or h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.layers import gated_mlp, linear
+from ..kernels.layers import rows_are_independent
 from ..kernels.selection import STEP_ROWS
+from .matrices import GatedMlp, ModelMatrices, Weight, num_parameters
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
@@ -118,18 +119,23 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class _Layer:
-    """This rank's weights of one layer; projections of the same input are joined to one matrix."""
+    """This rank's weights of one layer."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None  # [(num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
-    o: Tensor  # [hidden, num_heads * head_dim]
-    o_bias: Tensor | None  # [hidden]
+    o: Weight  # [hidden, num_heads * head_dim]
+    o_bias: Tensor | None  # [hidden], added behind the sum over ranks
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    mlp: GatedMlp
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+        vectors = self.input_norm, self.q_norm, self.k_norm, self.o_bias, self.post_norm
+        yield from (vector for vector in vectors if vector is not None)
+        for weight in (self.qkv, self.o, *self.mlp.weights):
+            yield from weight.tensors()
 
 
 class Decoder:
@@ -162,16 +168,12 @@ class Decoder:
         self.tiling = tiling
         self.device = device
         self.rope = Rope(config.head_dim, config.rope, device)
-        shape = config.vocab_size, config.hidden_size
-        self._embedding = checkpoint.read("model.embed_tokens.weight", *shape)
-        self._layers = [_read_layer(config, split, checkpoint, i) for i in range(config.num_layers)]
+        self.matrices = matrices = ModelMatrices.of(config, split)
+        self._embedding = matrices.embedding.read(checkpoint.read).matrix
+        self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
-        self._head = (  # [at most vocabulary_room, hidden]
-            self._embedding[split.vocabulary]
-            if config.tie_word_embeddings
-            else checkpoint.read("lm_head.weight", *shape, rows=split.vocabulary)
-        )
-        self._missing_logits = split.vocabulary_room - self._head.shape[0]
+        head = matrices.head.read(checkpoint.read) if matrices.head else Weight(self._embedding[split.vocabulary])
+        self._head, self._missing_logits = head, matrices.head_rows - head.matrix.shape[0]
         self.dtype = self._embedding.dtype
         checkpoint.check_all_read()
 
@@ -257,10 +259,17 @@ class Decoder:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors on the device, by part: `weights`, and `rope` of its table."""
-        kept = [self._embedding, self._head, self._norm]
-        kept += [getattr(layer, part.name) for layer in self._layers for part in fields(layer)]
-        yield from (("weights", tensor) for tensor in kept if tensor is not None)
+        kept = [self._embedding, self._norm, *self._head.tensors()]
+        yield from (("weights", tensor) for tensor in kept)
+        yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
         yield from self.rope.held()
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row of a step has the same logits, bit by bit, whatever rows come with it."""
+        weights = [self._head, *(one for layer in self._layers for one in (layer.qkv, layer.o, *layer.mlp.weights))]
+        attention = rows_are_independent(self.device, self.dtype, self.part.head_dim)
+        return attention and all(weight.rows_are_independent for weight in weights)
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
@@ -275,9 +284,9 @@ class Decoder:
     def _attention(self, index: int, layer: _Layer, rows: Tensor, cache: Cache) -> None:
         """Adds a layer's attention to `rows` `[n, hidden]`."""
         if self.ranks.size == 1 and layer.o_bias is None:
-            linear(self._heads(index, layer, rows, cache), layer.o, onto=rows)
+            layer.o.times(self._heads(index, layer, rows, cache), onto=rows)
             return
-        out = self._sum(rows, lambda: linear(self._heads(index, layer, rows, cache), layer.o))
+        out = self._sum(rows, lambda: layer.o.times(self._heads(index, layer, rows, cache)))
         if layer.o_bias is not None:
             out += layer.o_bias
         rows += out
@@ -286,7 +295,7 @@ class Decoder:
         """What this rank's heads give for `rows`, `[n, num_heads * head_dim]`."""
         config = self.part
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = linear(rows, layer.qkv, layer.qkv_bias, norm=layer.input_norm, eps=config.rms_norm_eps)
+        qkv = layer.qkv.times(rows, norm=layer.input_norm, eps=config.rms_norm_eps)
         qkv = qkv.view(rows.shape[0], heads + 2 * kv_heads, config.head_dim).transpose(0, 1)
         q, k, v = qkv.split((heads, kv_heads, kv_heads))
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -296,11 +305,11 @@ class Decoder:
 
     def _mlp(self, layer: _Layer, rows: Tensor) -> None:
         """Adds a layer's MLP to `rows` `[n, hidden]`."""
-        mlp = rows, layer.post_norm, self.config.rms_norm_eps, layer.gate_up, layer.down
+        norm, eps = layer.post_norm, self.config.rms_norm_eps
         if self.ranks.size == 1:
-            gated_mlp(*mlp, onto=rows)
+            layer.mlp.of(rows, norm=norm, eps=eps, onto=rows)
         else:
-            rows += self._sum(rows, lambda: gated_mlp(*mlp))
+            rows += self._sum(rows, lambda: layer.mlp.of(rows, norm=norm, eps=eps))
 
     def _sum(self, rows: Tensor, part: Callable[[], Tensor]) -> Tensor:
         """The sum of every rank's `part` of what is added to `rows`, both `[n, hidden]`. A rank whose own fails takes
@@ -313,7 +322,7 @@ class Decoder:
         return self.ranks.sum(own)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        part = linear(rows, self._head, norm=self._norm, eps=self.config.rms_norm_eps)
+        part = self._head.times(rows, norm=self._norm, eps=self.config.rms_norm_eps)
         if self._missing_logits:
             part = F.pad(part, (0, self._missing_logits))
         return self.ranks.gather_columns(part)[:, : self.config.vocab_size].float()
@@ -325,7 +334,7 @@ class Decoder:
 def forward_work(config: ModelConfig, start: int, n: int) -> float:
     """Multiplications of a forward of `n` tokens after `start` others, attention included."""
     attention = 2 * config.num_heads * config.head_dim * (start + n / 2)
-    return n * (config.num_parameters + config.num_layers * attention)
+    return n * (num_parameters(config) + config.num_layers * attention)
 
 
 class _Progress:
@@ -335,7 +344,7 @@ class _Progress:
         self._callback, self._config = callback, config
         self._start, self._n, self._row = start, n, 0
         self._done = 0.0
-        self._total = forward_work(config, start, n)
+        self._total = forward_work(config, start, n) if callback else 0.0
 
     def add(self, n: int) -> None:
         if self._callback is None:
@@ -345,38 +354,18 @@ class _Progress:
         self._callback(min(1.0, self._done / self._total))
 
 
-def _read_layer(config: ModelConfig, split: Split, checkpoint: Checkpoint, index: int) -> _Layer:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    prefix = f"model.layers.{index}."
-    queries, keys = _rows_of(split.heads, config), _rows_of(split.kv_heads, config)
-    num_queries, num_keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, index: int) -> _Layer:
+    def read(name: str, *shape: int, **part: slice | None) -> Tensor:
+        return checkpoint.read(f"model.layers.{index}.{name}", *shape, **part)
 
-    def read(name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}", *shape, rows=rows, columns=columns)
-
-    def read_qkv(suffix: str, *width: int) -> Tensor:
-        parts = (("q_proj", num_queries, queries), ("k_proj", num_keys, keys), ("v_proj", num_keys, keys))
-        return torch.cat([read(f"self_attn.{name}.{suffix}", n, *width, rows=rows) for name, n, rows in parts])
-
+    hidden, head_dim = config.hidden_size, config.head_dim
     return _Layer(
         input_norm=read("input_layernorm.weight", hidden),
-        qkv=read_qkv("weight", hidden),
-        qkv_bias=read_qkv("bias") if config.qkv_bias else None,
-        q_norm=read("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        k_norm=read("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
-        o=read("self_attn.o_proj.weight", hidden, num_queries, columns=queries),
+        qkv=matrices.qkv.read(read),
+        q_norm=read("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
+        k_norm=read("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
+        o=matrices.o.read(read),
         o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
         post_norm=read("post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat(
-            (
-                read("mlp.gate_proj.weight", intermediate, hidden, rows=split.mlp),
-                read("mlp.up_proj.weight", intermediate, hidden, rows=split.mlp),
-            )
-        ),
-        down=read("mlp.down_proj.weight", hidden, intermediate, columns=split.mlp),
+        mlp=GatedMlp(matrices.gate_up.read(read), matrices.down.read(read)),
     )
-
-
-def _rows_of(heads: slice, config: ModelConfig) -> slice:
-    """The rows of a projection's weight that compute `heads`."""
-    return slice(heads.start * config.head_dim, heads.stop * config.head_dim)

@@ -268,7 +268,7 @@ class Run(Iterator[Event]):
             with ExitStack() as ending:  # all of it, whatever fails
                 for sequence in self.live:
                     ending.callback(self._finish_saving, sequence, together=whole)
-                if self.tiers:  # one that looks up refers to the one above it: both would last longer
+                if self.tiers:  # what was captured of sequences together does not outlive them
                     ending.callback(self.tiers[0].drop_joined)
                 if self._reading:
                     reading, self._reading = self._reading, None  # which refers to this run

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-from ...tp.model.config import ModelConfig
+from ...tp.matrices import ModelMatrices
 from ..speculation.lengths import LOOKUP_SECONDS, Acceptance, PassCost, expected_tokens, fastest_length
 from .cards import DISK_BANDWIDTH, Card, card_named
 from .request import RunRequest
@@ -177,20 +177,14 @@ class Estimate:
     """Of all sequences together."""
 
 
-def weights_read(part: ModelConfig, gpus: int) -> int:
-    """Weights that every pass reads: all but the embedding, of which rows are looked up; of the head, a GPU's part."""
-    head = part.vocab_size * part.hidden_size
-    heads = head if part.tie_word_embeddings else 2 * head
-    return part.num_parameters - heads + -(-head // gpus)
-
-
 def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float | None = None) -> tuple[float, float]:
     """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows that see `kv_tokens`
     tokens of keys and values each; in all `kv_read` tokens of them are read, which is as many unless it is given."""
-    part = request.part
-    weights = weights_read(part, request.gpus)
-    read = weights * request.dtype.itemsize + (kv_tokens if kv_read is None else kv_read) * request.token_bytes
-    multiplied = 2 * rows * weights + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
+    part, matrices = request.part, request.matrices
+    read = matrices.bytes_of_a_pass(request.dtype) + (kv_tokens if kv_read is None else kv_read) * request.token_bytes
+    multiplied = (
+        2 * rows * matrices.numbers_of_a_pass + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
+    )
     return read, multiplied
 
 
@@ -223,7 +217,7 @@ class PassTimes:
         request, draft = self.plan.request, self.plan.request.small
         if draft is None:
             return LOOKUP_SECONDS if request.settings.lookup else 0.0
-        read = weights_read(draft, 1) * request.dtype.itemsize
+        read = float(ModelMatrices.of(draft).bytes_of_a_pass(request.dtype))
         read += request.sequences * DRAFT_TOKENS * draft.kv_bytes_per_token(request.dtype)
         return self.hardware.draft_step_seconds(read, draft.num_layers)
 

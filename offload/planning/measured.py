@@ -10,6 +10,7 @@ from statistics import median_high
 from typing import Any
 
 from ...tp.errors import TriforceError, UsageError
+from ...tp.matrices import num_parameters
 from .calibration import MeasuredMachine, MeasuredPass, fit
 from .cards import Card
 from .cost_model import Assumptions, pass_work
@@ -96,7 +97,7 @@ class Measured:
         """Raises:
         UsageError: `request` is of quite another model, or of another number of GPUs, or in another format.
         """
-        theirs, ours = self.document["parameters"], request.target.num_parameters
+        theirs, ours = self.document["parameters"], num_parameters(request.target)
         if not 1 / LIKE < theirs / ours < LIKE:
             raise UsageError(
                 f"--measured {self.path} is of {self.document['model']} ({theirs / 1e6:,.1f} M parameters), quite "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...tp.errors import UsageError
+from ...tp.matrices import ModelMatrices
 from ...tp.model.config import ModelConfig
 from ...tp.parallel.ranks import Ranks
 from ...tp.parallel.split import Split
@@ -90,13 +91,23 @@ class RunRequest:
         return self.local_ranks or self.gpus
 
     @property
-    def part(self) -> ModelConfig:
-        """The last rank's part of the target: where parts differ, no other is larger.
+    def split(self) -> Split:
+        """The last rank's part of the target: where parts differ, no other is larger, but of the output head.
 
         Raises:
             UsageError: so many ranks cannot share the model's heads.
         """
-        return Split.of(self.target, Ranks(self.gpus - 1, self.gpus, self.gpus)).config(self.target)
+        return Split.of(self.target, Ranks(self.gpus - 1, self.gpus, self.gpus))
+
+    @property
+    def part(self) -> ModelConfig:
+        """See `split`."""
+        return self.split.config(self.target)
+
+    @property
+    def matrices(self) -> ModelMatrices:
+        """What a rank holds of the target's weights."""
+        return ModelMatrices.of(self.target, self.split)
 
     @property
     def small(self) -> ModelConfig | None:

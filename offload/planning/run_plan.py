@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ...kernels.plain_attention import scratch_bytes
 from ...kernels.selection import KEYS_PER_SPLIT, MOST_PARTS, STEP_ROWS, TILE_ROWS
 from ...tp.errors import CapacityError
+from ...tp.matrices import ModelMatrices
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
 from ...tp.units import gib
@@ -330,7 +331,9 @@ def make_plan(request: RunRequest, placement: Placement | None = None) -> RunPla
     if request.gpu_bytes and request.sequences > 1 and settings.budget is None:
         while budget > LEAST_BUDGET and request.sequences * budget * token_bytes > RETRIEVAL_SHARE * request.gpu_bytes:
             budget = max(LEAST_BUDGET, budget // 2) // chunk_size * chunk_size
-    weights = sum(model.num_parameters for model in (part, request.small) if model) * request.dtype.itemsize
+    weights = request.matrices.num_bytes(request.dtype)
+    if request.small:
+        weights += ModelMatrices.of(request.small).num_bytes(request.dtype)
     activations, drafting = _activation_bytes(request, request.own), _draft_activation_bytes(request)
 
     def plan(placement: Placement) -> RunPlan:

@@ -1,7 +1,7 @@
 """How far a tier drafts: what its passes took and what was accepted, and what follows from that for its next steps.
 
-A `Tier` asks its `DraftControl` how many tokens to draft, and tells it what came of them. Nothing here changes which
-tokens come, only when. Rank 0 decides, once a round; others take its `decisions`.
+A `Tier` asks its `DraftControl` how many tokens to draft, and tells it what came of them. Nothing here changes what
+tokens are distributed as. Rank 0 decides, once a round; others take its `decisions`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class DraftControl:
     @property
     def longest_draft(self) -> int:
         """The most tokens that are ever drafted for one pass."""
-        return self.longest if self.fixed is None else self.fixed
+        return self.fixed or self.longest
 
     @property
     def decisions(self) -> list[int]:

@@ -52,9 +52,15 @@ class LookupControl(DraftControl):
         """Whether the model is asked where nothing occurred: while it pays, and now and then to see whether it does."""
         return self.model is not None and (self.draft_tokens > 0 or self._unasked >= PROBE_EVERY)
 
+    def begin_model(self) -> int:
+        """Notes that the model is asked; for how many tokens of each sequence at most."""
+        self._unasked = 0
+        return self.draft_tokens or 1
+
     def note_proposals(self, looked_up: Sequence[int], by_model: Sequence[int]) -> None:
         """Notes how many tokens were proposed for each sequence, of those that were looked up and of the model's."""
-        self._unasked = 0 if by_model else self._unasked + any(not count for count in looked_up)
+        if not by_model:
+            self._unasked += any(not count for count in looked_up)
         if self.model is not None and (proposed := sum(looked_up) + sum(by_model)):
             self._share += _FOLLOWS * (sum(by_model) / proposed - self._share)
 
@@ -134,7 +140,7 @@ class LookupTier(Tier):
     ) -> list[Emitted]:
         """What the model drafts."""
         assert self._model
-        model, most = self._model.control, self._lookup.draft_tokens or 1
+        model, most = self._model.control, self._lookup.begin_model()
         model.steady = True
         if not model.ends_early(most):
             least_chance = 0.0

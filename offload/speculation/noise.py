@@ -38,7 +38,7 @@ class FreshNoise:
 
         Returns:
             `[n]` int64 on the device, without waiting for it (`torch.multinomial` waits, to check its input); -1 for a
-            row that holds NaN. `sampling.read` brings them to the host.
+            row that holds NaN. `check_finite` reports it.
         """
         if samples_compiled(weights):
             shares = torch.empty(weights.shape[0], 1, dtype=torch.float64).uniform_(generator=self.generator)

@@ -113,7 +113,8 @@ class RetrievalUpkeep:
         self.full.begin(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
     def is_due(self, work: RetrievalWork, proposed: int, accepted: int) -> bool:
-        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens."""
+        """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
+        Asked once a round: it counts them."""
         return work is RetrievalWork.FULL and (self.policy.due(accepted, proposed) or self.retrieval.is_full)
 
     def end_round(self, work: RetrievalWork, due: bool) -> None:

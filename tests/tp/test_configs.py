@@ -8,7 +8,9 @@ from checkpoints import change_config
 from tiny import save_family, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 from triforce.offload.checks import check_context
+from triforce.tp import PRESETS
 from triforce.tp.errors import CapacityError, ModelError
+from triforce.tp.matrices import num_parameters
 from triforce.tp.model.config import ModelConfig
 
 LLAMA_2 = {
@@ -204,13 +206,13 @@ def test_published_configs_describe_the_models_they_should(tmp_path, name):
     raw = {key: value for key, value in raw.items() if value != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.load(tmp_path)
-    assert round(config.num_parameters / 1e6) == millions
+    assert round(num_parameters(config) / 1e6) == millions
     assert config.kv_bytes_per_token(torch.float16) == kv_bytes
     assert config.max_position_embeddings == positions
     published = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(published)
-    assert config.num_parameters == model.num_parameters()
+    assert num_parameters(config) == model.num_parameters()
     window = getattr(published, "sliding_window", None)
     assert config.sliding_windows == ((window,) * config.num_layers if window else ())
     frequencies = config.rope.inverse_frequencies(config.head_dim, torch.ones(1, dtype=torch.int64))
@@ -273,3 +275,15 @@ def test_end_of_sequence_that_is_not_given_is_that_of_transformers(tmp_path, fam
     (tmp_path / "generation_config.json").unlink()
     theirs = AutoConfig.from_pretrained(tmp_path).eos_token_id
     assert ModelConfig.load(tmp_path).eos_token_ids == (() if theirs is None else (theirs,))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shapes_have_as_many_parameters_as_transformers_counts(name):
+    for config, raw in zip(PRESETS[name].configs(), PRESETS[name].raw_configs, strict=False):
+        family = AutoConfig.for_model(**raw)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(family)
+        assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+        plain = raw.get("dual_chunk_attention_config", {}).get("original_max_position_embeddings")
+        assert config.max_position_embeddings == (plain or family.max_position_embeddings)
+        assert config.dtype.itemsize == 2 or "68m" in config.name

@@ -49,17 +49,6 @@ class ModelConfig:
         """What messages say after a number of positions: why there are no more, if a word on that is needed."""
         return " without dual chunk attention, which is not supported" if self.dual_chunk else ""
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights; a tied output head is not counted again."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        if self.qkv_bias:
-            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.hidden_size * self.o_bias + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        heads = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
-
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values over all layers in `dtype`."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...offload.planning.cost_model import weights_read
 from ...offload.planning.measured import BENCH
 from ...tp.decoder import Decoder
 from ...tp.devices import device_name
+from ...tp.matrices import num_parameters
 from ..measurement import (
     first_difference,
     machine,
@@ -84,8 +84,8 @@ def head_of_document(
         "machine": machine(device.type, device_name(device), size, torch.get_num_threads()),
         "model": options.model,
         "draft": (options.draft or options.model) if drafts else None,
-        "parameters": target.config.num_parameters,
-        "weight_bytes": size * weights_read(target.part, size) * target.dtype.itemsize,
+        "parameters": num_parameters(target.config),
+        "weight_bytes": size * target.matrices.bytes_of_a_pass(target.dtype),
         "dtype": str(target.dtype).removeprefix("torch."),
         "sampling": None,
         "new_tokens": 0,

@@ -22,6 +22,7 @@ import uvicorn
 
 from ...offload.vocabulary import check_pair
 from ...tp.errors import TriforceError
+from ...tp.matrices import num_parameters
 from ...tp.parallel.place import Place
 from ...tp.parallel.siblings import siblings
 from ..session.prompt import saved_text
@@ -171,7 +172,7 @@ class Server:
         self.ranks = place.size if place else 1
         self._ranks_here, self._ranks_at_first = ranks_here, len(ranks_here())
         self._ended = threading.Event()
-        self._million = config.num_parameters / 1e6
+        self._million = num_parameters(config) / 1e6
 
     @property
     def lacks_a_rank(self) -> bool:

@@ -14,6 +14,7 @@ from ...offload import Engine
 from ...offload.vocabulary import check_pair
 from ...tp.devices import device_name
 from ...tp.errors import CapacityError
+from ...tp.matrices import num_parameters
 from ...tp.model.config import ModelConfig
 from ...tp.weights.tokenizer import Tokenizer
 from ..options import EngineOptions
@@ -75,7 +76,7 @@ def engine_in_words(engine: Engine, model: str) -> str:
     where = device_name(target.device)
     where = f"{ranks} ranks, each on {where}" if ranks > 1 else where
     dtype = str(target.dtype).removeprefix("torch.")
-    return f"{model}, {target.config.num_parameters / 1e6:,.1f} M parameters, {dtype} on {where}"
+    return f"{model}, {num_parameters(target.config) / 1e6:,.1f} M parameters, {dtype} on {where}"
 
 
 def follow_rank_0(options: EngineOptions, *, goes_on: bool = False) -> None:

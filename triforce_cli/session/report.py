@@ -38,6 +38,7 @@ def report_choices(
     Args: `answers` are to be written together, of which `prompt` has the longest prompt.
     """
     from ...offload.planning.memory import available_bytes
+    from ...tp.matrices import num_parameters
     from .open import engine_in_words
 
     target, draft = engine.target, engine.draft
@@ -47,7 +48,7 @@ def report_choices(
     tiers = [f"target on all {capacity:,} tokens"]
     if plan.budget:
         tiers.insert(0, f"target on {plan.budget:,} chosen tokens")
-        drafts = [f"draft of {draft.config.num_parameters / 1e6:,.1f} M parameters"] if draft else []
+        drafts = [f"draft of {num_parameters(draft.config) / 1e6:,.1f} M parameters"] if draft else []
         drafts += ["what came before"] if engine.settings.lookup else []
         if drafts:
             tiers.insert(0, " or ".join(drafts))

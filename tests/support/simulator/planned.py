@@ -51,9 +51,9 @@ class Planned:
         self._bare = make_plan(replace(self.engine._models.request(1), gpu_bytes=PLENTY, kernels=False))
         self._rope = self._bare.rope
         config, dtype, ranks = self.engine.target.config, self.engine.target.dtype, self.engine.target.ranks
-        # Of the head each of several ranks has its rows of the vocabulary; plans count all of them.
-        others = config.vocab_size - config.vocab_size // ranks.size
-        self._other_heads = others * config.hidden_size * dtype.itemsize if ranks.size > 1 else 0
+        # Of the output head plans count as many rows as the rank with the most has.
+        missing = self._bare.request.matrices.head_rows - config.vocab_size // ranks.size
+        self._other_heads = missing * config.hidden_size * dtype.itemsize
 
     def faults(self) -> Iterator[str]:
         """Parts of which more is held than is planned, or, of what lasts, less."""
