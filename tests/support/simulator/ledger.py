@@ -315,6 +315,11 @@ def request_of(models: Path, settings: dict[str, Any], length: int, ranks: int) 
     return RunRequest(configs[0], configs[1], dtype, length, planned, ranks, limits=LIMITS)
 
 
+REQUEST = 8192
+"""Bytes of a request's token ids, and of what ranks tell one another of it: the host's, which the simulator cannot tell
+from the device's before both meet."""
+
+
 class _History:
     def __init__(self, engine: Engine, ledger: Ledger, chance: random.Random, length: int) -> None:
         """Args: `length` is that of the text it begins with, in tokens."""
@@ -329,6 +334,7 @@ class _History:
         except CapacityError:
             if self.engine.settings.host_memory is None and self.ledger.simulator.limit == math.inf:
                 raise
+            self.ledger.planned.live += REQUEST  # nothing else was taken, and nothing is planned
         self.ledger.check(f"after {kind}")
 
     def do(self, kind: str) -> None:
