@@ -239,6 +239,22 @@ def test_paths_in_a_page_exist(page):
         assert (ROOT / path).exists(), path
 
 
+CALL = re.compile(r"^[│├└─ ]*([\w.]+(?:, \.\w+)*)(?: of the \w+)? {2,}([\w/]+\.py)", re.MULTILINE)
+"""A line of a path in docs/architecture.md: what is called, and the file it is in, below `offload/` if nothing else."""
+
+
+def test_the_paths_of_the_architecture_name_what_is_there():
+    calls = CALL.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Four paths")[1])
+    assert len(calls) > 30
+    for called, file in calls:
+        path = next((path for path in (ROOT / "offload" / file, ROOT / file) if path.is_file()), None)
+        assert path, f"there is no {file}"
+        owner, *names = re.split(r"\W+", called)
+        text = path.read_text(encoding="utf-8")
+        for name in (owner, *names):
+            assert re.search(rf"(def|class) {name}\b", text), f"{file} has no {name}"
+
+
 def messages() -> Iterator[str]:
     """Every text in the code, as one line, with `…` for what is put in."""
     for package in PACKAGES:
