@@ -6,16 +6,15 @@ goes on from there, beside others that run.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ...tp.errors import CapacityError, PeerError, TriforceError
+from ...tp.errors import CapacityError, PeerError, TriforceError, without_frames
 from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
 from ..held import Held
@@ -33,8 +32,6 @@ from .reading import Reading, ReadingError, on_all_ranks, slices_of
 from .request import RunOrder
 from .sequence import BatchSequence, Round, held_bytes
 from .sequence_setup import SequenceSetup
-
-E = TypeVar("E", bound=Exception)
 
 
 @dataclass(frozen=True)
@@ -389,7 +386,7 @@ class Run(Iterator[Event]):
         except Exception as error:
             if self._alone and not isinstance(error, TriforceError):
                 raise
-            found = _without_frames(error)  # this one would hold the error, and it the frame
+            found = without_frames(error)  # this one would hold the error, and it the frame
         none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
         if none_failed:
             return True
@@ -508,7 +505,7 @@ class Run(Iterator[Event]):
                 self._leave(sequence)
 
     def _fail(self, sequence: BatchSequence, error: Exception) -> None:
-        sequence.state, sequence.failure = "ended", _without_frames(error)
+        sequence.state, sequence.failure = "ended", without_frames(error)
 
     def _first_round(self, reading: Reading) -> Round:
         """What a sequence begins with, once its prompt is read."""
@@ -590,12 +587,3 @@ class Run(Iterator[Event]):
         if joining:
             self._join()
         return drawn
-
-
-def _without_frames(error: E) -> E:
-    """An error that is kept, without the frames it came through, which hold caches and activations: of one that is not
-    expected they are kept in words."""
-    if error.__traceback__ and not isinstance(error, TriforceError):
-        error.add_note("".join(traceback.format_exception(error)))
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error

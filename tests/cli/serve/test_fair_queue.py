@@ -1,5 +1,9 @@
 """The queue: clients take turns, and it is bounded."""
 
+import functools
+import threading
+import time
+
 from triforce.cli.serve.answering.fair_queue import FairQueue
 
 
@@ -43,3 +47,41 @@ def test_a_queue_is_bounded_and_what_cannot_begin_yet_keeps_its_place():
     queue.remove(second)
     assert queue.close() == [first]
     assert queue.next() is None and not queue.put(second)
+
+
+def test_who_waits_and_who_has_begun_are_told_of_once_as_all_is_cleared_while_others_ask_and_end():
+    """Each piece that was taken has ended, or is in what `clear` gives; nobody's is twice, and no thread fails."""
+    for _ in range(50):
+        queue, taken, ended, failures = FairQueue(10**6), [], [], []
+
+        def watched(work, failures=failures):
+            def run():
+                try:
+                    work()
+                except BaseException as error:
+                    failures.append(error)
+
+            return threading.Thread(target=run)
+
+        def ask(client, queue=queue, taken=taken):
+            while queue.put(piece := Piece(client, len(taken))):
+                taken.append(piece)
+
+        def answer(queue=queue, ended=ended):
+            while (piece := queue.next()) is not None:
+                if piece.name % 2:
+                    ended.append(piece)
+                    queue.remove(piece)
+
+        threads = [watched(answer), *(watched(functools.partial(ask, client)) for client in "abc")]
+        for thread in threads:
+            thread.start()
+        while len(taken) < 100:
+            time.sleep(0)
+        told = queue.clear()
+        for thread in threads:
+            thread.join(10)
+        assert not failures and not any(thread.is_alive() for thread in threads)
+        assert len(told) == len(set(told)) and len(queue) == 0
+        # One may end in the moment between its answer and its removal: it is then told of, too.
+        assert set(taken) <= {*told, *ended} and len({*told} & {*ended}) <= 1

@@ -4,11 +4,14 @@ over HTTP, with lowered limits."""
 import contextlib
 import http.client
 import json
+import platform
 import select
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from served import CHAT, COMPLETION
 from served_within import serving_within
@@ -241,3 +244,26 @@ def test_who_waits_for_a_prompt_is_told_when_the_server_stops(looping):
     for connection in waiting:
         response = connection.getresponse()
         assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "stopping")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps other memory")
+def test_what_bodies_took_goes_back_to_the_system_soon(process):
+    """Texts of many clients at a time, in pieces small enough that the C library keeps them."""
+    running = process()
+    words = " ".join(f"word{number % 997}" for number in range(200_000))  # 1.5 MB, too many tokens
+    assert running.complete(prompt=words).status == 400
+    memory = psutil.Process(running.fork.pid).memory_info
+    before = memory().rss
+    with ThreadPoolExecutor(12) as clients:
+        asked = [clients.submit(running.complete, prompt=[words] * 4) for _ in range(36)]
+        most = 0
+        while not all(one.done() for one in asked):
+            most = max(most, memory().rss)
+            time.sleep(0.02)
+        assert {one.result().status for one in asked} <= {400, 503}
+    taken, until = most - before, time.monotonic() + 20
+    assert taken > 100 * 2**20, "they took nothing worth a look"
+    while memory().rss - before > 0.3 * taken:
+        assert time.monotonic() < until, f"{(memory().rss - before) / 2**20:.0f} of {taken / 2**20:.0f} MiB are kept"
+        time.sleep(0.1)

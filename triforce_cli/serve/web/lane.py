@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ....tp.errors import without_frames
 from ...session.wire import BodyError
 from ..answering.fair_queue import FairQueue
 from ..answering.jobs import queue_full
@@ -39,6 +40,7 @@ class Lane:
             return await asyncio.wrap_future(piece.done)
         finally:
             self._queue.remove(piece)
+            del piece  # or an error and the frames it came through would hold each other, and these a body
 
     def close(self, why: BodyError) -> None:
         """Ends the thread with what it is doing; all who wait are told `why`."""
@@ -67,7 +69,7 @@ class _Piece:
         try:
             result, error = self.work(), None
         except BaseException as raised:
-            result, error = None, raised
+            result, error = None, without_frames(raised)
         with self._telling:
             if self.done.done():
                 return
