@@ -39,7 +39,11 @@ class Limits:
     """Of a GPU's memory: what a run that goes on in a cache may take of the plan's reserve, by which what is free
     varies from run to run."""
     runtime_bytes: int = 350 * 2**20
-    """Python, PyTorch, the tokenizer and small buffers, as an idle process holds them (PyTorch 2.13 for CPUs)."""
+    """Of host memory: Python, PyTorch, the tokenizer and small buffers, as an idle process holds them. Python 3.11 with
+    PyTorch 2.13 for CPUs takes 224 MiB, this program 11 more; the rest is an estimate."""
+    cuda_host_bytes: int = 1122 * 2**20
+    """Of host memory: what CUDA takes in a process that computes on a GPU, by the first tensor that was put there
+    (github.com/pytorch/pytorch, issue 12873). Modules have been loaded where they are used since, so it may be less."""
     tiling: Tiling = TILING
     """How a prompt's rows are computed together."""
 

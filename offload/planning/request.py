@@ -80,6 +80,16 @@ class RunRequest:
         return self.gpu_bytes is not None
 
     @property
+    def process_parts(self) -> dict[str, int]:
+        """Bytes of host memory that a rank's process takes besides the run: `python`, with PyTorch, and `cuda`."""
+        return {"python": self.limits.runtime_bytes} | ({"cuda": self.limits.cuda_host_bytes} if self.on_gpu else {})
+
+    @property
+    def process_bytes(self) -> int:
+        """The sum of `process_parts`."""
+        return sum(self.process_parts.values())
+
+    @property
     def taken_by_others(self) -> int:
         """Bytes of a GPU that other processes have; 0 where it is not known what there is in all."""
         if self.gpu_bytes is None:

@@ -237,7 +237,7 @@ class RunPlan:
     @property
     def host_total(self) -> int:
         """What the host must have for the rank."""
-        everywhere = self.streamed_kv + self.spare + self.staging + self.index + self.request.limits.runtime_bytes
+        everywhere = self.streamed_kv + self.spare + self.staging + self.index + self.request.process_bytes
         return everywhere if self.request.on_gpu else everywhere + self.weights + self.resident_kv + self.working
 
     @property
@@ -280,7 +280,7 @@ class RunPlan:
         if shortage.where == "disk space":
             parts = "the part of the KV cache that exceeds host memory"
         elif shortage.where == "host memory":
-            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(request.limits.runtime_bytes)}"
+            parts = f"KV cache {gib(self.streamed_kv)}, the process {gib(request.process_bytes)}"
         else:
             kv = self.resident_kv if request.on_gpu else self.resident_kv + self.streamed_kv
             rest = shortage.needed - self.weights - kv

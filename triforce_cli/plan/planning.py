@@ -147,7 +147,8 @@ class Plan:
             "host_bytes": {
                 "streamed_kv": run.streamed_kv * request.gpus,
                 "spare": run.spare * request.gpus,
-                "runtime": request.limits.runtime_bytes * request.gpus,
+                "runtime": request.process_bytes * request.gpus,
+                "runtime_parts": {part: size * request.gpus for part, size in request.process_parts.items()},
                 "index": run.index * request.gpus,
                 "staging": run.staging * request.gpus,
                 "total": run.host_total * request.gpus,

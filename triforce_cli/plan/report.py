@@ -60,6 +60,9 @@ _RESERVED = {
 }
 
 
+_PROCESS = {"python": "Python, PyTorch", "cuda": "CUDA's libraries"}
+
+
 def _memory_table(plan: Plan) -> Table:
     request, run = plan.run.request, plan.run
     placement = run.placement
@@ -88,7 +91,11 @@ def _memory_table(plan: Plan) -> Table:
         *((name, _size(size), "-") for name, size in streaming.items() if placement.streams),
         *([("staging, for what is on the disk", "-", _size(run.staging * request.gpus))] if run.staging else []),
         *([("index of the text", "-", _size(run.index * request.gpus))] if run.index else []),
-        ("process", _size(run.cuda_context), _size(request.limits.runtime_bytes * request.gpus)),
+        *(
+            (f"process: {_PROCESS[part]}", "-", _size(size * request.gpus))
+            for part, size in request.process_parts.items()
+        ),
+        *([("process: CUDA context", _size(run.cuda_context), "-")] if run.cuda_context else []),
         *((f"left free for {_RESERVED[part]}", _size(size), "-") for part, size in run.reserve_parts.items() if size),
         ("total", _size(run.device_total), _size(run.host_total * request.gpus)),
         ("available", gib(request.gpu_bytes or 0), host),
