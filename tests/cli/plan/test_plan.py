@@ -38,7 +38,7 @@ def test_what_exceeds_host_memory_is_planned_on_a_disk(capfd, monkeypatch):
     roomy = json.loads(plan(capfd, *asked[:-1], 256, "--json", "-").out)
     assert roomy["disk"]["kv_bytes"] == 0 and roomy["modelled"][2]["tbt_ms"] < document["modelled"][2]["tbt_ms"] / 2
     refused = plan(capfd, *asked[:-1], 0.5)
-    assert refused.code == 1 and "the host needs" in refused.out and "--host-memory 2" in refused.out
+    assert refused.code == 1 and "the host needs" in refused.out and "--host-memory 4" in refused.out
 
 
 def test_what_does_not_fit_exits_1_with_the_remedy(capfd):

@@ -101,7 +101,8 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
 
 
 def test_what_is_to_leave_a_gpu_must_fit_the_host(tmp_path):
-    roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=LIMITS.runtime_bytes + 2**20)
+    process = LIMITS.runtime_bytes + LIMITS.cuda_host_bytes
+    roomy = request_of(tmp_path, context=200_000, gpu_bytes=80 * 2**30, host_bytes=process + 2**20)
     plan = make_plan(roomy)
     plan.check()
     assert plan.streamed_kv == 0
