@@ -186,9 +186,9 @@ class Process(Client):
         thread = threading.Thread(target=read)
         thread.start()
         end = time.monotonic() + 30
-        while len(lines) < 3 and time.monotonic() < end:
+        while len(lines) < 3 and thread.is_alive() and time.monotonic() < end:
             time.sleep(0.005)
-        assert len(lines) >= 3, "no stream came"
+        assert lines and (len(lines) >= 3 or not thread.is_alive()), "no stream came"
         return lines, thread
 
 
