@@ -1,8 +1,8 @@
 """A model's weights, as one rank holds them: which tensors of a checkpoint they come from, what they take, and products
 of rows with them.
 
-What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. A format
-of weights is a class beside `Weight`, with the bytes that it takes.
+What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. All are
+numbers in the dtype that is computed in: bytes are their count times its size.
 """
 
 from __future__ import annotations
