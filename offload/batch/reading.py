@@ -128,19 +128,19 @@ class Reading:
         Raises:
             NotFiniteError: the logits are not finite.
         """
-        sequence, caches = self.sequence, self.sequence.opened
-        samplers = [sequence.sampler]
+        opened = self.sequence.opened
+        samplers = [opened.sampler]
         weights = distributions(self._logits, samplers, [1])
-        (token,) = draw(weights, samplers, [1], [len(sequence.context)]).tolist()
-        check_finite([caches.tokens], [[token]])
-        caches.tokens.note_logits(self._logits)
-        caches.tokens.keep_logprobs([token])
-        if caches.streaming:  # before the retrieval cache takes memory
-            prefill_streaming(caches.tokens.passes["draft"].decoder, caches.streaming, sequence.context)
-        if caches.retrieval:
-            caches.retrieval.refresh()
+        (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
+        check_finite([opened], [[token]])
+        opened.note_logits(self._logits)
+        opened.keep_logprobs([token])
+        if opened.streaming:  # before the retrieval cache takes memory
+            prefill_streaming(opened.passes["draft"].decoder, opened.streaming, opened.context)
+        if opened.retrieval:
+            opened.retrieval.refresh()
         if looks_up:
-            caches.tokens.lookup.occurrences.follow(sequence.context)
+            opened.lookup.occurrences.follow(opened.context)
         return token
 
 
@@ -167,8 +167,7 @@ def slices_of(
         ReadingError: it cannot be computed.
         ContextError: it could not be saved, where that is required.
     """
-    caches = sequence.opened
-    full, saved = caches.full, caches.saved
+    full, saved = sequence.opened.full, sequence.opened.saved
     if saved:
         for _ in saved.begin(full):
             yield False

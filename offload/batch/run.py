@@ -139,7 +139,7 @@ class Run(Iterator[Event]):
             self._broken = True  # a cache may be rolled back in some layers only
             raise
         for sequence in self.live:
-            if sequence.caches:
+            if sequence.open:
                 with suppress(RuntimeError):  # of a device that has failed; that was said where it did
                     self._give_back(sequence, self.warnings + sequence.warnings)
 
@@ -193,7 +193,7 @@ class Run(Iterator[Event]):
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far, without those of its sequences."""
-        running = [one.document(self.lengths, []) for one in self.live if one.caches]
+        running = [one.document(self.lengths, []) for one in self.live if one.open]
         found = batch_document(self.totals(), (self._described + running)[:1], self.warnings)
         return {name: value for name, value in found.items() if name != "sequences"}
 
@@ -204,8 +204,8 @@ class Run(Iterator[Event]):
     def held(self) -> Held:
         """See `offload.held`: of the sequences that have not ended."""
         for sequence in self.live:
-            if sequence.caches:
-                yield from sequence.caches.held()
+            if sequence.open:
+                yield from sequence.open.held()
         if self.tiers:
             yield from self.tiers[0].held()
 
@@ -349,7 +349,7 @@ class Run(Iterator[Event]):
             if others and self._setup.rotates_otherwise(sequence):
                 sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
                 return False
-            if sequence.caches is None and not self._opens(sequence, others):
+            if sequence.open is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
                     return False  # those behind it wait too, or it might wait for ever
                 continue
@@ -390,7 +390,7 @@ class Run(Iterator[Event]):
         none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
         if none_failed:
             return True
-        sequence.caches = None
+        sequence.open = None
         self._setup.withdraw(sequence, alike=bool(none_opened))
         found = found or CapacityError("another rank has not so much memory")
         try:
@@ -457,7 +457,7 @@ class Run(Iterator[Event]):
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)
-        if not self._alone and sequence.caches:
+        if not self._alone and sequence.open:
             self._setup.leave(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
@@ -499,8 +499,8 @@ class Run(Iterator[Event]):
         for sequence in running:
             written = len(sequence.order.prompt) + len(sequence.statistics.token_ids)
             del sequence.context[written:]
-            self.tiers[0].rollback(sequence.opened.tokens, written - 1)
-            if sequence.opened.tokens in error.whose:
+            self.tiers[0].rollback(sequence.opened, written - 1)
+            if sequence.opened in error.whose:
                 self._fail(sequence, NotFiniteError(()))
                 self._leave(sequence)
 
@@ -516,9 +516,9 @@ class Run(Iterator[Event]):
         self.tiers[0].control.choose_lengths(running)
         self._agree([sequence], [Drawn([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)
-        now, caches = self._system.clock(), sequence.opened
-        caches.read_before = caches.full.read_so_far()
-        caches.traffic_before = caches.full.traffic()
+        now, opened = self._system.clock(), sequence.opened
+        opened.read_before = opened.full.read_so_far()
+        opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
         statistics = sequence.statistics.after_prefill(token, seconds)
         self.most_kv_bytes = max(self.most_kv_bytes, held_bytes(self.live))
@@ -530,25 +530,25 @@ class Run(Iterator[Event]):
         """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
         between rounds goes uncounted, reading included."""
         began = max(self._read_until, min(sequence.since for sequence in running))
-        top, tokens_of = self.tiers[0], [sequence.opened.tokens for sequence in running]
-        control, work, upkeeps = top.control, top.control.work, [one.opened.upkeep for one in running]
-        before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in tokens_of)]
-        for upkeep in filter(None, upkeeps):
-            upkeep.begin_round(work)
-        emitted = [tokens for tokens, _ in top.step(tokens_of, [sequence.missing for sequence in running])]
+        top, opened = self.tiers[0], [sequence.opened for sequence in running]
+        control, work, refreshes = top.control, top.control.work, [one.refresh for one in opened]
+        before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in opened)]
+        for refresh in filter(None, refreshes):
+            refresh.begin_round(work)
+        emitted = [tokens for tokens, _ in top.step(opened, [sequence.missing for sequence in running])]
         drawn, tested = [], []
-        for sequence, upkeep, tokens, (proposed, accepted) in zip(running, upkeeps, emitted, before, strict=True):
+        for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens
-            counts = sequence.opened.tokens.counts["verify"]
+            counts = sequence.opened.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
-            due = upkeep is not None and upkeep.is_due(work, *tested[-1])
+            due = refresh is not None and refresh.is_due(work, *tested[-1])
             drawn.append(Drawn(tokens, due, sequence.is_to_end(tokens)))
         control.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
-        device = running[0].opened.full.blocks.device
+        device = opened[0].full.blocks.device
         refresh_s = control.after_round = end_round(
             work,
-            [upkeep for upkeep in upkeeps if upkeep],
+            [refresh for refresh in refreshes if refresh],
             [one.refresh for one in drawn],
             lambda: self._system.clock() - began,
             (lambda: self._system.synchronize(device)) if control.adapts_to_time else None,

@@ -17,8 +17,7 @@ from ..held import Held, bytes_by_part
 from ..planning.memory import device_peak_bytes, host_peak_bytes
 from ..planning.run_plan import RunPlan
 from ..run_document import run_document
-from ..speculation.refresh import RetrievalUpkeep
-from ..speculation.sampler import Sampler
+from ..speculation.refresh import RetrievalRefresh
 from ..speculation.sampling import TokenLogprobs
 from ..speculation.sequence import Counts, TokenSequence
 from ..statistics import Statistics
@@ -42,16 +41,15 @@ class Round:
     """Whether the retrieval cache was refreshed after it."""
 
 
-@dataclass(eq=False)
-class SequenceCaches:
-    """What a sequence holds while it is decoded."""
+@dataclass(eq=False, kw_only=True)
+class OpenSequence(TokenSequence):
+    """A sequence while it is decoded: with its caches, which are given back when it ends."""
 
     plan: RunPlan
     full: FullCache
-    upkeep: RetrievalUpkeep | None
+    refresh: RetrievalRefresh | None
     """Of its retrieval cache, if it has one."""
     streaming: StreamingCache | None
-    tokens: TokenSequence
     saved: ContextUse | None
     identity: dict[str, Any]
     """The part of its JSON that is known before it is read."""
@@ -61,7 +59,7 @@ class SequenceCaches:
 
     @property
     def retrieval(self) -> RetrievalCache | None:
-        return self.upkeep.retrieval if self.upkeep else None
+        return self.refresh.retrieval if self.refresh else None
 
     def held(self) -> Held:
         """See `offload.held`."""
@@ -69,7 +67,7 @@ class SequenceCaches:
             yield from holder.held()
         for cache in (self.retrieval, self.streaming):
             yield from cache.held() if cache else ()
-        for passes in self.tokens.passes.values():
+        for passes in self.passes.values():
             yield from passes.held()
 
     @property
@@ -100,7 +98,7 @@ class BatchSequence:
         """Of its prompt, what is read, 0 to 1."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
-        self.caches: SequenceCaches | None = None
+        self.open: OpenSequence | None = None
         self.joined = joined
         self.since = joined
         """When its last round ended."""
@@ -113,10 +111,10 @@ class BatchSequence:
         self._document: dict[str, Any] | None = None  # once the caches are given back
 
     @property
-    def opened(self) -> SequenceCaches:
-        """Its caches, which it has from when it begins until it ends."""
-        assert self.caches is not None
-        return self.caches
+    def opened(self) -> OpenSequence:
+        """The same, from when it begins until it ends."""
+        assert self.open is not None
+        return self.open
 
     @property
     def error(self) -> str | None:
@@ -149,13 +147,9 @@ class BatchSequence:
         return self.order.max_new_tokens - len(self.statistics.token_ids)
 
     @property
-    def sampler(self) -> Sampler:
-        return self.opened.tokens.sampler
-
-    @property
     def saved(self) -> ContextUse | None:
         """The saved contexts that it starts from and saves, if any."""
-        return self.caches.saved if self.caches else None
+        return self.open.saved if self.open else None
 
     @property
     def warnings(self) -> list[str]:
@@ -165,12 +159,12 @@ class BatchSequence:
     def record(self, statistics: Statistics) -> None:
         """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
         that an interrupt finds either."""
-        ended, caches = statistics.finish_reason, self.opened
-        if self.sampler.ends(statistics.token_ids[-1]):
+        ended, opened = statistics.finish_reason, self.opened
+        if opened.sampler.ends(statistics.token_ids[-1]):
             ended = "eos"
         elif len(statistics.token_ids) >= self.order.max_new_tokens:
             ended = "length"
-        counts, read = caches.tokens.counts, caches.full.read_so_far()
+        counts, read = opened.counts, opened.full.read_so_far()
         verify = counts["verify"]
         retrieval, draft = counts.get("retrieval", Counts()), counts.get("draft", Counts())
         self.statistics = replace(
@@ -185,9 +179,9 @@ class BatchSequence:
             draft_proposed=retrieval.proposed,
             draft_accepted=retrieval.accepted,
             draft_tested=retrieval.tested,
-            kv_read_bytes=read.num_bytes - caches.read_before.num_bytes,
-            kv_read_s=read.seconds - caches.read_before.seconds,
-            link=caches.full.traffic().since(caches.traffic_before),
+            kv_read_bytes=read.num_bytes - opened.read_before.num_bytes,
+            kv_read_s=read.seconds - opened.read_before.seconds,
+            link=opened.full.traffic().since(opened.traffic_before),
         )
 
     def document(self, lengths: dict[str, int], warnings: list[str]) -> dict[str, Any]:
@@ -195,16 +189,16 @@ class BatchSequence:
 
         Args: `lengths` are those in force.
         """
-        if self.caches is None:
+        if self.open is None:
             return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
-        caches = self.caches
+        full, identity, saved = self.open.full, self.open.identity, self.saved
         statistics = replace(
             self.statistics,
-            kv_bytes=caches.full.length * caches.full.token_bytes * caches.identity["world_size"],
+            kv_bytes=full.length * full.token_bytes * identity["world_size"],
             host_peak_bytes=host_peak_bytes(),
-            device_peak_bytes=device_peak_bytes(caches.full.blocks.device),
+            device_peak_bytes=device_peak_bytes(full.blocks.device),
         )
-        identity = caches.identity | {"context": caches.saved.name if caches.saved else None}
+        identity = identity | {"context": saved.name if saved else None}
         found = run_document(identity, statistics, lengths, warnings)
         return found if self.error is None else {**found, "error": self.error}
 
@@ -217,13 +211,13 @@ class BatchSequence:
             lengths, warnings: for the JSON.
             synchronize: waits for a device.
         """
-        caches, document = self.caches, self.document(lengths, warnings)
-        if caches is not None:
-            self._document, self._warnings, self.caches = document, self.warnings, None
+        opened, document = self.open, self.document(lengths, warnings)
+        if opened is not None:
+            self._document, self._warnings, self.open = document, self.warnings, None
             with suppress(LinkError):  # of what is not wanted any more
-                caches.full.blocks.drain()  # copies may be under way from and to memory that is freed
-            synchronize(caches.full.blocks.device)
-            caches.full.release_prefix()
+                opened.full.blocks.drain()  # copies may be under way from and to memory that is freed
+            synchronize(opened.full.blocks.device)
+            opened.full.release_prefix()
 
     def forget_request(self) -> None:
         """Drops what was asked, once whoever asked has taken note of its end: it may refer to this sequence."""
@@ -236,6 +230,6 @@ class BatchSequence:
 
 def held_bytes(sequences: Iterable[BatchSequence], kept: Iterable[FullCache] = ()) -> int:
     """Keys and values of these sequences and of caches that are kept, on one rank; what several share counts once."""
-    caches = [*(one.caches.full for one in sequences if one.caches), *kept]
+    caches = [*(one.open.full for one in sequences if one.open), *kept]
     holders = {holder for cache in caches for holder in cache.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

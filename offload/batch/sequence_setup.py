@@ -30,16 +30,15 @@ from ..speculation.control import READ_TOGETHER, DraftControl
 from ..speculation.lengths import Acceptance
 from ..speculation.lookup import LookupControl, LookupTier
 from ..speculation.noise import CommonNoise, FreshNoise, Noise, key_of
-from ..speculation.refresh import RefreshPolicy, RetrievalUpkeep
+from ..speculation.refresh import RefreshPolicy, RetrievalRefresh
 from ..speculation.sampler import Sampler
 from ..speculation.sampling import Sampling
-from ..speculation.sequence import TokenSequence
 from ..speculation.tiers import Tier
 from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .kept import KeptCache, takes_over
-from .sequence import BatchSequence, SequenceCaches
+from .sequence import BatchSequence, OpenSequence
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,8 @@ class SequenceSetup:
         contexts = order.contexts
         if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
             contexts = replace(contexts, prefix=None)
-        sequence.caches = self._caches(sequence, full, plan, contexts)
-        models.kept.others.add(sequence.caches)
+        sequence.open = self._opened(sequence, full, plan, contexts)
+        models.kept.others.add(sequence.open)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
@@ -283,15 +282,15 @@ class SequenceSetup:
             settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
         return settings
 
-    def _caches(
+    def _opened(
         self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None
-    ) -> SequenceCaches:
+    ) -> OpenSequence:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
         rows = max(plan.mass_rows, self.tiers[0].control.longest_draft + 1) if speculates else 0
         full.begin(mass_rows=rows)
-        upkeep = streaming = None
+        refresh = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
             target = models.target
@@ -299,20 +298,22 @@ class SequenceSetup:
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["verify"] = self._passes("verify", target, RefreshingCache(full, retrieval))
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
-            upkeep = RetrievalUpkeep(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
+            refresh = RetrievalRefresh(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:
             streaming = StreamingCache(models.draft)
             passes["draft"] = self._passes("draft", models.draft, streaming)
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))
-        return SequenceCaches(
+        return OpenSequence(
+            context=sequence.context,
+            sampler=sampler,
+            passes=passes,
+            top_logprobs=order.top_logprobs,
+            logprobs=sequence.logprobs,
             plan=plan,
             full=full,
-            upkeep=upkeep,
+            refresh=refresh,
             streaming=streaming,
-            tokens=TokenSequence(
-                sequence.context, sampler, passes, top_logprobs=order.top_logprobs, logprobs=sequence.logprobs
-            ),
             saved=models.contexts.use(contexts, models.system.synchronize) if models.contexts and contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
             traffic_before=full.traffic(),

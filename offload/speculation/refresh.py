@@ -99,7 +99,7 @@ class RefreshPolicy:
 
 
 @dataclass(eq=False)
-class RetrievalUpkeep:
+class RetrievalRefresh:
     """The retrieval cache of one sequence and the full cache that it is chosen from, as rounds bring it up to date."""
 
     full: FullCache
@@ -129,7 +129,7 @@ class RetrievalUpkeep:
 
 def end_round(
     work: RetrievalWork,
-    caches: Sequence[RetrievalUpkeep],
+    caches: Sequence[RetrievalRefresh],
     due: Sequence[bool],
     round_s: Callable[[], float],
     synchronize: Callable[[], None] | None,

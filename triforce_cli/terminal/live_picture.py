@@ -86,8 +86,8 @@ class AnswerRow:
         """
         state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
         note = sequence.error or sequence.waits_for or ""
-        caches, shown = sequence.caches, (sequence.statistics, sequence.read_share, note, text)
-        budget = caches.plan.budget if caches and caches.retrieval else 0
+        opened, shown = sequence.open, (sequence.statistics, sequence.read_share, note, text)
+        budget = opened.plan.budget if opened and opened.retrieval else 0
         return AnswerRow(name, state, max_new_tokens, *shown, budget)
 
 

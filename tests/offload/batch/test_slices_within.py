@@ -161,7 +161,7 @@ def test_one_that_nobody_waits_for_any_more_is_not_read_to_its_end(models):
     batch.end(index)
     next(batch)
     next(batch)
-    assert batch.sequences[1].state == "ended" and batch.sequences[1].caches is None
+    assert batch.sequences[1].state == "ended" and batch.sequences[1].open is None
     assert batch.sequences[1].statistics.token_ids == []
     later = batch.add(Request(BOOK[:50], GREEDY, 3, ignore_eos=True))
     for _ in batch:

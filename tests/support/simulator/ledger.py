@@ -108,7 +108,7 @@ class Ledger:
         """What there is between two rounds that not every history has."""
         engine, settings = self.engine, self.engine.settings
         live = engine._running.live if engine._running else []
-        opened = [one for one in live if one.caches]
+        opened = [one for one in live if one.open]
         yield f"{str(engine.target.dtype).removeprefix('torch.')}"
         yield f"{settings.tiers} tiers"
         yield f"refresh {settings.refresh}"

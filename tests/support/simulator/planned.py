@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triforce.offload import Engine
 from triforce.offload.batch.run import Run
-from triforce.offload.batch.sequence import BatchSequence, SequenceCaches
+from triforce.offload.batch.sequence import BatchSequence, OpenSequence
 from triforce.offload.caches.full import FullCache
 from triforce.offload.held import bytes_by_part, held_bytes
 from triforce.offload.planning.run_plan import RunPlan, make_plan, planned_budget
@@ -21,7 +21,7 @@ PLENTY = 2**42
 """Bytes of a GPU that holds everything."""
 
 
-def planned(caches: SequenceCaches, beside: int) -> RunPlan:
+def planned(caches: OpenSequence, beside: int) -> RunPlan:
     """A sequence's plan where so many others run."""
     plan, placement = caches.plan, caches.full.blocks.placement
     settings = plan.request.settings
@@ -137,13 +137,13 @@ class Planned:
     def _open(self) -> Iterator[tuple[BatchSequence, RunPlan]]:
         """The sequences that have caches, and their plans."""
         live = self.engine._running.live if self.engine._running else []
-        opened = [one for one in live if one.caches]
+        opened = [one for one in live if one.open]
         for one in opened:
             plan = self._plans[one.opened.full] = planned(one.opened, len(opened) - 1)
             yield one, plan
 
 
-def _faults_of(caches: SequenceCaches, plan: RunPlan) -> Iterator[str]:
+def _faults_of(caches: OpenSequence, plan: RunPlan) -> Iterator[str]:
     """Of one sequence."""
     held, was, placement = bytes_by_part(caches.full.blocks.held()), caches.plan.placement, plan.placement
     for part in ("resident_kv", "ring", "open_stretches"):
