@@ -269,10 +269,10 @@ def _mass_of_blocks(
 
 
 def _backend_of(q: Tensor, flash_mask: bool, plain_rows: bool) -> Backend:
-    step_rows = q.shape[1] <= STEP_ROWS
+    is_step = q.shape[1] <= STEP_ROWS
     kernels = selected()
-    wanted, as_gpu = kernels.backend(step_rows), kernels.as_gpu
-    return _backend(q.device, q.dtype, q.shape[2], step_rows, flash_mask, plain_rows, wanted, as_gpu)
+    wanted, as_gpu = kernels.backend(is_step), kernels.as_gpu
+    return _backend(q.device, q.dtype, q.shape[2], is_step, flash_mask, plain_rows, wanted, as_gpu)
 
 
 @functools.cache
@@ -280,7 +280,7 @@ def _backend(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    step_rows: bool,
+    is_step: bool,
     flash_mask: bool,
     plain_rows: bool,
     wanted: Backend | None,
@@ -296,7 +296,7 @@ def _backend(
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     level = cpu_level() if compiled else Level.NONE
-    return choose_backend(capability, packages, dtype, head_dim, step_rows, flash_mask, level)
+    return choose_backend(capability, packages, dtype, head_dim, is_step, flash_mask, level)
 
 
 def choose_backend(
@@ -304,7 +304,7 @@ def choose_backend(
     packages: frozenset[str],
     dtype: torch.dtype,
     head_dim: int,
-    step_rows: bool,
+    is_step: bool,
     flash_mask: bool,
     level: Level = Level.NONE,
 ) -> Backend:
@@ -316,19 +316,19 @@ def choose_backend(
     Args:
         capability: the CUDA device's compute capability; `None` is a CPU.
         packages: those of `flash_attn` and `triton` that can be used on it.
-        step_rows: at most `STEP_ROWS` query rows.
+        is_step: at most `STEP_ROWS` query rows.
         flash_mask: no window, and the diagonal is known to the host.
         level: what the compiled CPU kernels can use for these tensors; `Level.NONE` if they cannot compute the call.
     """
     if level > Level.NONE:
         return "compiled"
     if capability is None:
-        return "flash_cpu" if flash_mask and not step_rows else "plain"
+        return "flash_cpu" if flash_mask and not is_step else "plain"
     if capability < OLDEST_GPU or head_dim > 256:
         return "plain"
-    if not step_rows and dtype == torch.float32:
+    if not is_step and dtype == torch.float32:
         return "plain"  # tensor cores would round it, so large products are left to cuBLAS
-    if not step_rows and flash_mask and dtype in (torch.float16, torch.bfloat16):
+    if not is_step and flash_mask and dtype in (torch.float16, torch.bfloat16):
         if "flash_attn" in packages:
             return "flash_package"
         if head_dim % 8 == 0:

@@ -17,12 +17,12 @@ _TILE_ROWS = 128
 
 
 def scratch_bytes(
-    num_heads: int, num_kv_heads: int, keys: int, head_dim: int, dtype: torch.dtype, *, step_rows: bool
+    num_heads: int, num_kv_heads: int, keys: int, head_dim: int, dtype: torch.dtype, *, is_step: bool
 ) -> int:
     """Bytes that `attend_plain` keeps for calls of up to so many keys: scores, and 16-bit keys or values in float32."""
     sums = accumulation_dtype(dtype)
     wide = num_kv_heads * keys * head_dim if dtype != sums else 0
-    return (num_heads * (TILE_ROWS if step_rows else _TILE_ROWS) * keys + wide) * sums.itemsize
+    return (num_heads * (TILE_ROWS if is_step else _TILE_ROWS) * keys + wide) * sums.itemsize
 
 
 class Scratch:

@@ -607,12 +607,12 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
     target = part.num_heads, part.num_kv_heads
 
     def few(keys: int, heads: tuple[int, int] = target, head_dim: int = part.head_dim) -> int:
-        return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, step_rows=True)
+        return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, is_step=True)
 
     block, piece = placement.block_size, max(placement.block_size, placement.open_tokens)
     chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
-    many = scratch_bytes(*target, block, part.head_dim, dtype, step_rows=False) if dtype.itemsize > 2 else 0
+    many = scratch_bytes(*target, block, part.head_dim, dtype, is_step=False) if dtype.itemsize > 2 else 0
     draft = few(STREAMING_POSITIONS, (small.num_heads, small.num_kv_heads), small.head_dim) if small else 0
     together = own if request.sequences + request.beside > 1 else 0
     return request.sequences * (max(many, own) + few(retrieved) + draft) + together

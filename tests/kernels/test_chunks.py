@@ -20,6 +20,18 @@ def test_the_mass_of_a_chunk_is_the_attention_it_gets(dtype, diagonal, window):
     assert (mass - want).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.parametrize("diagonal", [None, 8990])
+def test_the_mass_of_many_keys_is_that_of_their_parts(diagonal):
+    """More keys than scores are computed for at a time: 9,000, the last of them alone."""
+    q, k, v = random_qkv((2, 1, 32), 3, 9000, torch.float32)
+    _, lse = oracle(q, k, v, 0.1, diagonal, None)
+    mass = torch.full((2, 3, 1125), float("nan"))
+    chunk_mass(q, k, lse.float(), mass, scale=0.1, diagonal=diagonal)
+    member = torch.eye(1125).repeat_interleave(8, 0).expand(1, -1, -1)
+    want, _ = oracle(q, k, member, 0.1, diagonal, None)
+    assert (mass - want).abs().max() < 1e-5
+
+
 def test_a_chunk_is_worth_what_it_or_the_one_before_it_got():
     mass = torch.tensor([[0.3, 0.1, 0.0, 0.4]])
     assert torch.allclose(chunk_scores(mass), torch.tensor([[0.3, 0.3, 0.1, 0.4]]))
