@@ -13,7 +13,6 @@ from ...tp.devices import device_name
 from ...tp.errors import CapacityError
 from ...tp.units import gib
 from ..caches.full import FullCache
-from ..caches.refreshing import RefreshingCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..checks import tokens_are_exact
@@ -296,7 +295,6 @@ class SequenceSetup:
             target = models.target
             kind = {"budget": plan.budget, "chunk_size": plan.chunk_size, "tail": plan.tail, "ahead": plan.tail_ahead}
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
-            passes["verify"] = self._passes("verify", target, RefreshingCache(full, retrieval))
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
             refresh = RetrievalRefresh(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:

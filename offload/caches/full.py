@@ -8,6 +8,7 @@ but attends only to the blocks its window reaches.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,9 +47,6 @@ class ReadCounter:
 
 class FullCache:
     """Keys and values of every token. See `tp.decoder.Cache` for the interface."""
-
-    collector: BlockCollector | None = None
-    """What the next pass is to hand its blocks to: nothing. See `RefreshingCache`."""
 
     def __init__(
         self,
@@ -112,10 +110,6 @@ class FullCache:
         return self.start + self.blocks.capacity
 
     @property
-    def full(self) -> FullCache:
-        return self
-
-    @property
     def holders(self) -> list[FullCache]:
         """The caches that hold this one's tokens, in the order of positions; itself the last."""
         return [*(self.prefix.holders if self.prefix else []), self]
@@ -150,6 +144,7 @@ class FullCache:
         """Gives back what only a run needs: what attention keeps from pass to pass, and what was taken for one that was
         broken off. Tokens stay."""
         self.blocks.release()
+        self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.head_dim, self.chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size, self.blocks.dtype)
@@ -165,6 +160,17 @@ class FullCache:
         if not mass_rows:  # what is there would be older than the last tokens
             self._mass.forget()
         self._mass_rows = mass_rows
+
+    def hand_blocks_to(self, collector: Callable[[], BlockCollector | None]) -> None:
+        """Has the blocks that a pass attends to handed to what `collector` gives then, where they are not all on the
+        device: until `rest`, and as long as the object lives whose method it is."""
+        self._collector = weakref.WeakMethod(collector)
+
+    @property
+    def collector(self) -> BlockCollector | None:
+        """What the next pass is to hand its blocks to."""
+        collector = self._collector and self._collector()
+        return collector() if collector else None
 
     def prepare(self, n: int) -> None:
         for holder, next_one in pairwise(self.holders):
@@ -219,11 +225,7 @@ class FullCache:
         """
         return self._mass.recent(layer, self.length)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, collector: BlockCollector | None = None) -> Tensor:
-        """See `tp.decoder.Cache`.
-
-        Args: `collector` is called with each block that passes, where blocks are not all on the device.
-        """
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
         q = self.rope.rotate(q, start)
         self.append(layer, self.rope.rotate(k, start), v)
@@ -235,7 +237,7 @@ class FullCache:
             self.count_read(rows.stop - rows.first_key)
             out, mass = self._attention.together(rows, blocks)
         else:
-            pieces = self._passing(layer, rows, collector)
+            pieces = self._passing(layer, rows)
             if self.prefix and q.dtype.itemsize == 2:
                 pieces = self._attention.in_one_piece(rows, pieces)
             out, mass = self._attention.one_by_one(rows, pieces)
@@ -251,8 +253,9 @@ class FullCache:
             return 0
         return n if n <= self._mass_rows else min(n, RECENT_ROWS)
 
-    def _passing(self, layer: int, rows: Rows, collector: BlockCollector | None) -> Iterator[tuple[int, Tensor]]:
+    def _passing(self, layer: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
         """The blocks that `rows` attend to, each collected and counted."""
+        collector = self.collector
         joined = takes_joined(rows.q, self.blocks.block_size)
         for position, block in self._pieces(layer, rows.first_key, rows.stop, joined):
             if collector is not None:

@@ -76,6 +76,7 @@ class RetrievalCache:
         self.at: TokenSlots | None = None
         self._memory = object()  # another one whenever buffers are replaced
         self._drop_passes: list[weakref.WeakMethod[Callable[[], None]]] = []
+        source.hand_blocks_to(self.collector)
 
     @property
     def length(self) -> int:
@@ -188,9 +189,9 @@ class RetrievalCache:
         self._exact = length
         self._filled = [max(filled, length) for filled in self._filled]
 
-    @property
     def collector(self) -> BlockCollector | None:
-        """What the next pass of `source` is to hand its blocks to; `None` where no chunks wait to be copied."""
+        """What the next pass of `source` is to hand its blocks to, see `FullCache.hand_blocks_to`; `None` where no
+        chunks wait to be copied."""
         return self._collect if self._selected else None
 
     def _choose(self, length: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_runn
 from ...tp.rope import Rows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
-from .full import BlockCollector, FullCache
+from .full import FullCache
 from .recent_mass import MassPart, Shares
 
 _Keys = Tensor | tuple[Tensor, int]
@@ -136,10 +136,8 @@ class SharedAttention:
             found.append(holder)
         return found
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, collectors: Sequence[BlockCollector | None]
-    ) -> Tensor:
-        """See `tp.decoder.Cache`; rows and `collectors` are in the order of the sequences."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `tp.decoder.Cache`; rows are in the order of the sequences."""
         rope = self._caches[0].rope
         q, k = rope.rotate(q, self._rotation), rope.rotate(k, self._rotation)
         for cache, rows in zip(self._caches, self._rows, strict=True):
@@ -150,12 +148,12 @@ class SharedAttention:
         room = self._shares if any(self._mass_rows) else None
         rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size, room, self._scratch)
         window = self._caches[0].config.sliding_window(layer)
-        collected = any(collector is not None for collector in collectors)
+        collectors = [cache.collector for cache in self._caches]
         for holder in self._holders:
             for span, position, keys, m in self._pieces(holder, layer, q, window):
                 for seeing, diagonal, hides in self._seeing(span, position, m, window):
                     rows.attend(seeing, keys, m, position, diagonal, hides)
-                for place in _range(span.members) if collected else ():
+                for place in _range(span.members) if any(collectors) else ():
                     collect = collectors[self._order[place]]
                     if collect is not None:
                         for first, block in _blocks_of(keys, m):

@@ -15,13 +15,12 @@ from torch import Tensor
 from ...tp.decoder import Cache
 from ..held import Held
 from .full import FullCache
-from .refreshing import RefreshingCache
 from .shared_attention import SharedAttention, rows_of
 
 
 def together(caches: Sequence[Cache]) -> JoinedCache:
     """One cache for passes over all sequences of `caches`, which are of one kind."""
-    full = [cache for cache in caches if isinstance(cache, (FullCache, RefreshingCache))]
+    full = [cache for cache in caches if isinstance(cache, FullCache)]
     return JoinedFullCache(full) if len(full) == len(caches) else JoinedCache(caches)
 
 
@@ -57,10 +56,9 @@ class JoinedCache:
 class JoinedFullCache(JoinedCache):
     """Full caches, some of which begin with keys and values that another one holds (`FullCache.prefix`)."""
 
-    def __init__(self, caches: Sequence[FullCache | RefreshingCache]) -> None:
+    def __init__(self, caches: Sequence[FullCache]) -> None:
         super().__init__(caches)
-        self._members = list(caches)
-        self._attention = SharedAttention([cache.full for cache in caches])
+        self._attention = SharedAttention(caches)
 
     def held(self) -> Held:
         """See `offload.held`: beside the caches."""
@@ -70,4 +68,4 @@ class JoinedFullCache(JoinedCache):
         self._attention.prepare(self.counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.attend(layer, q, k, v, [cache.collector for cache in self._members])
+        return self._attention.attend(layer, q, k, v)

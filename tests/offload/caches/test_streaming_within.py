@@ -98,7 +98,7 @@ def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(mod
     for _ in range(3):
         next(first)
     retrieval = first.sequence.opened.retrieval
-    assert retrieval is not None and retrieval.collector is not None
+    assert retrieval is not None and retrieval.collector() is not None
     kept = [keys.clone() for keys, _ in retrieval._buffers]
     engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)
     assert all(torch.equal(keys, old) for (keys, _), old in zip(retrieval._buffers, kept, strict=True))

@@ -27,7 +27,6 @@ from simulated_troubles import Breaking, Broken, fill, sometimes_packed
 from staged_runs import SeenDisk, staged
 from triforce.offload.batch import reading
 from triforce.offload.caches.full import FullCache
-from triforce.offload.caches.refreshing import RefreshingCache
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.limits import Limits
 from triforce.offload.transfer.cuda_link import CudaLink
@@ -206,8 +205,7 @@ class _History:
             self.rollback(start // 2)
             return
         rows = self.tokens[start : start + n]
-        cache = RefreshingCache(self.cache, self.retrieval) if self.retrieval else self.cache
-        got = self.decoder.forward(rows, cache, num_logits=min(n, 4))
+        got = self.decoder.forward(rows, self.cache, num_logits=min(n, 4))
         self.attended = True
         with self.outside():
             want = self.decoder.forward(rows, self.plain, num_logits=min(n, 4))

@@ -19,6 +19,7 @@ class Breaking:
 
     def __init__(self, full: FullCache, blocks: int) -> None:
         self._full, self._left = full, blocks
+        full.hand_blocks_to(self._collector)
         self.prepare, self.rollback = full.prepare, full.rollback
 
     @property
@@ -26,7 +27,10 @@ class Breaking:
         return self._full.length
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._full.attend(layer, q, k, v, collector=self._count)
+        return self._full.attend(layer, q, k, v)
+
+    def _collector(self) -> Any:
+        return self._count
 
     def _count(self, *_: object) -> None:
         self._left -= 1
