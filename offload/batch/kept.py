@@ -511,6 +511,14 @@ class KeptCache:
             device_memory=self._system.device_memory,
         )
 
+    @property
+    def memory_bytes(self) -> int:
+        """What full caches take in the memory of device and host, of sequences that run and of those that have ended,
+        without what no token has come to yet."""
+        holders = {holder for cache in self.caches for holder in cache.holders}
+        sizes = ((held_bytes(one.blocks.held()), one.blocks.footprint) for one in holders)
+        return sum(device + there.host - there.untouched for device, there in sizes)
+
     def _held_by_part(self) -> dict[str, int]:
         caches = (holder for cache in self.caches for holder in cache.holders)
         holders = self._decoder, self._draft, *caches, *self.others

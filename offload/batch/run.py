@@ -198,8 +198,9 @@ class Run(Iterator[Event]):
         return {name: value for name, value in found.items() if name != "sequences"}
 
     def kv_bytes(self) -> int:
-        """Keys and values that this rank holds now: of sequences that run, and what is kept for those to come."""
-        return held_bytes(self.live, self._setup.kept)
+        """Memory of this rank that keys and values take now, in whole blocks: of sequences that run, and what is kept
+        for those to come."""
+        return self._setup.kv_memory_bytes
 
     def held(self) -> Held:
         """See `offload.held`: of the sequences that have not ended."""

@@ -228,8 +228,7 @@ class BatchSequence:
         self.order, self.context = replace(self.order, prompt=[]), []
 
 
-def held_bytes(sequences: Iterable[BatchSequence], kept: Iterable[FullCache] = ()) -> int:
-    """Keys and values of these sequences and of caches that are kept, on one rank; what several share counts once."""
-    caches = [*(one.open.full for one in sequences if one.open), *kept]
-    holders = {holder for cache in caches for holder in cache.holders}
+def held_bytes(sequences: Iterable[BatchSequence]) -> int:
+    """Keys and values of these sequences, on one rank; what several share counts once."""
+    holders = {holder for one in sequences if one.open for holder in one.open.full.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

@@ -116,9 +116,9 @@ class SequenceSetup:
         return found
 
     @property
-    def kept(self) -> list[FullCache]:
-        """The full caches of sequences that run, and of those that have ended that stay for others to go on from."""
-        return self._models.kept.caches
+    def kv_memory_bytes(self) -> int:
+        """See `KeptCache.memory_bytes`."""
+        return self._models.kept.memory_bytes
 
     @property
     def saved(self) -> ModelContexts | None:

@@ -252,7 +252,7 @@ def test_ranks_move_the_same_blocks_when_one_of_them_is_short_of_memory(models):
         return batch.sequences[0].statistics.token_ids, left
 
     def blocks_of(batch):
-        return batch.run._setup.kept[-1].blocks
+        return batch.run._setup._models.kept.caches[-1].blocks
 
     first, second = (json.loads(line) for line in run_forks(call, 2).splitlines() if line.startswith("{"))
     assert first == second

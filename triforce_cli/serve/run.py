@@ -56,7 +56,7 @@ _OWED_S = 2e-3
 
 _MAPPED_BYTES = 2**22
 _KEPT_BYTES = 2**26
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _TRIM_S = 2.0
 """What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; of smaller ones it
 keeps so many, and gives them back so often. By itself it would keep some hundred MiB of what requests took for a
@@ -191,6 +191,7 @@ class Server:
     def start(self, *, load: bool = True) -> None:
         """Begins to listen and, with `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
+        _take_little_memory()
         threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
         if load:
@@ -208,11 +209,7 @@ class Server:
         return stopped
 
     def _give_memory_back(self) -> None:
-        library = ctypes.CDLL(None)
-        with suppress(AttributeError):  # only glibc has it
-            library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-            library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        frozen = False
+        library, frozen = ctypes.CDLL(None), False
         while not self._ended.wait(_TRIM_S):
             # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
             # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. That
@@ -223,6 +220,16 @@ class Server:
                 frozen = True
             with suppress(AttributeError):
                 library.malloc_trim(0)
+
+
+def _take_little_memory() -> None:
+    """Has the C library keep less memory than it would; before other threads are begun."""
+    library = ctypes.CDLL(None)
+    with suppress(AttributeError):  # only glibc has it
+        # One arena for all threads: in arenas of their own more pages stay taken for the sake of one small piece.
+        library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class HttpThread:

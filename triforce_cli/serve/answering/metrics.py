@@ -43,7 +43,7 @@ class Metrics:
         ]
         self._traffic = Traffic()
         self._kv = self._make(
-            Gauge, "kv_cache_bytes", "KV cache of running answers, texts that are read, and what is kept for the next"
+            Gauge, "kv_cache_bytes", "Memory of the KV cache of answers, of texts that are read, and of what is kept"
         )
         self._ttft = self._make(
             Histogram, "time_to_first_token_seconds", "From a request to its first token, waiting included", (), _TTFT_S
@@ -84,7 +84,7 @@ class Metrics:
     def update(self, traffic: Traffic, kv_bytes: int) -> None:
         """Args:
         traffic: what crossed the link in all so far.
-        kv_bytes: held now.
+        kv_bytes: taken now.
         """
         new, self._traffic = traffic.since(self._traffic), traffic
         for counter, value in zip(self._link, (new.bytes_in, new.bytes_out, new.busy_s, new.waited_s), strict=True):
