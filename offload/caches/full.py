@@ -147,15 +147,15 @@ class FullCache:
         self._collector: weakref.WeakMethod[Callable[[], BlockCollector | None]] | None = None
         config, max_chunks = self.config, -(-self.capacity // self.chunk_size)
         self._attention = BlockAttention(config.head_dim, self.chunk_size)
-        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size, self.blocks.dtype)
+        self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
     def begin(self, mass_rows: int) -> None:
         """Begins a run on the tokens that are there.
 
         Args:
-            mass_rows: the rows of the run's longest verification. A pass over so many rows keeps the attention of
-                each of them by chunk, as any of them may turn out to be the last that is accepted. A longer pass is a
-                prefill and keeps that of its last `RECENT_ROWS`. 0 keeps none, for a run without a retrieval cache.
+            mass_rows: the rows of the run's longest verification. A pass over so many rows adds the attention of
+                all of them by chunk, as it is not known yet which are accepted. A longer pass is a prefill and adds
+                that of its last `RECENT_ROWS`. 0 keeps none, for a run without a retrieval cache.
         """
         if not mass_rows:  # what is there would be older than the last tokens
             self._mass.forget()
@@ -218,11 +218,7 @@ class FullCache:
         self._filled[layer] += k.shape[1]
 
     def recent_mass(self, layer: int) -> Tensor:
-        """The shares of attention that the last tokens gave to each whole chunk.
-
-        `[num_kv_heads, rows, length // chunk_size]`: up to `RECENT_ROWS` rows, fewer after a rollback that reached
-        beyond them, and at least one after the first `attend`; averaged over the query heads of a KV head.
-        """
+        """The shares of attention that the last tokens gave to each whole chunk: see `RecentMass.recent`."""
         return self._mass.recent(layer, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -242,7 +238,7 @@ class FullCache:
                 pieces = self._attention.in_one_piece(rows, pieces)
             out, mass = self._attention.one_by_one(rows, pieces)
         if mass is not None:
-            self._mass.add(layer, start, start + n, [MassPart(0, mass)])
+            self._mass.add(layer, start, [MassPart(0, mass)])
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
         return out
@@ -295,9 +291,9 @@ class FullCache:
         """See `Blocks`; of this cache's own tokens."""
         return self.blocks.slice(layer, start - self.start, stop - self.start)
 
-    def add_mass(self, layer: int, start: int, stop: int, parts: Sequence[MassPart]) -> None:
+    def add_mass(self, layer: int, start: int, parts: Sequence[MassPart]) -> None:
         """See `RecentMass.add`."""
-        self._mass.add(layer, start, stop, parts)
+        self._mass.add(layer, start, parts)
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""

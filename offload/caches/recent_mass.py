@@ -1,8 +1,4 @@
-"""The attention that the last tokens gave to each chunk of a full cache, its *mass*: what a retrieval cache selects by.
-
-A row is what one token gave. Rows are added with the tokens of a pass and dropped with a rollback. Each layer has one
-buffer, so that a pass writes its own rows and seldom moves earlier ones.
-"""
+"""The attention that recent tokens gave to each chunk of a full cache, its *mass*: what a retrieval cache selects by."""
 
 from __future__ import annotations
 
@@ -16,10 +12,7 @@ from torch import Tensor
 from ..held import Held
 
 RECENT_ROWS = 8
-"""The number of last tokens whose attention decides which chunks a retrieval cache takes."""
-
-ROOM = 16
-"""Rows of new tokens a buffer has room for at least: where passes bring fewer, earlier rows are moved less often."""
+"""A pass of so many tokens replaces the mass; of a prefill the last so many count."""
 
 
 @dataclass(frozen=True)
@@ -65,77 +58,48 @@ class Shares:
 
 
 class RecentMass:
-    """The shares of their attention that the last tokens gave to chunks, by layer, averaged over the query heads of a
-    KV head."""
+    """The shares of attention that the last tokens gave to chunks, by layer: one mean over tokens and the query heads
+    of a KV head. A pass of `RECENT_ROWS` tokens or more takes the place of what was there, a shorter one counts by its
+    tokens. Those that are rejected later count too: they ask for much the same chunks as what follows in their place.
+    """
 
-    def __init__(
-        self, num_layers: int, num_kv_heads: int, max_chunks: int, chunk_size: int, dtype: torch.dtype
-    ) -> None:
-        self._num_kv_heads, self._max_chunks = num_kv_heads, max_chunks
-        self._chunk_size, self._dtype = chunk_size, dtype
-        self._buffers = [torch.empty(num_kv_heads, 0, 0, dtype=dtype)] * num_layers  # [num_kv_heads, room, max_chunks]
-        self._rows = [0] * num_layers  # rows in the buffer
-        self._ends = [0] * num_layers  # position behind the token of the last row
-        self._chunks = [0] * num_layers  # chunks that rows are written up to, with zeros for those that came later
+    def __init__(self, num_layers: int, num_kv_heads: int, max_chunks: int, chunk_size: int) -> None:
+        self._num_kv_heads, self._max_chunks, self._chunk_size = num_kv_heads, max_chunks, chunk_size
+        self._means = [torch.empty(num_kv_heads, 0)] * num_layers  # [num_kv_heads, max_chunks], once there is one
+        self._is_known = [False] * num_layers
 
     def recent(self, layer: int, length: int) -> Tensor:
-        """The rows `[num_kv_heads, rows, length // chunk_size]` of the last `RECENT_ROWS` of the first `length` tokens;
-        fewer after a rollback beyond them, but at least one after the first `add`."""
-        kept = max(1, self._rows_left(layer, length))
-        return self._buffers[layer][:, max(0, kept - RECENT_ROWS) : kept, : length // self._chunk_size]
+        """What each whole chunk of the first `length` tokens got, `[num_kv_heads, length // chunk_size]`, float32;
+        there must have been an `add`."""
+        assert self._is_known[layer]
+        return self._means[layer][:, : length // self._chunk_size]
 
-    def add(self, layer: int, start: int, stop: int, parts: Sequence[MassPart]) -> None:
-        """Adds the rows of a pass behind those of tokens before `start`.
+    def add(self, layer: int, start: int, parts: Sequence[MassPart]) -> None:
+        """Adds the rows of a pass over tokens from position `start` on.
 
-        Args:
-            start, stop: positions of the pass's first token and behind its last.
-            parts: of the last rows, in the order of chunks; chunks between them and before them got nothing.
+        Args: `parts` are of its last rows; chunks that they leave out got nothing.
         """
-        shares, last = parts[0].shares, parts[-1]
-        rows, chunks = shares.shape[1], min(last.first + last.shares.shape[2], -(-stop // self._chunk_size))
-        # Rows are those of consecutive tokens: where a pass brings only its last ones, earlier ones are dropped.
-        kept = max(0, self._rows_left(layer, start)) if rows == stop - start else 0
-        kept = self._make_room(layer, kept, rows, shares.device)
-        buffer, known = self._buffers[layer], self._chunks[layer]
-        if chunks > known:
-            buffer[:, :kept, known:chunks] = 0
-            self._chunks[layer] = known = chunks
-        new = buffer[:, kept : kept + rows]
-        end = 0
+        shares = parts[0].shares
+        if not self._means[layer].numel():
+            shape = self._num_kv_heads, self._max_chunks
+            self._means[layer] = torch.empty(shape, dtype=torch.float32, device=shares.device)
+        mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
+        if weight == 1.0 or not self._is_known[layer]:
+            mean.zero_()
+            weight, self._is_known[layer] = 1.0, True
+        else:
+            mean[:, -(-start // self._chunk_size) :] = 0  # what tokens got that were rolled back
+            mean *= 1 - weight
         for part in parts:
             shares = part.shares if part.factors is None else part.shares * part.factors.unsqueeze(-1)
-            if shares.shape[0] > self._num_kv_heads:
-                shares = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=1)
-            new[..., end : part.first] = 0
-            end = min(part.first + shares.shape[2], chunks)
-            new[..., part.first : end] = shares[..., : end - part.first]
-        if chunks < known:
-            new[..., chunks:known] = 0
-        self._rows[layer], self._ends[layer] = kept + rows, stop
+            by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
+            there = mean[:, part.first : part.first + by_head.shape[1]]
+            there.add_(by_head[:, : there.shape[1]], alpha=weight)
 
     def held(self) -> Held:
         """See `offload.held`."""
-        yield from (("mass", buffer) for buffer in self._buffers)
+        yield from (("mass", mean) for mean in self._means)
 
     def forget(self) -> None:
-        """Drops all rows."""
-        self._rows = [0] * len(self._rows)
-
-    def _rows_left(self, layer: int, length: int) -> int:
-        """How many of the rows belong to the first `length` tokens."""
-        return self._rows[layer] - max(0, self._ends[layer] - length)
-
-    def _make_room(self, layer: int, kept: int, rows: int, device: torch.device) -> int:
-        """Makes room for `rows` rows behind the first `kept`. If they do not fit, the last few of those are moved to
-        the front. Returns how many there are then."""
-        buffer = self._buffers[layer]
-        if kept + rows <= buffer.shape[1]:
-            return kept
-        last = min(kept, RECENT_ROWS - 1)
-        moved = buffer[:, kept - last : kept, : self._chunks[layer]].clone()
-        if last + rows > buffer.shape[1]:
-            shape = self._num_kv_heads, RECENT_ROWS - 1 + max(rows, ROOM), self._max_chunks
-            buffer = torch.empty(shape, dtype=self._dtype, device=device)
-            self._buffers[layer] = buffer
-        buffer[:, :last, : moved.shape[2]] = moved
-        return last
+        """Drops what was given so far; its memory stays."""
+        self._is_known = [False] * len(self._is_known)

@@ -201,7 +201,7 @@ class RetrievalCache:
             shape = (self.source.config.num_kv_heads, 0)
             return [torch.zeros(shape, dtype=torch.int64, device=self.source.blocks.device)] * len(self._filled)
         layers = range(len(self._filled))
-        masses = self._join([self.source.recent_mass(layer).mean(dim=1, dtype=torch.float32) for layer in layers])
+        masses = self._join([self.source.recent_mass(layer) for layer in layers])
         starts = [self._first_chunk(layer, length) for layer in layers]
         return [
             self.select(chunk_scores(mass)[:, start:], self.max_chunks) + start

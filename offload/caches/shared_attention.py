@@ -163,8 +163,7 @@ class SharedAttention:
         for place, i in enumerate(self._order):
             parts = rows.mass_of(self._places[place], self._mass_rows[i])
             if parts:
-                start = self._starts[i]
-                self._caches[i].add_mass(layer, start, start + self._counts[i], parts)
+                self._caches[i].add_mass(layer, self._starts[i], parts)
         if self._back is not None:
             out = out.index_select(1, self._back)
         if out.device.type == "cpu":

@@ -18,7 +18,7 @@ from ...tp.matrices import ModelMatrices
 from ...tp.model.config import ModelConfig
 from ...tp.rope import rope_bytes
 from ...tp.units import gib
-from ..caches.recent_mass import RECENT_ROWS, ROOM
+from ..caches.recent_mass import RECENT_ROWS
 from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
@@ -514,13 +514,12 @@ def _tail(request: RunRequest, verify: DraftTokens) -> int:
 
 
 def _mass_bytes(request: RunRequest, placement: Placement, draft_tokens: int) -> int:
-    """The attention mass of the last rows over all chunks, where so many draft tokens are verified at most; and what a
-    pass computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
+    """The attention mass of all chunks (float32); and what a pass in which so many draft tokens are verified at most
+    computes it from in one layer: the shares of every query head (float32), by block and joined. An open stretch
     has them for all of its room, and those of a prefill's last rows stay."""
     part, verified = request.part, draft_tokens + 1
     chunks = _num_chunks(request, placement)
-    rows = max(verified, ROOM) + RECENT_ROWS
-    mass = part.num_layers * part.num_kv_heads * rows * chunks * request.dtype.itemsize
+    mass = part.num_layers * part.num_kv_heads * chunks * 4
     room = max(0, placement.open_tokens - placement.block_size) // request.settings.planned_chunk_size
     if request.sequences + request.beside > 1:  # whose passes together have shares of their own
         room *= 2

@@ -163,18 +163,9 @@ def given_more(**more):
     return plant
 
 
-def more_rows(monkeypatch, kind):
-    make = kind._make_room
-
-    def larger(self, layer, kept, rows, device):
-        return make(self, layer, kept, rows + 200, device)
-
-    monkeypatch.setattr(kind, "_make_room", larger)
-
-
 BEYOND_THE_PLAN = {
     "a tail that is too long": (RetrievalCache, made_larger("_tail", lambda tail: tail + 8)),
-    "mass of more rows": (RecentMass, more_rows),
+    "mass of more chunks": (RecentMass, made_larger("_max_chunks", lambda chunks: 2 * chunks + 1000)),
     "a draft's window that is too long": (StreamingCache, given_more(slack=SLACK + 1)),
     "a buffer of the ring too many": (Ring, made_larger("buffers", lambda buffers: [*buffers, buffers[0].clone()])),
 }

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples, share
+from profiles import examples
 from tiny import random_tokens, save_llama
 from tiny_caches import append, full_cache, moving_cache, streaming_cache
 from triforce.offload import Engine, Sampling
-from triforce.offload.caches.full import FullCache
+from triforce.offload.caches.full import MASS_ROWS, FullCache
+from triforce.offload.caches.recent_mass import RECENT_ROWS
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
@@ -108,49 +110,33 @@ def test_the_window_of_these_tests_moves_and_forgets_everything_at_times(decoder
 
 
 @pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
-@pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7)])
+@pytest.mark.parametrize("parts", [(100,), (90, 1, 1, 5, 3), (20, 33, 40, 7), (60, 25, 1, 2)])
 def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head_dim):
+    """The mean over the rows of the last passes, each by its number of rows; each part is followed by tokens that are
+    rolled back, as a verification's rejected ones are."""
     model = save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
     model.set_attn_implementation("eager")
     decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
-    full = full_cache(decoder)
-    tokens = random_tokens(sum(parts))
+    full, known = full_cache(decoder), random_tokens(sum(parts))
+    want = [torch.zeros(2, 40) for _ in range(3)]
     taken = 0
     for n in parts:
-        # Each part is followed by tokens that are rolled back, as a verification's rejected ones are.
-        append(decoder, full, tokens[taken : taken + n] + random_tokens(3, seed=n))
+        tokens = known[: taken + n] + random_tokens(3, seed=n)
+        append(decoder, full, tokens[taken:])
+        rows = n + 3 if n + 3 <= MASS_ROWS else RECENT_ROWS
+        weight = min(1.0, rows / RECENT_ROWS)
+        with torch.inference_mode():
+            attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
+        for mass, attention in zip(want, attentions, strict=True):
+            mass[:, -(-taken // 4) :] = 0  # of tokens that were rolled back
+            by_head = F.pad(attention[0, :, -rows:], (0, 160 - len(tokens))).unflatten(-1, (-1, 4)).sum(-1)
+            mass.lerp_(by_head.unflatten(0, (2, 2)).mean(dim=(1, 2)), weight)
         taken += n
         full.rollback(taken)
-    with torch.inference_mode():
-        attentions = model(torch.tensor([tokens]), output_attentions=True).attentions
-    for layer, attention in enumerate(attentions):
-        got = full.recent_mass(layer)
-        by_head = attention[0, :, -got.shape[1] :].unflatten(-1, (-1, 4)).sum(-1)  # [4, rows, 25]
-        error = (got - by_head.unflatten(0, (2, 2)).mean(1)).abs().max()
-        assert error < 1e-5, f"layer {layer}: shares differ by {error}"
-    assert full.recent_mass(0).shape[1] == (5 if parts == (100,) else 8)
-
-
-@pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
-@pytest.mark.slow(keep=("32",))
-def test_a_long_verification_keeps_the_mass_of_the_tokens_accepted_last(tmp_path, head_dim):
-    save_llama(tmp_path, num_key_value_heads=2, head_dim=head_dim)
-    decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
-    context, drafted = random_tokens(150), random_tokens(40, seed=1)
-    verified, decoded = full_cache(decoder), full_cache(decoder)
-    verified.begin(mass_rows=len(drafted))
-    append(decoder, decoded, context)
-    for accepted in range(1, len(drafted) + 1):
-        append(decoder, decoded, drafted[accepted - 1 : accepted])
-        verified.rollback(0)
-        append(decoder, verified, context)
-        append(decoder, verified, drafted)
-        verified.rollback(len(context) + accepted)
-        for layer in range(decoder.config.num_layers):
-            got, want = verified.recent_mass(layer), decoded.recent_mass(layer)
-            assert got.shape == want.shape
-            error = (got - want).abs().max()
-            assert error < 1e-5, f"{accepted} of {len(drafted)} accepted, layer {layer}: shares differ by {error}"
+        for layer, mass in enumerate(want):
+            got = full.recent_mass(layer)
+            error = (got - mass[:, : taken // 4]).abs().max()
+            assert error < 1e-5, f"after {taken} tokens, layer {layer}: shares differ by {error}"
 
 
 @pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32
@@ -172,7 +158,7 @@ def test_sequences_that_share_a_text_keep_the_mass_that_each_has_alone(tmp_path,
         append(decoder, alone, text + tokens)
         append(decoder, alone, added)
         for layer in range(decoder.config.num_layers):
-            got, want = (one.recent_mass(layer)[:, -len(added) :] for one in (cache, alone))
+            got, want = (one.recent_mass(layer) for one in (cache, alone))
             assert got.shape == want.shape
             assert (got - want).abs().max() < 1e-5 * want.max()
 
@@ -205,32 +191,6 @@ def sized_cache(decoder, capacity, prefix=None):
     config, start = decoder.config, 512 if prefix else 0
     blocks = DeviceBlocks(config, dtype=torch.float32, device=CPU, capacity=capacity - start, block_size=256)
     return FullCache(config, decoder.rope, blocks, chunk_size=4, prefix=prefix, start=start)
-
-
-def test_rows_that_do_not_precede_a_prefills_last_ones_are_dropped(decoder):
-    full = full_cache(decoder)
-    append(decoder, full, random_tokens(20))
-    append(decoder, full, random_tokens(100, seed=1))  # its last 8 rows are kept, not those before them
-    full.rollback(117)
-    assert full.recent_mass(0).shape[1] == 5
-
-
-def test_a_run_chooses_chunks_by_the_last_accepted_tokens(tmp_path):
-    save_llama(tmp_path, seed=1)
-    engine = Engine.load(tmp_path, device="cpu", dtype="float32", tiers=2, budget=16, chunk_size=4, block_length=40)
-    run = engine.stream(random_tokens(100), Sampling(temperature=1.0, top_p=1.0, seed=3), share(60, 20))
-    tokens, rejected, step = random_tokens(100), 0, 2 if share(60) < 60 else 1
-    for event in run:
-        tokens += event.tokens
-        if event.index % step:
-            continue
-        rejected += event.proposed - event.accepted > 8
-        replayed = full_cache(engine.target)
-        append(engine.target, replayed, tokens[:-1])
-        for layer in range(3):
-            error = (run.sequence.opened.full.recent_mass(layer) - replayed.recent_mass(layer)).abs().max()
-            assert error < 1e-5, f"round {event.index}, layer {layer}: shares differ by {error}"
-    assert rejected > 2, "no round rejected so many tokens that rows from before the pass would count"
 
 
 @pytest.mark.parametrize("length", [3, 64, 200])
