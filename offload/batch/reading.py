@@ -133,8 +133,7 @@ class Reading:
         weights = distributions(self._logits, samplers, [1])
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
         check_finite([opened], [[token]])
-        opened.note_logits(self._logits)
-        opened.keep_logprobs([token])
+        opened.keep_logprobs([token], self._logits)
         if opened.streaming:  # before the retrieval cache takes memory
             prefill_streaming(opened.passes["draft"].decoder, opened.streaming, opened.context)
         if opened.retrieval:

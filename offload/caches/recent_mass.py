@@ -1,4 +1,4 @@
-"""The attention that recent tokens gave to each chunk of a full cache, its *mass*: what a retrieval cache selects by."""
+"""The attention that recent tokens gave to each chunk of a full cache, its *mass*: a retrieval cache selects by it."""
 
 from __future__ import annotations
 

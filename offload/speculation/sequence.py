@@ -49,7 +49,6 @@ class TokenSequence:
     """Of how many of the likeliest tokens logarithms are wanted besides each token's own; `None` for none at all."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens so far, if wanted."""
-    _logits: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in self.passes:
@@ -61,13 +60,10 @@ class TokenSequence:
         if cache.length > length:
             cache.rollback(length)
 
-    def note_logits(self, logits: Tensor) -> None:
-        """Is told the full cache's logits `[n, vocab]` for the next tokens, of which `keep_logprobs` takes some."""
-        if self.top_logprobs is not None:
-            self._logits = logits
+    def keep_logprobs(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """Keeps the logarithms for `tokens`, if they are wanted.
 
-    def keep_logprobs(self, tokens: Sequence[int]) -> None:
-        """Keeps the logarithms for `tokens`, which were drawn from the first of the rows that were noted last."""
-        if self._logits is not None and self.top_logprobs is not None:
-            self.logprobs += logprobs_of(self._logits[: len(tokens)], tokens, self.top_logprobs)
-            self._logits = None
+        Args: `logits` `[len(tokens) or more, vocab]` are the full cache's, those of the first token first.
+        """
+        if self.top_logprobs is not None:
+            self.logprobs += logprobs_of(logits[: len(tokens)], tokens, self.top_logprobs)

@@ -77,10 +77,12 @@ class Tier:
         given = proposed, [q for _, q in drafts], target, samplers, starts
         outcomes, ratings = self.accept(*given, logits if rated else None)
         check_finite(sequences, [[token] for _, token in outcomes])
-        emitted, parts = [], target.split(rows)
+        emitted, parts, own = [], target.split(rows), logits.split(rows)
         for i, sequence in enumerate(sequences):
             accepted, token = outcomes[i]
             kept = self._keep(sequence, [*proposed[i][:accepted], token], ratings[i])
+            if self.name == "verify":
+                sequence.keep_logprobs(kept, own[i])
             emitted.append((kept, parts[i][: len(kept)]))
         self._note_step(sequences, processed, wanted, proposed, [accepted for accepted, _ in outcomes], emitted)
         return emitted
@@ -165,7 +167,6 @@ class Tier:
         kept = sequence.sampler.until_end(tokens)
         self.rollback(sequence, len(sequence.context) + len(kept) - 1)
         sequence.rated[self.name] = rated[: len(kept)]
-        sequence.keep_logprobs(kept)
         return kept
 
     def _note_step(
@@ -198,7 +199,7 @@ class Tier:
         are dropped."""
         self.control.begin_pass(drafted=False)
         rows = sum(len(self._pending(sequence)) + steps - 1 for sequence in sequences)
-        drawn, targets, sure = self._drawn(sequences, steps, rated)
+        drawn, targets, sure, logits = self._drawn(sequences, steps, rated)
         emitted: list[Emitted] = []
         numbers = (drawn if sure is None else torch.cat((drawn, sure))).flatten().tolist()
         tokens = numbers[: drawn.numel()]
@@ -208,6 +209,8 @@ class Tier:
             first = drawn.numel() + i * steps  # nothing is there unless they were rated
             ratings = [number / 1e6 for number in numbers[first : first + steps]]
             kept = self._keep(sequence, tokens[i * steps : (i + 1) * steps][:wanted], ratings)
+            if self.name == "verify":  # of which a step is one token
+                sequence.keep_logprobs(kept, logits[i : i + 1])
             emitted.append((kept, targets[i, : len(kept)]))
         steady = self._was_steady(sequences)
         self.control.note_passes(sequences, steps, rows, steady)
@@ -216,10 +219,11 @@ class Tier:
 
     def _drawn(
         self, sequences: Sequence[TokenSequence], count: int, rated: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Draws `count` tokens of each sequence one after another: `[sequences, count]`, their distributions
-        `[sequences, count, vocab]`, and if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`. They
-        stay on the device; those that were drawn from NaN are below 0."""
+        `[sequences, count, vocab]`, if `rated` the `rounded_certainties` of the tokens, `[sequences, count]`, and the
+        logits of the last ones, `[sequences, vocab]`. They stay on the device; tokens that were drawn from NaN are
+        below 0."""
         self._catch_up(sequences, len(sequences))
         waiting = [self._pending(sequence) for sequence in sequences]
         pending, counts = self._concatenated(waiting), [len(tokens) for tokens in waiting]
@@ -227,6 +231,7 @@ class Tier:
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
         sure: list[Tensor] = []
+        logits = torch.empty(0)
         while len(tokens) < count:
             logits = self._logits(sequences, pending, counts, one_each)
             rows.append(distributions(logits, samplers, one_each))
@@ -236,7 +241,7 @@ class Tier:
             if rated:
                 sure.append(rounded_certainties(logits, pending))
         drawn, targets = torch.stack(tokens, dim=1), torch.stack(rows, dim=1)
-        return drawn, targets, torch.stack(sure, dim=1) if rated else None
+        return drawn, targets, torch.stack(sure, dim=1) if rated else None, logits
 
     def _pending(self, sequence: TokenSequence) -> list[int]:
         """The tokens of the context that this tier's cache lacks."""
@@ -266,11 +271,7 @@ class Tier:
             logits = sequences[0].passes[self.name].forward(token_ids, rows[0])
         else:
             logits = self._together(sequences).forward(token_ids, counts, rows)
-        logits = cover(logits, self.vocab_size)
-        if self.name == "verify":
-            for sequence, part in zip(sequences, logits.split(list(rows)), strict=True):
-                sequence.note_logits(part)
-        return logits
+        return cover(logits, self.vocab_size)
 
     def _together(self, sequences: Sequence[TokenSequence]) -> JoinedPasses:
         """The passes over all of these sequences, which are kept until others join or one of those that are decoded

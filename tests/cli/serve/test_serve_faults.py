@@ -203,13 +203,18 @@ def test_an_answer_that_loses_its_probabilities_ends_alone(process, tmp_path, dr
     answer, beside = greedy_oracle(whole, fails, 60), greedy_oracle(whole, stays, 200)
     place, token = next((i, one) for i, one in enumerate(answer) if i > 3 and one not in {*answer[:i], *beside, *stays})
     save_damaged(directory, token)
-    server = process("--draft", directory if draft == "itself" else draft, models=(directory, directory))
+    drafts = "--draft", directory, "--block-length", 4, "--draft-length", 2
+    server = process(*(drafts if draft == "itself" else ("--draft", draft)), models=(directory, directory))
     want = server.complete(stays, max_tokens=200, logprobs=0).json["choices"][0]
-    lines, thread = server.stream(200, prompt=stays)
+    lines, thread = server.stream(200, prompt=stays, logprobs=0)
     ends, other = server.stream(60, prompt=fails, logprobs=0)
     thread.join(60)
     other.join(60)
     assert text_of(lines) == want["text"] and len(want["logprobs"]["tokens"]) == 200
+    given = [found for line in lines[:-1] if (found := data(line)["choices"][0]["logprobs"])]
+    assert [token for one in given for token in one["tokens"]] == want["logprobs"]["tokens"]
+    logprobs = [logprob for one in given for logprob in one["token_logprobs"]]
+    assert logprobs == pytest.approx(want["logprobs"]["token_logprobs"], abs=1e-3)
     assert "not finite numbers" in data(ends[-1])["error"]["message"]
     told = sum(len(data(line)["choices"][0]["logprobs"]["tokens"]) for line in ends[:-1])
     assert told <= place + 1, f"{told} tokens came of an answer that has no more than {place + 1}"
