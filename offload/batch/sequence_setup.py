@@ -188,7 +188,7 @@ class SequenceSetup:
             request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
         contexts = order.contexts
-        if full.prefix:  # its first tokens are another's already: nothing is restored in place of them
+        if full.prefix or (full.length and not contexts.save):  # nothing is restored in place of what is there
             contexts = replace(contexts, prefix=None)
         sequence.open = self._opened(sequence, full, plan, contexts)
         models.kept.others.add(sequence.open)

@@ -1,4 +1,4 @@
-"""What a round does for the retrieval caches, and when their chunks are chosen anew: decided here and nowhere else.
+"""What a round does for the retrieval caches, and when their chunks are chosen anew.
 
 While tokens are drafted a round takes in the new tokens, and chooses the chunks of a sequence anew where the
 `RefreshPolicy` says so. While nothing is drafted it does as little as possible (`next_work`).
@@ -46,11 +46,13 @@ def next_work(last: RetrievalWork, drafts: bool, may_rest: bool) -> RetrievalWor
         drafts: whether something is to be drafted; after `REBUILD`, which comes first, the round after that.
         may_rest: whether caches may be left alone.
     """
+    if last is RetrievalWork.NONE:  # the newest tokens may be on their way to host memory: all is taken in at once
+        return RetrievalWork.REBUILD if drafts or not may_rest else RetrievalWork.NONE
     if drafts:
-        return RetrievalWork.REBUILD if last is RetrievalWork.NONE else RetrievalWork.FULL
-    if last in (RetrievalWork.FULL, RetrievalWork.REBUILD) or not may_rest:
-        return RetrievalWork.TAIL  # which also takes in chunks that were on their way
-    return RetrievalWork.NONE
+        return RetrievalWork.FULL
+    if last is RetrievalWork.TAIL and may_rest:
+        return RetrievalWork.NONE
+    return RetrievalWork.TAIL  # which also takes in chunks that were on their way
 
 
 @dataclass

@@ -63,6 +63,16 @@ def test_what_joins_starts_from_what_is_saved_of_its_own_text(load, model, conte
     batch.close()
 
 
+def test_what_is_in_memory_is_gone_on_from_where_little_more_is_saved(load, model):
+    load().read(TWO, "two")
+    engine = load()
+    engine.generate(TWO[:-100], GREEDY, 1)
+    run = engine.stream(TWO + QUESTION, GREEDY, 8, ignore_eos=True, contexts=ContextRequest(name="two"))
+    tokens = [token for event in run for token in event.tokens]
+    assert run.statistics.reused_tokens == len(TWO) - 100 and run.stats()["context"] is None
+    assert tokens == greedy_oracle(model[1], TWO + QUESTION, 8)
+
+
 @pytest.mark.parametrize("new_tokens", [8, 1200])
 def test_what_joins_shares_the_text_of_others_and_restores_nothing_over_it(engine, model, new_tokens):
     engine.read(ONE, "one")
