@@ -243,7 +243,7 @@ class Figures:
             for (index, prompt), temperature in product(enumerate(prompts), TEMPERATURES):
                 sampling = Sampling(temperature=temperature, top_p=1.0, top_k=0, seed=index)
                 run = engine.stream(prompt, sampling, self.options.new_tokens, ignore_eos=True)
-                retrieval = run.sequence.opened.retrieval
+                retrieval = run.sequence.active.retrieval
                 if way != "retrieval" and retrieval:
                     retrieval.select = newest
                 for _ in run:

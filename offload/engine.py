@@ -420,7 +420,7 @@ class Engine:
         self._kept.forget_all()
         full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)))
         try:
-            full.begin(mass_rows=plan.mass_rows)
+            full.keep_mass(rows=plan.mass_rows)
             rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
         except BaseException:
             self._kept.forget(tokens)

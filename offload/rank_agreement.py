@@ -11,7 +11,7 @@ from .settings import MOST_BLOCK_LENGTH
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RoundDecision:
     """What a round brought a sequence, and what is decided about it."""
 
     tokens: list[int]
@@ -33,13 +33,13 @@ class RankAgreement:
 
     def agree(
         self,
-        drawn: Sequence[Drawn],
+        drawn: Sequence[RoundDecision],
         decisions: list[int],
         unwanted: Sequence[bool] = (),
         *,
         joining: int = 0,
         ends: bool = False,
-    ) -> tuple[list[Drawn], list[int], list[bool], int, bool]:
+    ) -> tuple[list[RoundDecision], list[int], list[bool], int, bool]:
         """What rank 0 has decided, for all ranks.
 
         Args:
@@ -70,6 +70,6 @@ class RankAgreement:
                     f"rank {self._ranks.rank} drew the tokens {one.tokens} where rank 0 drew {tokens}: the ranks "
                     "compute differently (other hardware or versions?), so nothing further would be the model's"
                 )
-            decided.append(Drawn(one.tokens, bool(refresh), bool(ending)))
+            decided.append(RoundDecision(one.tokens, bool(refresh), bool(ending)))
             at += 3 + count
         return decided, decided_of_tiers, [*map(bool, ended)], message[0], bool(message[1])

@@ -131,7 +131,7 @@ class ShapeSteps:
         self._kept.forget_all()
         full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM))
         fill_with_zeros(full, context)
-        full.begin(mass_rows=0)
+        full.keep_mass(rows=0)
         verifying = Passes(self.target, full)
         before, read = self._kept.traffic(), full.reads.num_bytes
         plain = self._timed(verifying, 1)
@@ -139,7 +139,7 @@ class ShapeSteps:
         moved = self._kept.traffic().since(before)
         read = (full.reads.num_bytes - read) // count
 
-        full.begin(mass_rows=plan.mass_rows)
+        full.keep_mass(rows=plan.mass_rows)
         retrieval = RetrievalCache(
             full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size, tail=plan.tail
         )

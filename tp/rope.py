@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.layers import rotate
 from .model.rope_scaling import RopeConfig
 
-Rows = tuple[Tensor, Tensor]
+RopeRows = tuple[Tensor, Tensor]
 """Cosines and signed sines of `n` positions, each `[n, head_dim]`, float32."""
 
 
@@ -84,13 +84,13 @@ class Rope:
         """The table, as the part `rope` of what a run holds."""
         yield from (("rope", table) for table in (self._cos, self._sin))
 
-    def rows(self, start: int, n: int) -> Rows:
+    def rows(self, start: int, n: int) -> RopeRows:
         """The table's rows for positions `start`, `start + 1`, ..."""
         if start + n > self._cos.shape[0]:
             self.reserve(max(start + n, 2 * self._cos.shape[0]))
         return self._cos[start : start + n], self._sin[start : start + n]
 
-    def rotate(self, x: Tensor, start: int | Rows, out: Tensor | None = None) -> Tensor:
+    def rotate(self, x: Tensor, start: int | RopeRows, out: Tensor | None = None) -> Tensor:
         """Rotates `x` `[heads, n, head_dim]`, whose rows have the positions `start`, `start + 1`, ..., into `out` if
         given.
 
@@ -98,7 +98,7 @@ class Rope:
         """
         return rotate(x, *self.angles(start, x.shape[1]), out)
 
-    def angles(self, start: int | Rows, n: int) -> Rows:
+    def angles(self, start: int | RopeRows, n: int) -> RopeRows:
         """What `rotate` turns `n` rows by."""
         return self.rows(start, n) if isinstance(start, int) else start
 

@@ -132,7 +132,7 @@ class KeptCache:
             tokens = tiling.shareable(tokens - 1, *lengths)
         return tokens
 
-    def free(self, text: KnownText | None) -> bool:
+    def can_be_taken_over(self, text: KnownText | None) -> bool:
         """Whether there is a text whose cache can be taken over: its sequence has ended, and none that runs builds on
         it."""
         return (
@@ -234,7 +234,7 @@ class KeptCache:
         Raises:
             CapacityError: there is not so much memory.
         """
-        superseded = takes_over(text, shared) and self.free(text)
+        superseded = takes_over(text, shared) and self.can_be_taken_over(text)
         prefix, start = self._prefix(text, shared, whole=superseded or whole) if text else (None, 0)
         request = replace(request, shared=start, shared_streams=prefix is not None and not prefix.all_on_device)
         self._make_way(request, text, beside=True)
@@ -277,7 +277,7 @@ class KeptCache:
         to go on from."""
         for text in [text for text in self._texts if text.tokens is tokens]:
             text.in_use = False
-            text.full.rest()
+            text.full.end_run()
             self._texts.remove(text)
             self._texts.append(text)
             self._cut(text, text.full.length)  # it may be shorter than what it was taken over from

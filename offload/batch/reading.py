@@ -96,7 +96,7 @@ class Reading:
         """
         self._slices.close()
         if keeps:
-            self.sequence.opened.full.break_off()
+            self.sequence.active.full.break_off()
 
     def go_on(self, count: int) -> bool:
         """Computes `count` further slices, or fewer where others of another kind follow; whether the prompt is read."""
@@ -108,7 +108,7 @@ class Reading:
         except StopIteration as end:
             self._logits, whole = end.value, True
         if not whole:
-            blocks = self.sequence.opened.full.blocks
+            blocks = self.sequence.active.full.blocks
             blocks.drain()  # or the next round would wait for what these slices have started, and be timed with it
             self._system.synchronize(blocks.device)
         spent = self._system.clock() - began
@@ -128,7 +128,7 @@ class Reading:
         Raises:
             NotFiniteError: the logits are not finite.
         """
-        opened = self.sequence.opened
+        opened = self.sequence.active
         samplers = [opened.sampler]
         weights = distributions(self._logits, samplers, [1])
         (token,) = draw(weights, samplers, [1], [len(opened.context)]).tolist()
@@ -166,7 +166,7 @@ def slices_of(
         ReadingError: it cannot be computed.
         ContextError: it could not be saved, where that is required.
     """
-    full, saved = sequence.opened.full, sequence.opened.saved
+    full, saved = sequence.active.full, sequence.active.saved
     if saved:
         for _ in saved.begin(full):
             yield False

@@ -19,7 +19,7 @@ from ..contexts.manifest import ContextError
 from ..graphs.passes import Graphs
 from ..held import Held
 from ..planning.memory import device_peak_bytes, host_peak_bytes, shortage_explained
-from ..rank_agreement import Drawn, RankAgreement
+from ..rank_agreement import RankAgreement, RoundDecision
 from ..run_document import batch_document
 from ..settings import MOST_SEQUENCES
 from ..speculation.distribution import NotFiniteError
@@ -30,7 +30,7 @@ from ..system import THIS_MACHINE, System
 from ..transfer.link import Traffic
 from .reading import Reading, ReadingError, on_all_ranks, slices_of
 from .request import RunOrder
-from .sequence import BatchSequence, Round, held_bytes
+from .sequence import BatchSequence, Round, kv_bytes_of
 from .sequence_setup import SequenceSetup
 
 
@@ -139,7 +139,7 @@ class Run(Iterator[Event]):
             self._broken = True  # a cache may be rolled back in some layers only
             raise
         for sequence in self.live:
-            if sequence.open:
+            if sequence.active_or_none:
                 with suppress(RuntimeError):  # of a device that has failed; that was said where it did
                     self._give_back(sequence, self.warnings + sequence.warnings)
 
@@ -193,7 +193,7 @@ class Run(Iterator[Event]):
 
     def stats(self) -> dict[str, Any]:
         """The JSON of the run so far, without those of its sequences."""
-        running = [one.document(self.lengths, []) for one in self.live if one.open]
+        running = [one.document(self.lengths, []) for one in self.live if one.active_or_none]
         found = batch_document(self.totals(), (self._described + running)[:1], self.warnings)
         return {name: value for name, value in found.items() if name != "sequences"}
 
@@ -205,8 +205,8 @@ class Run(Iterator[Event]):
     def held(self) -> Held:
         """See `offload.held`: of the sequences that have not ended."""
         for sequence in self.live:
-            if sequence.open:
-                yield from sequence.open.held()
+            if sequence.active_or_none:
+                yield from sequence.active_or_none.held()
         if self.tiers:
             yield from self.tiers[0].held()
 
@@ -350,7 +350,7 @@ class Run(Iterator[Event]):
             if others and self._setup.rotates_otherwise(sequence):
                 sequence.waits_for = "dynamic RoPE rotates its keys otherwise than those of others, by its length"
                 return False
-            if sequence.open is None and not self._opens(sequence, others):
+            if sequence.active_or_none is None and not self._opens(sequence, others):
                 if sequence.state == "waiting":
                     return False  # those behind it wait too, or it might wait for ever
                 continue
@@ -391,7 +391,7 @@ class Run(Iterator[Event]):
         none_failed, none_opened = ranks.least([int(found is None), int(found is not None)])
         if none_failed:
             return True
-        sequence.open = None
+        sequence.active_or_none = None
         self._setup.withdraw(sequence, alike=bool(none_opened))
         found = found or CapacityError("another rank has not so much memory")
         try:
@@ -458,7 +458,7 @@ class Run(Iterator[Event]):
     def _leave(self, sequence: BatchSequence) -> None:
         sequence.state, self._short_of_memory = "ended", False
         self._finish_saving(sequence)
-        if not self._alone and sequence.open:
+        if not self._alone and sequence.active_or_none:
             self._setup.leave(sequence)
             sequence.failure = sequence.failure or sequence.check_failure
             self._give_back(sequence, sequence.warnings)
@@ -500,8 +500,8 @@ class Run(Iterator[Event]):
         for sequence in running:
             written = len(sequence.order.prompt) + len(sequence.statistics.token_ids)
             del sequence.context[written:]
-            self.tiers[0].rollback(sequence.opened, written - 1)
-            if sequence.opened in error.whose:
+            self.tiers[0].rollback(sequence.active, written - 1)
+            if sequence.active in error.whose:
                 self._fail(sequence, NotFiniteError(()))
                 self._leave(sequence)
 
@@ -515,14 +515,14 @@ class Run(Iterator[Event]):
         running = sum(one.state in ("running", "reading") for one in self.live)
         self._setup.use_measured_link()
         self.tiers[0].control.choose_lengths(running)
-        self._agree([sequence], [Drawn([token], ends=sequence.is_to_end([token]))])
+        self._agree([sequence], [RoundDecision([token], ends=sequence.is_to_end([token]))])
         sequence.context.append(token)
-        now, opened = self._system.clock(), sequence.opened
+        now, opened = self._system.clock(), sequence.active
         opened.read_before = opened.full.read_so_far()
         opened.traffic_before = opened.full.traffic()
         seconds = reading.seconds + now - began
         statistics = sequence.statistics.after_prefill(token, seconds)
-        self.most_kv_bytes = max(self.most_kv_bytes, held_bytes(self.live))
+        self.most_kv_bytes = max(self.most_kv_bytes, kv_bytes_of(self.live))
         sequence.record(replace(statistics, ttft_s=now - (reading.began if self._alone else sequence.joined)))
         sequence.state = "running"
         return Round(0, [token], seconds, 0, 0, False)
@@ -531,8 +531,8 @@ class Run(Iterator[Event]):
         """One round of all that run. Each is timed from the end of its last one to the end of this, so that nothing
         between rounds goes uncounted, reading included."""
         began = max(self._read_until, min(sequence.since for sequence in running))
-        top, opened = self.tiers[0], [sequence.opened for sequence in running]
-        control, work, refreshes = top.control, top.control.work, [one.refresh for one in opened]
+        top, opened = self.tiers[0], [sequence.active for sequence in running]
+        control, work, refreshes = top.control, top.control.retrieval_work, [one.refresh for one in opened]
         before = [(counts.proposed, counts.accepted) for counts in (one.counts["verify"] for one in opened)]
         for refresh in filter(None, refreshes):
             refresh.begin_round(work)
@@ -540,10 +540,10 @@ class Run(Iterator[Event]):
         drawn, tested = [], []
         for sequence, refresh, tokens, (proposed, accepted) in zip(running, refreshes, emitted, before, strict=True):
             sequence.context += tokens
-            counts = sequence.opened.counts["verify"]
+            counts = sequence.active.counts["verify"]
             tested.append((counts.proposed - proposed, counts.accepted - accepted))
             due = refresh is not None and refresh.is_due(work, *tested[-1])
-            drawn.append(Drawn(tokens, due, sequence.is_to_end(tokens)))
+            drawn.append(RoundDecision(tokens, due, sequence.is_to_end(tokens)))
         control.choose_lengths(len(running))
         drawn = self._agree(running, drawn)
         device = opened[0].full.blocks.device
@@ -566,7 +566,7 @@ class Run(Iterator[Event]):
             rounds.append(Round(number, one.tokens, seconds, proposed, accepted, one.refresh))
         return rounds
 
-    def _agree(self, sequences: Sequence[BatchSequence], drawn: list[Drawn]) -> list[Drawn]:
+    def _agree(self, sequences: Sequence[BatchSequence], drawn: list[RoundDecision]) -> list[RoundDecision]:
         """Sets what every tier decided to what rank 0's did; what all ranks do with these sequences. See
         `RankAgreement`. Takes in those that join."""
         self._note_interrupt()

@@ -42,7 +42,7 @@ class Round:
 
 
 @dataclass(eq=False, kw_only=True)
-class OpenSequence(TokenSequence):
+class ActiveSequence(TokenSequence):
     """A sequence while it is decoded: with its caches, which are given back when it ends."""
 
     plan: RunPlan
@@ -98,7 +98,7 @@ class BatchSequence:
         """Of its prompt, what is read, 0 to 1."""
         self.waits_for: str | None = None
         """Why it has not begun, where others had to be served first."""
-        self.open: OpenSequence | None = None
+        self.active_or_none: ActiveSequence | None = None
         self.joined = joined
         self.since = joined
         """When its last round ended."""
@@ -111,10 +111,10 @@ class BatchSequence:
         self._document: dict[str, Any] | None = None  # once the caches are given back
 
     @property
-    def opened(self) -> OpenSequence:
+    def active(self) -> ActiveSequence:
         """The same, from when it begins until it ends."""
-        assert self.open is not None
-        return self.open
+        assert self.active_or_none is not None
+        return self.active_or_none
 
     @property
     def error(self) -> str | None:
@@ -149,7 +149,7 @@ class BatchSequence:
     @property
     def saved(self) -> ContextUse | None:
         """The saved contexts that it starts from and saves, if any."""
-        return self.open.saved if self.open else None
+        return self.active_or_none.saved if self.active_or_none else None
 
     @property
     def warnings(self) -> list[str]:
@@ -159,7 +159,7 @@ class BatchSequence:
     def record(self, statistics: Statistics) -> None:
         """Completes `statistics`, which have the newest tokens, and puts them in place of the old ones in one step, so
         that an interrupt finds either."""
-        ended, opened = statistics.finish_reason, self.opened
+        ended, opened = statistics.finish_reason, self.active
         if opened.sampler.ends(statistics.token_ids[-1]):
             ended = "eos"
         elif len(statistics.token_ids) >= self.order.max_new_tokens:
@@ -189,9 +189,9 @@ class BatchSequence:
 
         Args: `lengths` are those in force.
         """
-        if self.open is None:
+        if self.active_or_none is None:
             return self._document or {"error": self.error, "new_tokens": 0, "token_ids": []}
-        full, identity, saved = self.open.full, self.open.identity, self.saved
+        full, identity, saved = self.active_or_none.full, self.active_or_none.identity, self.saved
         statistics = replace(
             self.statistics,
             kv_bytes=full.length * full.token_bytes * identity["world_size"],
@@ -211,9 +211,9 @@ class BatchSequence:
             lengths, warnings: for the JSON.
             synchronize: waits for a device.
         """
-        opened, document = self.open, self.document(lengths, warnings)
+        opened, document = self.active_or_none, self.document(lengths, warnings)
         if opened is not None:
-            self._document, self._warnings, self.open = document, self.warnings, None
+            self._document, self._warnings, self.active_or_none = document, self.warnings, None
             with suppress(LinkError):  # of what is not wanted any more
                 opened.full.blocks.drain()  # copies may be under way from and to memory that is freed
             synchronize(opened.full.blocks.device)
@@ -228,7 +228,7 @@ class BatchSequence:
         self.order, self.context = replace(self.order, prompt=[]), []
 
 
-def held_bytes(sequences: Iterable[BatchSequence]) -> int:
+def kv_bytes_of(sequences: Iterable[BatchSequence]) -> int:
     """Keys and values of these sequences, on one rank; what several share counts once."""
-    holders = {holder for one in sequences if one.open for holder in one.open.full.holders}
+    holders = {holder for one in sequences if one.active_or_none for holder in one.active_or_none.full.holders}
     return sum((holder.length - holder.start) * holder.token_bytes for holder in holders)

@@ -37,7 +37,7 @@ from ..system import THIS_MACHINE, System
 from ..threads import DecodingThreads
 from ..transfer.link import Traffic
 from .kept import KeptCache, takes_over
-from .sequence import BatchSequence, OpenSequence
+from .sequence import ActiveSequence, BatchSequence
 
 
 @dataclass(frozen=True)
@@ -184,29 +184,29 @@ class SequenceSetup:
             adapts = self.target.device.type == "cpu" and models.settings.threads is None
             self.threads = DecodingThreads(adapts and self.tiers[0].control.adapts_to_time)
         else:
-            to_come = sum(one.opened.still_to_come for one in running)
+            to_come = sum(one.active.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
         contexts = order.contexts
         if full.prefix or (full.length and not contexts.save):  # nothing is restored in place of what is there
             contexts = replace(contexts, prefix=None)
-        sequence.open = self._opened(sequence, full, plan, contexts)
-        models.kept.others.add(sequence.open)
+        sequence.active_or_none = self._activated(sequence, full, plan, contexts)
+        models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
     def make_room(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> None:
         """Has keys and values leave a GPU for host memory, where room is planned for them there, if others have taken
         memory that `next_bytes` may need. Every rank calls it."""
-        caches = (one.opened.full for one in [*running, *([reading] if reading else [])])
+        caches = (one.active.full for one in [*running, *([reading] if reading else [])])
         self._models.kept.make_room(caches, lambda: self.next_bytes(running, reading))
 
     def next_bytes(self, running: Sequence[BatchSequence], reading: BatchSequence | None = None) -> int:
         """What is to be free on the device before the next round of these sequences, and before the next slices of the
         prefill of one that is read or will be: what they may take, and half of what is left to fragmentation."""
-        caches = [one.opened for one in [*running, *([reading] if reading else [])]]
+        caches = [one.active for one in [*running, *([reading] if reading else [])]]
         passing = max((one.plan.round_bytes(len(running)) for one in caches), default=0) if running else 0
         if reading:  # before its caches grow
-            own = reading.opened
+            own = reading.active
             passing = max(passing + own.plan.between_slices, own.plan.prefill - own.still_to_come)
             if own.full.under_way:  # it is taken
                 passing -= own.plan.between_slices
@@ -262,7 +262,7 @@ class SequenceSetup:
             text, shared = None, 0
         if not first:
             request = replace(request, settings=self._like_others(request))
-        free = kept.free(text)
+        free = kept.can_be_taken_over(text)
         if (first and text is None) or (free and takes_over(text, shared)):
             return kept.prepare(prompt, request, text, shared, on_memory)
         try:
@@ -281,19 +281,20 @@ class SequenceSetup:
             settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
         return settings
 
-    def _opened(
+    def _activated(
         self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None
-    ) -> OpenSequence:
+    ) -> ActiveSequence:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
         rows = max(plan.mass_rows, self.tiers[0].control.longest_draft + 1) if speculates else 0
-        full.begin(mass_rows=rows)
+        full.keep_mass(rows=rows)
         refresh = streaming = None
         passes = {"verify": self._passes("verify", models.target, full)}
         if speculates:
             target = models.target
-            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size, "tail": plan.tail, "ahead": plan.tail_ahead}
+            kind = {"budget": plan.budget, "chunk_size": plan.chunk_size}
+            kind |= {"tail": plan.tail, "headroom": plan.tail_ahead}
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
             refresh = RetrievalRefresh(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
@@ -302,7 +303,7 @@ class SequenceSetup:
             passes["draft"] = self._passes("draft", models.draft, streaming)
         eos = () if order.ignore_eos else models.target.config.eos_token_ids
         sampler = Sampler(order.sampling, self._noise(order.sampling, order.number), frozenset(eos))
-        return OpenSequence(
+        return ActiveSequence(
             context=sequence.context,
             sampler=sampler,
             passes=passes,
@@ -346,7 +347,7 @@ class SequenceSetup:
             for name, decoder in list(decoders.items())[: self._num_tiers]
         ]
         expected = Acceptance.starting_at(Assumptions().acceptance)
-        controls[0].may_rest, controls[0].acceptance = models.settings.refresh != "never", expected
+        controls[0].may_skip_retrieval, controls[0].acceptance = models.settings.refresh != "never", expected
         if len(controls) > 1:
             controls[1].confidence = Confidence(replace(expected))
         for control in controls[2:]:

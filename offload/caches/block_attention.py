@@ -20,7 +20,7 @@ from .recent_mass import Shares
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """The query rows of a pass, and how much of their attention is to be noted."""
 
     q: Tensor
@@ -63,11 +63,11 @@ class BlockAttention:
         yield from self._shares.held()
 
     @staticmethod
-    def takes_together(rows: Rows, blocks: Tensor) -> bool:
+    def takes_together(rows: QueryRows, blocks: Tensor) -> bool:
         """Whether `together` can be called with them."""
         return takes_blocks(rows.q, blocks)
 
-    def together(self, rows: Rows, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
         chunks = -(-rows.stop // self._chunk_size)
         self._shares.begin()
@@ -78,7 +78,7 @@ class BlockAttention:
         )
         return out, mass
 
-    def one_by_one(self, rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor | None]:
+    def one_by_one(self, rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor | None]:
         """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
         head_dim]`."""
         n = rows.q.shape[1]
@@ -112,7 +112,7 @@ class BlockAttention:
         return out.to(rows.q.dtype), self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
 
     @staticmethod
-    def in_one_piece(rows: Rows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
+    def in_one_piece(rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
         """The same keys and values copied together, for flash kernels, whose result in 16 bits depends on where pieces
         end; as they are for other implementations."""
         coming = iter(blocks)
@@ -122,7 +122,7 @@ class BlockAttention:
         parts = [block.clone(), *(block.clone() for _, block in coming)]  # each is there until the next is asked for
         return [(position, torch.cat(parts, dim=2))]
 
-    def _room_for_mass(self, rows: Rows, chunks: int) -> Tensor | None:
+    def _room_for_mass(self, rows: QueryRows, chunks: int) -> Tensor | None:
         if not rows.mass_rows:
             return None
         dtype = torch.promote_types(rows.q.dtype, torch.float32)

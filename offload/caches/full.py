@@ -25,7 +25,7 @@ from ..held import Held
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
 from ..transfer.placement import block_size_for
-from .block_attention import BlockAttention, Rows
+from .block_attention import BlockAttention, QueryRows
 from .recent_mass import RECENT_ROWS, MassPart, RecentMass
 
 MASS_ROWS = 32
@@ -64,7 +64,7 @@ class FullCache:
         config: of the rank's part of the model.
         blocks: where keys and values from position `start` on are, empty; a block is whole chunks.
         chunk_size: tokens whose attention is summed.
-        mass_rows: see `begin`.
+        mass_rows: see `keep_mass`.
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
         step_rows: see `Limits`.
@@ -76,7 +76,7 @@ class FullCache:
         self.reads = ReadCounter()
         self._mass_rows, self._step_rows = mass_rows, step_rows
         self.rope = rope
-        self.rest()
+        self.end_run()
         self._filled = [start] * config.num_layers
         self._begin = self._stop = start  # of the pass under way
         self._restored = 0  # leading tokens
@@ -140,7 +140,7 @@ class FullCache:
         """Bytes of one token's keys and values over all layers."""
         return self.config.kv_bytes_per_token(self.blocks.dtype)
 
-    def rest(self) -> None:
+    def end_run(self) -> None:
         """Gives back what only a run needs: what attention keeps from pass to pass, and what was taken for one that was
         broken off. Tokens stay."""
         self.blocks.release()
@@ -149,21 +149,21 @@ class FullCache:
         self._attention = BlockAttention(config.head_dim, self.chunk_size)
         self._mass = RecentMass(config.num_layers, config.num_kv_heads, max_chunks, self.chunk_size)
 
-    def begin(self, mass_rows: int) -> None:
-        """Begins a run on the tokens that are there.
+    def keep_mass(self, rows: int) -> None:
+        """Has the passes to come keep the attention that chunks are chosen by, or not.
 
         Args:
-            mass_rows: the rows of the run's longest verification. A pass over so many rows adds the attention of
-                all of them by chunk, as it is not known yet which are accepted. A longer pass is a prefill and adds
-                that of its last `RECENT_ROWS`. 0 keeps none, for a run without a retrieval cache.
+            rows: of the run's longest verification. A pass over so many adds the attention of all of them by chunk, as
+                it is not known yet which are accepted. A longer pass is a prefill and adds that of its last
+                `RECENT_ROWS`. 0 keeps none.
         """
-        if not mass_rows:  # what is there would be older than the last tokens
+        if not rows:  # what is there would be older than the last tokens
             self._mass.forget()
-        self._mass_rows = mass_rows
+        self._mass_rows = rows
 
     def hand_blocks_to(self, collector: Callable[[], BlockCollector | None]) -> None:
         """Has the blocks that a pass attends to handed to what `collector` gives then, where they are not all on the
-        device: until `rest`, and as long as the object lives whose method it is."""
+        device: until `end_run`, and as long as the object lives whose method it is."""
         self._collector = weakref.WeakMethod(collector)
 
     @property
@@ -227,7 +227,7 @@ class FullCache:
         self.append(layer, self.rope.rotate(k, start), v)
         began = time.perf_counter()
         window = self.config.sliding_window(layer) or start + n
-        rows = Rows(q, start, window, self.mass_rows_of(n))
+        rows = QueryRows(q, start, window, self.mass_rows_of(n))
         blocks = None if self.prefix else self.blocks.at_once(layer)
         if blocks is not None and self._attention.takes_together(rows, blocks):
             self.count_read(rows.stop - rows.first_key)
@@ -249,7 +249,7 @@ class FullCache:
             return 0
         return n if n <= self._mass_rows else min(n, RECENT_ROWS)
 
-    def _passing(self, layer: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
+    def _passing(self, layer: int, rows: QueryRows) -> Iterator[tuple[int, Tensor]]:
         """The blocks that `rows` attend to, each collected and counted."""
         collector = self.collector
         joined = takes_joined(rows.q, self.blocks.block_size)

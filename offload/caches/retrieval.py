@@ -47,13 +47,13 @@ class RetrievalCache:
         budget: int,
         chunk_size: int,
         tail: int = 64,
-        ahead: int = 0,
+        headroom: int = 0,
         join: Callable[[list[Tensor]], list[Tensor]] = list,
     ) -> None:
         """Args:
         budget: in tokens, of which whole chunks of `chunk_size` tokens are kept (at least one).
         tail: tokens there is room for behind the chunks; more take new memory.
-        ahead: those that may come before chunks that are chosen after the next round have taken their place.
+        headroom: those that may come before chunks that are chosen after the next round have taken their place.
         join: averages over the ranks that hold the same KV head the mass that chunks got, all layers at a time.
         """
         self.source = source
@@ -63,15 +63,15 @@ class RetrievalCache:
         self._selected: _Selection | None = None
         self.chunk_size = chunk_size
         self.max_chunks = max(1, budget // chunk_size)
-        self._tail, self._ahead = tail, ahead
+        self._tail, self._headroom = tail, headroom
         self._rope = rope
         self._scale = source.config.head_dim**-0.5
         self._scratch = Scratch()
         num_layers = source.config.num_layers
         self._buffers: list[tuple[Tensor, Tensor]] = []  # keys, values [num_kv_heads, room, head_dim] per layer
         self._kept = 0  # tokens in chunks, at the front of a buffer
-        self._base = 0  # position of the first token of the tail
-        self._exact = 0  # tokens before this position hold the full cache's own keys and values
+        self._tail_start = 0  # position of the first token of the tail
+        self._verified = 0  # tokens before this position hold the full cache's own keys and values
         self._filled = [0] * num_layers
         self.at: TokenSlots | None = None
         self._memory = object()  # another one whenever buffers are replaced
@@ -94,11 +94,11 @@ class RetrievalCache:
         yield from held_scratch(self._scratch)
 
     @property
-    def is_full(self) -> bool:
+    def tail_is_full(self) -> bool:
         """Whether chunks must be chosen anew now, or the tail might have no room before they are; between a pass of
         `source` and `update_tail`."""
-        base = self._selected.base if self._selected else self._base
-        return self.source.length - base + self._ahead > self._tail
+        base = self._selected.base if self._selected else self._tail_start
+        return self.source.length - base + self._headroom > self._tail
 
     def before_growth(self, drop: Callable[[], None]) -> None:
         self._drop_passes = [known for known in self._drop_passes if known()]
@@ -108,13 +108,13 @@ class RetrievalCache:
         return self._slots_from(self.length)
 
     def _slots_from(self, start: int) -> TokenSlots:
-        return TokenSlots(start, self._kept + start - self._base)
+        return TokenSlots(start, self._kept + start - self._tail_start)
 
     def advance(self, length: int) -> None:
         self._filled = [length] * len(self._filled)
 
     def prepare(self, n: int) -> None:
-        self._make_room(self._kept + self.length - self._base + n)
+        self._make_room(self._kept + self.length - self._tail_start + n)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, n = self._filled[layer], q.shape[1]
@@ -142,7 +142,7 @@ class RetrievalCache:
     def rollback(self, length: int) -> None:
         """Forgets tokens from `length` on. If that reaches into the chunks, `refresh` must come before `attend`."""
         self._filled = [min(filled, length) for filled in self._filled]
-        self._exact = min(self._exact, length)
+        self._verified = min(self._verified, length)
 
     @torch.inference_mode()
     def refresh(self, *, at_once: bool = False) -> None:
@@ -164,13 +164,13 @@ class RetrievalCache:
             return
         self._selected = None
         self._kept = chosen[0].shape[1] * self.chunk_size
-        self._base = self._exact = base
+        self._tail_start = self._verified = base
         self._make_room(self._kept)
         for layer in range(len(self._buffers) if self._kept else 0):
             together = max(1, COPIED // self.chunk_size)
             for first in range(0, chosen[layer].shape[1], together):
                 self._copy(layer, chosen[layer][:, first : first + together], first * self.chunk_size)
-        self._filled = [self._base] * len(self._filled)
+        self._filled = [self._tail_start] * len(self._filled)
         self.update_tail()
 
     @torch.inference_mode()
@@ -179,14 +179,14 @@ class RetrievalCache:
         length = self.source.length
         if self._selected:  # the pass that ended has copied it
             self._kept = self._selected.chunks[0].shape[1] * self.chunk_size
-            self._base = self._exact = self._selected.base
+            self._tail_start = self._verified = self._selected.base
             self._selected = None
-        start, stop = self._kept + self._exact - self._base, self._kept + length - self._base
+        start, stop = self._kept + self._verified - self._tail_start, self._kept + length - self._tail_start
         self._make_room(stop)
         for layer, (keys, values) in enumerate(self._buffers):
             if stop > start:
-                keys[:, start:stop], values[:, start:stop] = self.source.slice(layer, self._exact, length)
-        self._exact = length
+                keys[:, start:stop], values[:, start:stop] = self.source.slice(layer, self._verified, length)
+        self._verified = length
         self._filled = [max(filled, length) for filled in self._filled]
 
     def collector(self) -> BlockCollector | None:

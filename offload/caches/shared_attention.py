@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Piece, Scratch, attend, attend_pieces, new_running, takes_blocks, takes_joined
-from ...tp.rope import Rows
+from ...tp.rope import RopeRows
 from ..held import Held, held_scratch
 from ..transfer.device_blocks import pieces_of
 from .full import FullCache
@@ -41,7 +41,7 @@ class _Span:
 
 
 @dataclass
-class _Holder:
+class _SharedPart:
     """A cache with tokens that some sequences attend to."""
 
     cache: FullCache
@@ -64,9 +64,9 @@ class SharedAttention:
         self._rows: list[slice] = []  # of each sequence
         self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
         self._order: list[int] = []  # of the sequences, in which their rows are attended
-        self._holders: list[_Holder] = []
+        self._holders: list[_SharedPart] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
-        self._rotation: Rows = (torch.empty(0), torch.empty(0))
+        self._rotation: RopeRows = (torch.empty(0), torch.empty(0))
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
 
@@ -112,7 +112,7 @@ class SharedAttention:
         stops = [holder.start for holder in holders[1:]] + [self._starts[i] + self._counts[i]]
         return [(id(holder), -stop) for holder, stop in zip(holders, stops, strict=True)]
 
-    def _find_spans(self) -> list[_Holder]:
+    def _find_spans(self) -> list[_SharedPart]:
         """The caches to attend to, earlier positions first, and who attends to what of each."""
         ends: dict[FullCache, list[int]] = {}  # the position up to which each sequence uses it, in the order of rows
         places: dict[FullCache, int] = {}  # of the first of these sequences in that order
@@ -125,7 +125,7 @@ class SharedAttention:
         rows = self._places
         found = []
         for cache in sorted(ends, key=lambda cache: cache.start):
-            holder, first, place = _Holder(cache), cache.start, places[cache]
+            holder, first, place = _SharedPart(cache), cache.start, places[cache]
             for stop in sorted(set(ends[cache])):
                 users = sum(end >= stop for end in ends[cache])
                 members = slice(place, place + users)
@@ -175,7 +175,7 @@ class SharedAttention:
         return out
 
     def _pieces(
-        self, holder: _Holder, layer: int, q: Tensor, window: int | None
+        self, holder: _SharedPart, layer: int, q: Tensor, window: int | None
     ) -> Iterator[tuple[_Span, int, _Keys, int]]:
         """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
         many of them count, `m`."""
@@ -315,8 +315,8 @@ def _range(places: slice) -> range:
     return range(places.start, places.stop)
 
 
-def _parts_of(holder: _Holder) -> Iterator[tuple[_Span, int, int]]:
-    """See `_Holder.parts`."""
+def _parts_of(holder: _SharedPart) -> Iterator[tuple[_Span, int, int]]:
+    """See `_SharedPart.parts`."""
     start, size, chunk = holder.cache.start, holder.cache.blocks.block_size, holder.cache.chunk_size
     for span in holder.spans:
         first, stop = span.first - start, span.stop - start

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...kernels.layers import put
-from ...tp.rope import Rope, Rows
+from ...tp.rope import Rope, RopeRows
 
 
 class TokenSlots(NamedTuple):
@@ -17,7 +17,7 @@ class TokenSlots(NamedTuple):
     memory that they read: the tensors here, which are set before each replay (see `graphs`).
     """
 
-    rotation: int | Rows
+    rotation: int | RopeRows
     """What queries and keys are rotated by: the position of the first token, or the rows of RoPE's table."""
     slot: int | Tensor
     """The slot of the first token, or of each, `[n]` int64."""

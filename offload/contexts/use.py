@@ -23,7 +23,7 @@ from ..caches.full import FullCache
 from .manifest import FILE_NAME, ContextError, Segment
 from .saver import HeldHeads, SaveOrder, Saver
 from .segments.contents import DamagedError
-from .segments.rows import Rows
+from .segments.rows import SegmentRows
 from .store import ContextStore, SavedPrefix, damaged
 
 _READERS = max(4, min(8, os.cpu_count() or 1))
@@ -188,7 +188,7 @@ class ContextUse:
 
             @torch.inference_mode()  # which is a thread's own
             def read(layer: int, pieces: list[Tensor], head: int) -> None:
-                halves = [Rows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
+                halves = [SegmentRows.of(pieces, half, head - held.start, manifest.shape.row_bytes) for half in (0, 1)]
                 for segment, part, file, heads in files:
                     if head not in heads:
                         continue

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...kernels.selection import STEP_ROWS, padded_rows
 from ...tp.decoder import Cache, Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
-from ...tp.rope import Rows
+from ...tp.rope import RopeRows
 from ..caches.shared_attention import rows_of
 from ..caches.together import JoinedFullCache, together
 from ..caches.token_slots import TokenSlots
@@ -340,7 +340,7 @@ class _CapturedPass:
         self._token_ids, self._slots = (torch.zeros(total, dtype=torch.int64, device=decoder.device) for _ in range(2))
         cos, sin = decoder.rope.rows(0, n)
         self._rotation = cos.new_zeros(total, cos.shape[1]), sin.new_zeros(total, sin.shape[1])
-        self._table: Rows | None = None
+        self._table: RopeRows | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
         self.passes = 0

@@ -35,7 +35,7 @@ class DraftControl:
     """By the rows of a pass, those of all sequences."""
     adapts_to_time: bool = True
     """Whether the number is chosen by measured times; if not, by those that the plan expects."""
-    may_rest: bool | None = None
+    may_skip_retrieval: bool | None = None
     """Whether retrieval caches may be left alone while nothing is drafted; `None` of a tier that does not decide."""
     replicated: bool = False
     """Whether each of several ranks runs the whole tier."""
@@ -65,7 +65,7 @@ class DraftControl:
     least_chance: float = field(default=0.0, init=False)
     """A draft ends where it is less likely than this that the next token, and all before it, are accepted; with 0 it
     never does."""
-    work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)
+    retrieval_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)
     """What the next round does for the retrieval caches. Of the tier that decides about the text."""
     after_round: float = field(default=0.0, init=False)
     """Seconds that a round took for the retrieval caches after the last pass."""
@@ -75,7 +75,7 @@ class DraftControl:
     steady: bool = field(default=True, init=False)
     """Whether nothing was compiled or captured in the tier's steps since this was set."""
     _last_drafted: int = field(default=0, init=False)
-    _last_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)  # of the last round
+    _last_retrieval_work: RetrievalWork = field(default=RetrievalWork.FULL, init=False)  # of the last round
     _step: StepCost | None = field(default=None, init=False)  # what a step is expected to take
     _step_began: float = field(default=0.0, init=False)
     _pass_began: float = field(default=0.0, init=False)
@@ -90,7 +90,7 @@ class DraftControl:
     def begin_step(self) -> int:
         """Begins a step of the tier; how many tokens to draft for each sequence, at most."""
         self._step_began = self.clock()
-        self._last_work = self.work
+        self._last_retrieval_work = self.retrieval_work
         asked = self.draft_tokens if self.most_asked is None else self.most_asked
         if self.asked_next is not None:
             asked, self.asked_next = self.asked_next, None
@@ -185,17 +185,21 @@ class DraftControl:
 
     def _rests(self, batch: int) -> bool:
         """Whether nothing is drafted, and it is too early to decide anew."""
-        at_rest = self._last_work is self.work is RetrievalWork.NONE and self.fixed is None and not self.draft_tokens
+        at_rest = (
+            self._last_retrieval_work is self.retrieval_work is RetrievalWork.NONE
+            and self.fixed is None
+            and not self.draft_tokens
+        )
         return at_rest and self._step is not None and self._step.batch == batch and not self.pays.may_probe
 
     def _by_time(self, step: StepCost, most: int) -> tuple[int, float, int | None]:
         """What `DraftingPays.decide` says, once the retrieval caches are ready for it."""
         self._step = self.pays.known(step)
         tokens, seconds, probe = self.pays.decide(self._step, most)
-        if self.may_rest is not None:
+        if self.may_skip_retrieval is not None:
             drafts = bool(tokens if probe is None else probe)
-            self.work = next_work(self._last_work, drafts, self.may_rest and not tokens)
-            if self.work is RetrievalWork.REBUILD:
+            self.retrieval_work = next_work(self._last_retrieval_work, drafts, self.may_skip_retrieval and not tokens)
+            if self.retrieval_work is RetrievalWork.REBUILD:
                 probe = 0
                 self.pays.postpone()
         return tokens, seconds, probe
@@ -209,10 +213,10 @@ class DraftControl:
     def decisions(self) -> list[int]:
         """What `choose_lengths` has decided, in numbers, for other ranks."""
         asked = [-1 if number is None else number for number in (self.most_asked, self.asked_next)]
-        return [self.draft_tokens, *asked, round(self.least_chance * _FINE), int(self.work)]
+        return [self.draft_tokens, *asked, round(self.least_chance * _FINE), int(self.retrieval_work)]
 
     @decisions.setter
     def decisions(self, numbers: Sequence[int]) -> None:
         self.draft_tokens, *asked, chance, work = numbers
         self.most_asked, self.asked_next = (None if number < 0 else number for number in asked)
-        self.least_chance, self.work = chance / _FINE, RetrievalWork(work)
+        self.least_chance, self.retrieval_work = chance / _FINE, RetrievalWork(work)

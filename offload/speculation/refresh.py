@@ -108,16 +108,16 @@ class RetrievalRefresh:
     retrieval: RetrievalCache
     policy: RefreshPolicy
     mass_rows: int
-    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.begin`."""
+    """Rows of a pass whose attention is kept where chunks are to be chosen by it; see `FullCache.keep_mass`."""
 
     def begin_round(self, work: RetrievalWork) -> None:
         """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
-        self.full.begin(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
+        self.full.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
     def is_due(self, work: RetrievalWork, proposed: int, accepted: int) -> bool:
         """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
         Asked once a round: it counts them."""
-        return work is RetrievalWork.FULL and (self.policy.due(accepted, proposed) or self.retrieval.is_full)
+        return work is RetrievalWork.FULL and (self.policy.due(accepted, proposed) or self.retrieval.tail_is_full)
 
     def end_round(self, work: RetrievalWork, due: bool) -> None:
         """Takes in what was verified."""

@@ -66,7 +66,7 @@ class Tier:
         asked = self.control.begin_step() if self.drafter else 0
         wanted = [min(asked, limit - 1) for limit in limits]
         if not any(wanted):
-            return self._draw_alone(sequences, 1, rated=rated)
+            return self._step_without_draft(sequences, 1, rated=rated)
         drafts = self._drafts(sequences, wanted)
         proposed = [tokens for tokens, _ in drafts]
         self.control.begin_pass(drafted=True)
@@ -98,7 +98,7 @@ class Tier:
             how sure this tier was of them.
         """
         if self.drafter is None and not least_chance:
-            return self._draw_alone(sequences, max(counts), counts)
+            return self._step_without_draft(sequences, max(counts), counts)
         starts = [len(sequence.context) for sequence in sequences]
         rows: list[list[Tensor]] = [[] for _ in sequences]
         rated: list[list[float]] = [[] for _ in sequences]
@@ -111,7 +111,7 @@ class Tier:
             if self.drafter:
                 found = self.step(some, limits, rated=least_chance > 0)
             else:
-                found = self._draw_alone(some, min(self.control.read_together, max(limits)), limits, rated=True)
+                found = self._step_without_draft(some, min(self.control.read_together, max(limits)), limits, rated=True)
             # Copies: rows of a pass over all would keep those of all that were rejected, as long as they last.
             found = [(tokens, target.clone()) for tokens, target in found]
             for i, (tokens, target) in zip(going, found, strict=True):
@@ -187,7 +187,7 @@ class Tier:
         brought = sum(len(tokens) for tokens, _ in emitted) / len(emitted)
         control.note_step(steady and self.drafter.control.steady, max(wanted), max(map(len, proposed)), brought)
 
-    def _draw_alone(
+    def _step_without_draft(
         self,
         sequences: Sequence[TokenSequence],
         steps: int,

@@ -154,13 +154,13 @@ def test_a_draft_does_not_wait_for_the_gpu(models, captures):
     engine = Engine.load(root / "target", root / "draft", device="cuda", dtype="bfloat16", **LENGTHS)
     run = engine.stream(prompt, Sampling(0.8, 0.9, 40, seed=1), 60)
     next(run)
-    sequence = run.sequence.opened
+    sequence = run.sequence.active
     with torch.inference_mode():
         for tier in (run.batch.tiers[2], run.batch.tiers[1]):
             for mode in ("default", "default", "error"):  # warmed up, captured, replayed
                 torch.cuda.set_sync_debug_mode(mode)
                 try:
-                    tokens, _, _ = tier._drawn([sequence], 4, False)
+                    tokens, _, _, _ = tier._drawn([sequence], 4, False)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 assert tokens.shape == (1, 4)

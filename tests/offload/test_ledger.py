@@ -14,7 +14,7 @@ from recorder import Recorder
 from simulated_gpu import as_on_a_gpu, simulated_system
 from tiny import random_tokens, save_llama
 from triforce.offload import Engine, Request, Sampling
-from triforce.offload.caches.block_attention import BlockAttention, Rows
+from triforce.offload.caches.block_attention import BlockAttention, QueryRows
 from triforce.offload.caches.full import FullCache
 from triforce.offload.caches.recent_mass import RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
@@ -82,7 +82,7 @@ def rooms_of_tails(models, refresh, block_length, new_tokens, budget=1024):
             held = bytes_by_part(engine.held())
             for part in ("weights", "rope", "draft_kv", "ring", "open_stretches", "resident_kv"):
                 assert held.get(part, 0) == getattr(plan, part), (part, event.index)
-            retrieval = run.sequence.opened.retrieval
+            retrieval = run.sequence.active.retrieval
             assert retrieval
             rooms |= {keys.shape[1] for keys, _ in retrieval._buffers}
     assert budget < 1024 or run.stats()["acceptance"]["tokens_per_round"] > 3
@@ -91,7 +91,7 @@ def rooms_of_tails(models, refresh, block_length, new_tokens, budget=1024):
 
 def test_a_tail_that_grows_is_noticed(models, monkeypatch):
     """As it did once: while all that is drafted is accepted, nothing had chunks chosen anew."""
-    monkeypatch.setattr(RetrievalCache, "is_full", False)
+    monkeypatch.setattr(RetrievalCache, "tail_is_full", False)
     monkeypatch.setattr(RefreshPolicy, "due", lambda *_: False)
     rooms, planned = rooms_of_tails(models, "auto", 24, 240, budget=64)
     assert max(rooms) > planned
@@ -236,7 +236,7 @@ def test_shares_of_attention_take_what_those_of_one_layer_need():
     for closed in range(4):
         blocks = [*((16 * i, block) for i in range(closed)), (16 * closed, stretch)]
         for _layer in range(2):
-            rows = Rows(torch.zeros(1, 2, 8), start=16 * closed + 3, window=1000, mass_rows=2)
+            rows = QueryRows(torch.zeros(1, 2, 8), start=16 * closed + 3, window=1000, mass_rows=2)
             attention.one_by_one(rows, blocks)
     assert bytes_by_part(attention.held())["mass"] == 2 * (3 * 16 + 32) // 4 * 4
 

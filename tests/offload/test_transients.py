@@ -134,7 +134,7 @@ def several(directory, name, resident, begun, joiners=0, *, tokens=SHORT, sampli
             taken = simulator.peak - sum(held.values())
             running = sum(one.state == "running" for one in run.sequences)
             if index == added - 1 and not event.index:
-                own = bytes_by_part(run.sequences[index].opened.full.held())
+                own = bytes_by_part(run.sequences[index].active.full.held())
                 found.reading[index] = max(found.reading.get(index, 0), taken + own.get("mass", 0))
             elif running < added:
                 found.reading[added - 1] = max(found.reading.get(added - 1, 0), taken)
@@ -146,7 +146,7 @@ def several(directory, name, resident, begun, joiners=0, *, tokens=SHORT, sampli
             simulator.peak = simulator.live
             if len(found.rounds) == added:
                 break
-        found.plans = [one.opened.plan for one in run.sequences]
+        found.plans = [one.active.plan for one in run.sequences]
         run.close()
     return found
 

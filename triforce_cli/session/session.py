@@ -207,7 +207,7 @@ class Session:
                     yield None
         finally:
             for sequence in run.live:
-                if sequence.tag in self.tasks and sequence.open:  # else nothing is known of it
+                if sequence.tag in self.tasks and sequence.active_or_none:  # else nothing is known of it
                     sequence.tag.sequence = sequence
                     sequence.tag.drop_unrecorded()
             if self._engine.target.ranks.size > 1 and not run.broken:  # other ranks end with it

@@ -86,7 +86,7 @@ class AnswerRow:
         """
         state = "failed" if sequence.error is not None else "ended" if ended else sequence.state
         note = sequence.error or sequence.waits_for or ""
-        opened, shown = sequence.open, (sequence.statistics, sequence.read_share, note, text)
+        opened, shown = sequence.active_or_none, (sequence.statistics, sequence.read_share, note, text)
         budget = opened.plan.budget if opened and opened.retrieval else 0
         return AnswerRow(name, state, max_new_tokens, *shown, budget)
 

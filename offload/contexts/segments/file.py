@@ -14,7 +14,7 @@ import xxhash
 
 from .contents import Contents, DamagedError, chained
 from .layout import PackedLayout, RawLayout, flags_shape
-from .rows import Rows
+from .rows import SegmentRows
 
 _RUNS_AT_ONCE = 8
 """Packed runs that are read at once: large reads, of what the processor's caches hold until it is unpacked."""
@@ -114,18 +114,18 @@ class SegmentFile:
         Raises:
             DamagedError: they are not what was written.
         """
-        halves = [Rows(parts, self.contents.shape.row_bytes) for parts in (keys, values)]
+        halves = [SegmentRows(parts, self.contents.shape.row_bytes) for parts in (keys, values)]
         if isinstance(self.layout, PackedLayout):
             self._read_packed(self.layout, layer, kv_head, halves)
         else:
             self._read_raw(self.layout, layer, kv_head, halves)
 
-    def _read_raw(self, layout: RawLayout, layer: int, kv_head: int, halves: Sequence[Rows]) -> None:
+    def _read_raw(self, layout: RawLayout, layer: int, kv_head: int, halves: Sequence[SegmentRows]) -> None:
         contents = self.contents
         head, row, wanted = kv_head - contents.kv_heads[0], contents.shape.row_bytes, len(halves[0])
         runs = contents.runs_of(wanted)
         rest = contents.bounds(runs - 1)[1] - wanted if runs else 0  # a checksum is of a whole run
-        whole = [Rows([*rows.parts, memoryview(bytearray(rest * row))], row) for rows in halves]
+        whole = [SegmentRows([*rows.parts, memoryview(bytearray(rest * row))], row) for rows in halves]
         for half, rows in enumerate(whole):
             self._scatter(layout.half_start(layer, head, half), rows.parts)
         for run in range(runs):
@@ -135,7 +135,7 @@ class SegmentFile:
                     found.update(part)
             self._compare(layer, kv_head, run, found.intdigest())
 
-    def _read_packed(self, layout: PackedLayout, layer: int, kv_head: int, halves: Sequence[Rows]) -> None:
+    def _read_packed(self, layout: PackedLayout, layer: int, kv_head: int, halves: Sequence[SegmentRows]) -> None:
         from .unpacking import PackedRuns  # which imports PyTorch: to check files needs none
 
         contents, head = self.contents, kv_head - self.contents.kv_heads[0]
@@ -145,7 +145,7 @@ class SegmentFile:
             runs = PackedRuns(layout, layer, head, first, self._read_runs(layout, layer, kv_head, first, stop))
             for half, rows in enumerate(halves):
                 here = rows.cut(contents.bounds(first)[0], contents.bounds(stop - 1)[1])
-                runs.unpack(half, Rows(list(here), rows.row_bytes))
+                runs.unpack(half, SegmentRows(list(here), rows.row_bytes))
 
     def _read_runs(self, layout: PackedLayout, layer: int, kv_head: int, first: int, stop: int) -> np.ndarray:
         """Packed runs `first` to `stop` of a head as they are in the file, checked."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Rows:
+class SegmentRows:
     """Consecutive rows of bytes that lie in several places."""
 
     def __init__(self, parts: Sequence[memoryview], row_bytes: int) -> None:

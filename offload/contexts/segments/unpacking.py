@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....kernels.packing import unpack
 from .layout import PackedLayout, slot_layout
-from .rows import Rows
+from .rows import SegmentRows
 
 
 class PackedRuns:
@@ -27,7 +27,7 @@ class PackedRuns:
         self._start = layout.half_start(layer, head, first, 0)
         self._bytes = torch.from_numpy(content)
 
-    def unpack(self, half: int, rows: Rows) -> None:
+    def unpack(self, half: int, rows: SegmentRows) -> None:
         """Writes their keys (`half` 0) or values (1) to `rows`: of the first run all tokens or the leading ones, and
         what follows, as far as there is room."""
         size, dim = self._contents.run, self._contents.shape.head_dim

@@ -12,7 +12,7 @@ import xxhash
 from ..disk import Disk, write_all
 from .contents import PACKED_RUN, Contents
 from .layout import PackedLayout, RawLayout, aligned, flags_shape, pays, raw_sizes, slot_layout
-from .rows import Rows
+from .rows import SegmentRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def _write_raw(file: BinaryIO, contents: Contents, layers: Iterable[Sequence[Ten
         for head in range(contents.heads):
             hashes = [xxhash.xxh3_64() for _ in range(contents.runs)]
             for half in (0, 1):
-                rows = Rows.of(pieces, half, head, row)
+                rows = SegmentRows.of(pieces, half, head, row)
                 for run in range(contents.runs):
                     for part in rows.cut(*contents.bounds(run)):
                         write_all(file, part)

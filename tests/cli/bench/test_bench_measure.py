@@ -72,7 +72,7 @@ def test_passes_are_counted_as_they_happen(pair, monkeypatch):
     run = engine.stream(random_tokens(300, 320), Sampling(temperature=0.0), 30, ignore_eos=True)
     next(run)
     for tier in run.batch.tiers[1:]:
-        passes = run.sequence.opened.passes[tier.name]
+        passes = run.sequence.active.passes[tier.name]
         forward = passes.forward
 
         def counted(*arguments, forward=forward, name=tier.name):

@@ -168,7 +168,7 @@ def test_a_shared_text_crosses_the_link_once_a_verification(models):
         batch = engine.batch([Request(prompt, GREEDY, 10, ignore_eos=True) for prompt in prompts])
         for _ in range(count):
             next(batch)
-        traffic = batch.sequences[0].opened.full.traffic
+        traffic = batch.sequences[0].active.full.traffic
         before = traffic().bytes_in
         for _ in range(count):
             next(batch)
@@ -186,7 +186,7 @@ def test_of_a_long_text_that_others_share_a_little_of_only_that_crosses_the_link
     batch = engine.batch([first, Request(prompt, GREEDY, 40, ignore_eos=True)])
     while batch.sequences[0].state != "ended":
         next(batch)
-    full = batch.sequences[1].opened.full
+    full = batch.sequences[1].active.full
     assert full.start == TAIL_ROWS
     before = full.traffic().bytes_in
     next(batch)

@@ -182,7 +182,7 @@ def test_numbers_that_are_not_finite_end_one_sequence_and_nobody_else(models, ca
     @torch.inference_mode()
     def damage(event):
         if isinstance(event, Tokens) and event.sequence.tag == "bad" and event.round.index == 3:
-            for _, tensor in getattr(event.sequence.opened, cache).held():
+            for _, tensor in getattr(event.sequence.active, cache).held():
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
 
@@ -233,7 +233,7 @@ def test_numbers_that_are_not_finite_stay_in_no_cache(models, resident):
     @torch.inference_mode()
     def damage(event):
         if isinstance(event, Tokens) and event.sequence.tag == "bad" and event.round.index == 2:
-            for _, tensor in event.sequence.opened.full.held():
+            for _, tensor in event.sequence.active.full.held():
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
         if isinstance(event, Ended) and event.sequence.tag == "bad":

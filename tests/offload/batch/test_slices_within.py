@@ -70,7 +70,7 @@ def test_keys_values_and_tokens_are_those_of_a_reading_without_slices(models, fa
 
     def read(in_slices):
         batch, events = join(load(models, family, resident=resident), prompt, in_slices=in_slices)
-        full = batch.sequences[1].opened.full
+        full = batch.sequences[1].active.full
         full.blocks.drain()
         own = [full.blocks.export(layer, 0, full.length - full.start)() for layer in range(full.config.num_layers)]
         while batch.sequences[1].is_unfinished:
@@ -133,7 +133,7 @@ def test_reading_takes_no_more_time_than_the_rounds_between(slices_s):
         return torch.empty(0)
 
     blocks = SimpleNamespace(drain=lambda: None, device=torch.device("cpu"))
-    sequence = SimpleNamespace(opened=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
+    sequence = SimpleNamespace(active=SimpleNamespace(full=SimpleNamespace(blocks=blocks)))
     reading = Reading(cast(Any, sequence), slices(), System(clock=lambda: now))
     rounds_s, longest = 0.0, 0.0
     while True:
@@ -161,7 +161,7 @@ def test_one_that_nobody_waits_for_any_more_is_not_read_to_its_end(models):
     batch.end(index)
     next(batch)
     next(batch)
-    assert batch.sequences[1].state == "ended" and batch.sequences[1].open is None
+    assert batch.sequences[1].state == "ended" and batch.sequences[1].active_or_none is None
     assert batch.sequences[1].statistics.token_ids == []
     later = batch.add(Request(BOOK[:50], GREEDY, 3, ignore_eos=True))
     for _ in batch:

@@ -71,7 +71,7 @@ def little(models):
 def unrested(engine, new_tokens=NEW_TOKENS):
     """A run whose retrieval caches are kept up in every round, and not read anew after a rest."""
     run = engine.stream(PROMPT, GREEDY, new_tokens)
-    run.batch.tiers[0].control.may_rest = None
+    run.batch.tiers[0].control.may_skip_retrieval = None
     list(run)
     return run
 

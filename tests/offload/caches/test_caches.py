@@ -290,8 +290,8 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
     tokens = list(prompt)
     for event in run:
         tokens += event.tokens
-        assert run.sequence.opened.full.length == len(tokens) - 1
-        if event.index % 7 or run.sequence.opened.retrieval is None or run.sequence.opened.streaming is None:
+        assert run.sequence.active.full.length == len(tokens) - 1
+        if event.index % 7 or run.sequence.active.retrieval is None or run.sequence.active.streaming is None:
             continue
         fresh = FullCache.on_device(
             engine.target.config, engine.target.rope, dtype=torch.float32, device=CPU, capacity=500
@@ -299,16 +299,16 @@ def test_after_a_sampled_run_every_cache_equals_a_replay(tmp_path):
         append(engine.target, fresh, tokens[:-1])
         for layer in range(3):
             for got, want in zip(
-                run.sequence.opened.full.blocks.slice(layer, 0, fresh.length),
+                run.sequence.active.full.blocks.slice(layer, 0, fresh.length),
                 fresh.blocks.slice(layer, 0, fresh.length),
                 strict=True,
             ):
                 assert torch.allclose(got, want, atol=1e-4)
-        assert run.sequence.opened.retrieval.length == fresh.length
-        assert run.sequence.opened.streaming.length <= fresh.length
+        assert run.sequence.active.retrieval.length == fresh.length
+        assert run.sequence.active.streaming.length <= fresh.length
         replayed = StreamingCache(engine.draft)
-        append(engine.draft, replayed, tokens[: run.sequence.opened.streaming.length])
-        kept = run.sequence.opened.streaming.length
-        got, want = probe(engine.draft, run.sequence.opened.streaming), probe(engine.draft, replayed)
-        run.sequence.opened.streaming.rollback(kept)
+        append(engine.draft, replayed, tokens[: run.sequence.active.streaming.length])
+        kept = run.sequence.active.streaming.length
+        got, want = probe(engine.draft, run.sequence.active.streaming), probe(engine.draft, replayed)
+        run.sequence.active.streaming.rollback(kept)
         assert torch.allclose(got, want, atol=1e-4)

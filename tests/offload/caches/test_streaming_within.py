@@ -79,7 +79,7 @@ def test_streamed_tokens_equal_transformers(models, blocks_and_bytes, tiers, res
 def test_a_round_streams_each_block_once_and_nothing_for_the_refresh(models, refresh):
     engine = load(models, resident=0, budget=64, refresh=refresh)
     run = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
-    run.batch.tiers[0].control.may_rest = None  # no rest, after which chunks are read anew
+    run.batch.tiers[0].control.may_skip_retrieval = None  # no rest, after which chunks are read anew
     next(run)
     blocks = blocks_of(engine)
     whole_blocks = len(PROMPT) // blocks.block_size
@@ -97,7 +97,7 @@ def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(mod
     first = engine.stream(PROMPT, Sampling(temperature=0.0), NEW_TOKENS)
     for _ in range(3):
         next(first)
-    retrieval = first.sequence.opened.retrieval
+    retrieval = first.sequence.active.retrieval
     assert retrieval is not None and retrieval.collector() is not None
     kept = [keys.clone() for keys, _ in retrieval._buffers]
     engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)

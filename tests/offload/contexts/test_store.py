@@ -264,7 +264,7 @@ def test_removed_before_it_is_gone_on_from(tiny, root, name):
 
 def test_a_context_is_not_removed_while_it_is_being_restored_and_files_that_are_open_stay_readable(tiny, root):
     run = tiny.on(root).stream(TEXT + QUESTION, SAMPLINGS[0], NEW_TOKENS, contexts=ContextRequest(name=NAME))
-    blocks, restored = run.sequence.opened.full.blocks, []
+    blocks, restored = run.sequence.active.full.blocks, []
     restore = blocks.restore
 
     def remove_first(layer, stop, read):

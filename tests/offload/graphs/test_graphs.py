@@ -131,10 +131,10 @@ def test_what_a_capture_takes_says_nothing_of_a_pass(pairs, monkeypatch):
     engine, recorder = recorded_engine(pairs["llama"])
     run = engine.stream(PROMPT, GREEDY, 60)
     next(run)
-    draft, tokens, observed, after_each = run.batch.tiers[-1], run.sequence.opened, [], []
+    draft, tokens, observed, after_each = run.batch.tiers[-1], run.sequence.active, [], []
     monkeypatch.setattr(PassCost, "observe", lambda *given: observed.append(given))
     for _ in range(4):
-        draft._draw_alone([tokens], 1)
+        draft._step_without_draft([tokens], 1)
         draft.rollback(tokens, len(tokens.context) - 1)
         after_each.append(len(observed))
     assert recorder.warm_ups == recorder.captures == 1
@@ -201,11 +201,11 @@ def test_a_draft_never_waits_for_the_device_before_its_tokens_are_read(pairs):
     for _ in range(5):
         next(run)
     _, retrieval, draft = run.batch.tiers
-    sequence = run.sequence.opened
+    sequence = run.sequence.active
     length, replays = len(sequence.context) - 1, recorder.replays
     for tier in (draft, retrieval):
         with torch.inference_mode(), NoWaiting():
-            tokens, rows, _ = tier._drawn([sequence], 6, False)
+            tokens, rows, _, _ = tier._drawn([sequence], 6, False)
         assert tokens.shape == (1, 6)
         assert rows.shape == (1, 6, 97)
         tier.rollback(sequence, length)
@@ -224,7 +224,7 @@ def test_a_draft_that_ends_the_text_is_cut_there(pairs):
     next(run)
     retrieval = run.batch.tiers[1]
     with torch.inference_mode():
-        sequence = run.sequence.opened
+        sequence = run.sequence.active
         ((tokens, rows),) = retrieval.extend([sequence], [8])
         end = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
         sequence.sampler = Sampler(GREEDY, sequence.sampler.noise, frozenset({tokens[end]}))

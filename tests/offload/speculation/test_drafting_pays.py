@@ -184,7 +184,7 @@ def test_tokens_are_the_same_however_often_drafting_stops_and_begins_again(model
         top = run.batch.tiers[0]
         if not event.index:
             switched(top, lambda i: i < 3 or 20 < i < 24 or 400 < i < 410 or i > 440)
-        works.append(top.control.work)
+        works.append(top.control.retrieval_work)
         drafted.append(event.proposed)
     assert run.statistics.token_ids == want
     assert sum(map(bool, drafted)) > 20 and drafted.count(0) > 350

@@ -108,7 +108,7 @@ class Ledger:
         """What there is between two rounds that not every history has."""
         engine, settings = self.engine, self.engine.settings
         live = engine._running.live if engine._running else []
-        opened = [one for one in live if one.open]
+        opened = [one for one in live if one.active_or_none]
         yield f"{str(engine.target.dtype).removeprefix('torch.')}"
         yield f"{settings.tiers} tiers"
         yield f"refresh {settings.refresh}"
@@ -116,11 +116,11 @@ class Ledger:
         there = {
             "sequences together": len(opened) > 1,
             "a prompt read beside others": {"reading", "running"} <= {one.state for one in opened},
-            "a shared prefix": any(one.opened.full.prefix for one in opened),
+            "a shared prefix": any(one.active.full.prefix for one in opened),
             "a restored context": any(one.order.contexts.prefix for one in opened),
-            "blocks that stream": any(not one.opened.full.all_on_device for one in opened),
-            "blocks on a disk": any(one.opened.full.blocks.footprint.disk for one in opened),
-            "packed blocks": any(one.opened.full.blocks.placement.packed for one in opened),
+            "blocks that stream": any(not one.active.full.all_on_device for one in opened),
+            "blocks on a disk": any(one.active.full.blocks.footprint.disk for one in opened),
+            "packed blocks": any(one.active.full.blocks.placement.packed for one in opened),
             "blocks that have left the GPU": engine._kept.moved > 0,
             "looked-up drafts": settings.lookup,
             "captured passes": isinstance(engine._capture, Recorder) and engine._capture.replays > 0,

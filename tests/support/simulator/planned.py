@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from triforce.offload import Engine
 from triforce.offload.batch.run import Run
-from triforce.offload.batch.sequence import BatchSequence, OpenSequence
+from triforce.offload.batch.sequence import ActiveSequence, BatchSequence
 from triforce.offload.caches.full import FullCache
 from triforce.offload.held import bytes_by_part, held_bytes
 from triforce.offload.planning.run_plan import RunPlan, make_plan, planned_budget
@@ -21,7 +21,7 @@ PLENTY = 2**42
 """Bytes of a GPU that holds everything."""
 
 
-def planned(caches: OpenSequence, beside: int) -> RunPlan:
+def planned(caches: ActiveSequence, beside: int) -> RunPlan:
     """A sequence's plan where so many others run."""
     plan, placement = caches.plan, caches.full.blocks.placement
     settings = plan.request.settings
@@ -68,11 +68,11 @@ class Planned:
             yield from _unlike("scratch", held, self.and_slack(_scratch(plans)), least=0)
         yield from _unlike("retrieval", held, sum(plan.retrieval + _chosen_bytes(plan) for plan in plans), least=0)
         for sequence, plan in opened.items():
-            yield from _faults_of(sequence.opened, plan)
+            yield from _faults_of(sequence.active, plan)
 
     def _closed(self) -> Iterator[RunPlan]:
         """The plans of runs that were closed: their full caches keep what only a run needs until another begins."""
-        opened = {one.opened.full for one, _ in self._open()}
+        opened = {one.active.full for one, _ in self._open()}
         for text in self.engine._kept._texts:
             if text.in_use and text.full not in opened and text.full in self._plans:
                 yield replace(self._plans[text.full], retrieval=0, draft_kv=0)
@@ -137,13 +137,13 @@ class Planned:
     def _open(self) -> Iterator[tuple[BatchSequence, RunPlan]]:
         """The sequences that have caches, and their plans."""
         live = self.engine._running.live if self.engine._running else []
-        opened = [one for one in live if one.open]
+        opened = [one for one in live if one.active_or_none]
         for one in opened:
-            plan = self._plans[one.opened.full] = planned(one.opened, len(opened) - 1)
+            plan = self._plans[one.active.full] = planned(one.active, len(opened) - 1)
             yield one, plan
 
 
-def _faults_of(caches: OpenSequence, plan: RunPlan) -> Iterator[str]:
+def _faults_of(caches: ActiveSequence, plan: RunPlan) -> Iterator[str]:
     """Of one sequence."""
     held, was, placement = bytes_by_part(caches.full.blocks.held()), caches.plan.placement, plan.placement
     for part in ("resident_kv", "ring", "open_stretches"):
