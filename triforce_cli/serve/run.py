@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import logging
 import os
 import resource
@@ -35,6 +33,7 @@ from .answering.jobs import rank_ended, stopping
 from .answering.metrics import Metrics
 from .answering.worker import Worker
 from .http_limits import ServerLimits
+from .memory import give_back
 from .options import ServeOptions
 from .owner import Owners
 from .web.app import make_app
@@ -54,9 +53,6 @@ interpreter a hundred times, and beside a chat template that loops it waited eac
 _OWED_S = 2e-3
 """The thread that serves HTTP leaves the interpreter to others when it has computed for so long."""
 
-_MAPPED_BYTES = 2**22
-_KEPT_BYTES = 2**26
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _TRIM_S = 2.0
 """What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; of smaller ones it
 keeps so many, and gives them back so often. By itself it would keep some hundred MiB of what requests took for a
@@ -191,7 +187,6 @@ class Server:
     def start(self, *, load: bool = True) -> None:
         """Begins to listen and, with `load`, to load the model."""
         sys.setswitchinterval(_SWITCH_S)
-        _take_little_memory()
         threading.Thread(target=self._give_memory_back, name="memory", daemon=True).start()
         self._http.start()
         if load:
@@ -209,27 +204,11 @@ class Server:
         return stopped
 
     def _give_memory_back(self) -> None:
-        library, frozen = ctypes.CDLL(None), False
+        frozen = False
         while not self._ended.wait(_TRIM_S):
-            # What refers to itself, as an error and the frames it came through may, holds a request's body until Python
-            # looks for it: by itself when a quarter as much is new as there is, which is all that was imported. That
-            # stays and is left out once the model is loaded, so looking takes milliseconds.
-            gc.collect()
-            if not frozen and self.worker.state == "ready":
-                gc.freeze()
-                frozen = True
-            with suppress(AttributeError):
-                library.malloc_trim(0)
-
-
-def _take_little_memory() -> None:
-    """Has the C library keep less memory than it would; before other threads are begun."""
-    library = ctypes.CDLL(None)
-    with suppress(AttributeError):  # only glibc has it
-        # One arena for all threads: in arenas of their own more pages stay taken for the sake of one small piece.
-        library.mallopt(_M_ARENA_MAX, 1)
-        library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+            freeze = not frozen and self.worker.state == "ready"
+            give_back(freeze=freeze)
+            frozen |= freeze
 
 
 class HttpThread:
