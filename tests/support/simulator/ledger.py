@@ -222,7 +222,7 @@ def play_on_ranks(models: Path, seed: int, steps: int = 4, ranks: int = 2) -> li
     """
     with tempfile.TemporaryDirectory() as folder:
         call = lambda: print(_play(models, seed, steps, Path(folder), ranks).checks, flush=True)  # noqa: E731
-        return [int(line) for line in run_forks(call, ranks).split()]
+        return [int(line) for line in run_forks(call, ranks, 1800).split()]
 
 
 def _play(models: Path, seed: int, steps: int, folder: Path, ranks: int = 1) -> Ledger:
