@@ -86,7 +86,8 @@ def chunk_scores(mass: Tensor) -> Tensor:
 
 
 def select_chunks(scores: Tensor, count: int) -> Tensor:
-    """The `count` best chunks of each KV head, always with the first (the attention sink) and the newest.
+    """The `count` best chunks of each KV head, always with the newest and, of two or more, the first (the
+    attention sink).
 
     Args:
         scores: `[num_kv_heads, num_chunks]`.

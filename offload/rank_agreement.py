@@ -22,7 +22,7 @@ class RoundDecision:
 
 
 class RankAgreement:
-    """The one broadcast of a round.
+    """The broadcast of a round.
 
     All ranks draw the same tokens from the same distributions, but each would choose lengths and refreshes by its own
     clock.

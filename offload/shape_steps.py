@@ -35,7 +35,7 @@ ROOM = MOST_BLOCK_LENGTH + 8
 
 
 class RandomWeights:
-    """Stands for `tp.checkpoint.Checkpoint` where there is none: weights of the size that keeps activations finite."""
+    """Stands for a `tp.weights.checkpoint.Checkpoint`: weights of the size that keeps activations finite."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device

@@ -27,7 +27,7 @@ from .request import Order, Request
 
 @dataclass(frozen=True)
 class Round:
-    """What one step of a sequence brought. Round 0 is the prefill and its first token."""
+    """What one round of a sequence brought. Round 0 is the prefill and its first token."""
 
     index: int
     tokens: list[int]

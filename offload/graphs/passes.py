@@ -1,4 +1,4 @@
-"""A drafting tier's passes, captured once and replayed where that can be done.
+"""A tier's passes: those of drafting tiers are captured once and replayed where that can be done.
 
 A pass over a few tokens is some hundred small kernels, and a host takes longer to start them one by one than a GPU to
 run them; captured as a CUDA graph they start as one. A graph repeats the same kernels on the same addresses, so there
