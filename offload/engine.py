@@ -418,9 +418,9 @@ class Engine:
         self._end_run()
         self._kept.rotate_for(len(prompt_ids))
         self._kept.forget_all()
-        full, plan = self._kept.prepare(tokens, self._models.request(len(tokens)))
+        full, _ = self._kept.prepare(tokens, self._models.request(len(tokens)))
         try:
-            full.keep_mass(rows=plan.mass_rows)
+            full.keep_mass(rows=0)
             rows = forward_in_parts(self.target, full, tokens, num_logits=len(answer_ids) + 1)
         except BaseException:
             self._kept.forget(tokens)

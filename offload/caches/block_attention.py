@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ...kernels.attention import Scratch, accumulates, attend, attend_blocks, merge_partials, new_running, takes_blocks
 from ..held import Held, held_scratch
-from .recent_mass import Shares
+from .recent_mass import MassPart, Shares
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,16 @@ class QueryRows:
         """Position of the first key that any row sees."""
         return max(0, self.start + 1 - self.window)
 
+    def of_mass(self, lse: Tensor) -> Tensor:
+        """Of `lse` `[num_heads, n]` what is of the rows whose attention is to be summed."""
+        return lse[:, lse.shape[1] - self.mass_rows :]
+
 
 class BlockAttention:
     """Attention of a pass's rows to the blocks of a layer.
 
-    Both ways give the output `[num_heads, n, head_dim]`, in the rows' dtype, and the shares
-    `[num_heads, mass_rows, chunks]` of the last rows' attention that chunks get, counted from the first token on;
-    `None` where no row's are asked for. The shares hold until the next call.
+    Both ways give the output `[num_heads, n, head_dim]`, in the rows' dtype; the log-sum-exp of the last rows,
+    `[num_heads, mass_rows]`; and what these give to chunks, part by part, which holds until the next call.
     """
 
     def __init__(self, head_dim: int, chunk_size: int) -> None:
@@ -67,23 +70,25 @@ class BlockAttention:
         """Whether `together` can be called with them."""
         return takes_blocks(rows.q, blocks)
 
-    def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    def together(self, rows: QueryRows, blocks: Tensor) -> tuple[Tensor, Tensor, list[MassPart]]:
         """Attends to `blocks` `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, which begin at the first token."""
         chunks = -(-rows.stop // self._chunk_size)
         self._shares.begin()
         mass = self._room_for_mass(rows, chunks)
         visible = chunks * self._chunk_size  # what is behind the last token in its chunk is hidden by the diagonal
-        out, _ = attend_blocks(
+        out, lse = attend_blocks(
             rows.q, blocks, visible, scale=self._scale, diagonal=rows.start, window=rows.window, mass=mass, rounded=True
         )
-        return out, mass
+        lse = rows.of_mass(lse)
+        return out, lse, [] if mass is None else [MassPart(0, mass, lse)]
 
-    def one_by_one(self, rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor | None]:
+    def one_by_one(
+        self, rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]
+    ) -> tuple[Tensor, Tensor, list[MassPart]]:
         """Attends to blocks in the order of their positions: that of the first token and `[2, num_kv_heads, any,
         head_dim]`."""
-        n = rows.q.shape[1]
         self._shares.begin()
-        masses: list[_BlockMass] = []
+        parts: list[MassPart] = []
         running: Tensor | None = None
         whole: tuple[Tensor, Tensor] | None = None  # over the blocks so far
         for position, block in blocks:
@@ -103,13 +108,13 @@ class BlockAttention:
                 running=running,
             )
             if mass is not None:
-                masses.append(_BlockMass(position, mass, lse[:, n - rows.mass_rows :]))
+                parts.append(MassPart(position // self._chunk_size, mass, rows.of_mass(lse)))
             if running is None and whole is not None:
                 out, lse = merge_partials((whole[0], out), (whole[1], lse))
             whole = out, lse
         assert whole is not None
         out, lse = whole
-        return out.to(rows.q.dtype), self._join(masses, lse[:, n - rows.mass_rows :]) if masses else None
+        return out.to(rows.q.dtype), rows.of_mass(lse), parts
 
     @staticmethod
     def in_one_piece(rows: QueryRows, blocks: Iterable[tuple[int, Tensor]]) -> Iterable[tuple[int, Tensor]]:
@@ -127,38 +132,3 @@ class BlockAttention:
             return None
         dtype = torch.promote_types(rows.q.dtype, torch.float32)
         return self._shares.get((rows.q.shape[0], rows.mass_rows, chunks), dtype, rows.q.device)
-
-    def _join(self, masses: list[_BlockMass], lse: Tensor) -> Tensor:
-        """The shares of all blocks' chunks, `[num_heads, rows, chunks]`, from those within each block.
-
-        Args:
-            masses: of the blocks, in the order of their positions.
-            lse: `[num_heads, rows]`, of each row over all blocks.
-        """
-        first = masses[0].position // self._chunk_size
-        if len(masses) == 1 and not first:
-            return masses[0].shares  # the block is all there is
-        shares = [mass.shares for mass in masses]
-        if first:
-            shares.insert(0, torch.zeros(lse.shape[0], lse.shape[1], first, device=lse.device))
-        joined = torch.cat(shares, dim=-1)
-        factors = torch.stack([mass.lse for mass in masses], dim=-1).sub_(lse.unsqueeze(-1)).exp_()
-        done = 0
-        for chunks, alike in groupby(mass.shares.shape[-1] for mass in masses):  # hardly ever more than three kinds
-            count = len(list(alike))
-            part = joined[..., first : first + count * chunks].unflatten(-1, (count, chunks))
-            part *= factors[..., done : done + count].unsqueeze(-1)
-            first, done = first + count * chunks, done + count
-        return joined
-
-
-@dataclass
-class _BlockMass:
-    """What the last rows gave to the chunks of one block."""
-
-    position: int
-    """Of the block's first token."""
-    shares: Tensor
-    """`[num_heads, rows, chunks]`, of each row's attention over the keys that `lse` is over."""
-    lse: Tensor
-    """`[num_heads, rows]`, of each row over the block, or over it and those before."""

@@ -55,7 +55,6 @@ class FullCache:
         blocks: Blocks,
         *,
         chunk_size: int = 1,
-        mass_rows: int = MASS_ROWS,
         prefix: FullCache | None = None,
         start: int = 0,
         step_rows: int = STEP_ROWS,
@@ -64,7 +63,6 @@ class FullCache:
         config: of the rank's part of the model.
         blocks: where keys and values from position `start` on are, empty; a block is whole chunks.
         chunk_size: tokens whose attention is summed.
-        mass_rows: see `keep_mass`.
         prefix: another sequence's cache, which holds the first `start` tokens of this one too, as long as this lives.
         start: whole chunks, and whole splits of the attention kernels.
         step_rows: see `Limits`.
@@ -74,7 +72,7 @@ class FullCache:
         self.prefix, self.start = prefix, start
         self.chunk_size = chunk_size
         self.reads = ReadCounter()
-        self._mass_rows, self._step_rows = mass_rows, step_rows
+        self._mass_rows, self._step_rows = MASS_ROWS, step_rows
         self.rope = rope
         self.end_run()
         self._filled = [start] * config.num_layers
@@ -97,12 +95,11 @@ class FullCache:
         device: torch.device,
         capacity: int,
         chunk_size: int = 1,
-        mass_rows: int = MASS_ROWS,
     ) -> FullCache:
         """A cache with room for `capacity` tokens, all of them on the compute device."""
         size = block_size_for(capacity, chunk_size)
         blocks = DeviceBlocks(config, dtype=dtype, device=device, capacity=capacity, block_size=size)
-        return cls(config, rope, blocks, chunk_size=chunk_size, mass_rows=mass_rows)
+        return cls(config, rope, blocks, chunk_size=chunk_size)
 
     @property
     def capacity(self) -> int:
@@ -231,14 +228,14 @@ class FullCache:
         blocks = None if self.prefix else self.blocks.at_once(layer)
         if blocks is not None and self._attention.takes_together(rows, blocks):
             self.count_read(rows.stop - rows.first_key)
-            out, mass = self._attention.together(rows, blocks)
+            out, lse, parts = self._attention.together(rows, blocks)
         else:
             pieces = self._passing(layer, rows)
             if self.prefix and q.dtype.itemsize == 2:
                 pieces = self._attention.in_one_piece(rows, pieces)
-            out, mass = self._attention.one_by_one(rows, pieces)
-        if mass is not None:
-            self._mass.add(layer, start, [MassPart(0, mass)])
+            out, lse, parts = self._attention.one_by_one(rows, pieces)
+        if parts:
+            self.add_mass(layer, start, parts, lse)
         if self.blocks.device.type == "cpu":
             self.reads.seconds += time.perf_counter() - began
         return out
@@ -291,9 +288,9 @@ class FullCache:
         """See `Blocks`; of this cache's own tokens."""
         return self.blocks.slice(layer, start - self.start, stop - self.start)
 
-    def add_mass(self, layer: int, start: int, parts: Sequence[MassPart]) -> None:
+    def add_mass(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
         """See `RecentMass.add`."""
-        self._mass.add(layer, start, parts)
+        self._mass.add(layer, start, parts, lse)
 
     def count_read(self, tokens: int) -> None:
         """Counts the keys and values of so many tokens of a layer as read."""

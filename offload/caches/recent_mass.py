@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ RECENT_ROWS = 8
 
 @dataclass(frozen=True)
 class MassPart:
-    """The shares that some consecutive chunks got."""
+    """The shares that some consecutive chunks got of the attention of a pass's last rows."""
 
     first: int
     """The first chunk."""
     shares: Tensor
-    """`[num_heads, rows, chunks]`."""
-    factors: Tensor | None = None
-    """`[num_heads, rows]`, by which they are to be multiplied."""
+    """`[num_heads, rows, chunks]`, of each row's attention over the keys that `lse` is over."""
+    lse: Tensor
+    """`[num_heads, rows]`, log-sum-exp of each row over the part, or over it and those before."""
 
 
 class Shares:
@@ -74,10 +75,12 @@ class RecentMass:
         assert self._is_known[layer]
         return self._means[layer][:, : length // self._chunk_size]
 
-    def add(self, layer: int, start: int, parts: Sequence[MassPart]) -> None:
-        """Adds the rows of a pass over tokens from position `start` on.
+    def add(self, layer: int, start: int, parts: Sequence[MassPart], lse: Tensor) -> None:
+        """Adds the last rows of a pass over tokens from position `start` on.
 
-        Args: `parts` are of its last rows; chunks that they leave out got nothing.
+        Args:
+            parts: in the order of chunks; chunks that they leave out got nothing.
+            lse: `[num_heads, rows]`, of each row over all keys.
         """
         shares = parts[0].shares
         if not self._means[layer].numel():
@@ -90,10 +93,9 @@ class RecentMass:
         else:
             mean[:, -(-start // self._chunk_size) :] = 0  # what tokens got that were rolled back
             mean *= 1 - weight
-        for part in parts:
-            shares = part.shares if part.factors is None else part.shares * part.factors.unsqueeze(-1)
+        for first, shares in _joined(parts, lse):
             by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
-            there = mean[:, part.first : part.first + by_head.shape[1]]
+            there = mean[:, first : first + by_head.shape[1]]
             there.add_(by_head[:, : there.shape[1]], alpha=weight)
 
     def held(self) -> Held:
@@ -103,3 +105,26 @@ class RecentMass:
     def forget(self) -> None:
         """Drops what was given so far; its memory stays."""
         self._is_known = [False] * len(self._is_known)
+
+
+def _joined(parts: Sequence[MassPart], lse: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The shares of consecutive parts put together, of each row's attention over all keys: the first chunk and
+    `[num_heads, rows, chunks]`. One operation for many parts, as a pass that streams has one for each block."""
+    if len(parts) == 1:  # then it has all keys
+        yield parts[0].first, parts[0].shares
+        return
+    shares = torch.cat([part.shares for part in parts], dim=-1)
+    factors = torch.stack([part.lse for part in parts], dim=-1).sub_(lse.unsqueeze(-1)).exp_()
+    done = chunks = 0
+    for size, alike in groupby(parts, key=lambda part: part.shares.shape[-1]):  # hardly ever more than three kinds
+        count = len(list(alike))
+        some = shares[..., chunks : chunks + count * size].unflatten(-1, (count, size))
+        some *= factors[..., done : done + count].unsqueeze(-1)
+        done, chunks = done + count, chunks + count * size
+    first = at = 0
+    for i, part in enumerate(parts):
+        stop = at + part.shares.shape[-1]
+        if i + 1 == len(parts) or parts[i + 1].first != part.first + stop - at:  # the next one is not behind it
+            yield part.first - (at - first), shares[..., first:stop]
+            first = stop
+        at = stop

@@ -161,9 +161,8 @@ class SharedAttention:
                 holder.cache.count_read(min(m, span.stop - position))
         out = rows.out()
         for place, i in enumerate(self._order):
-            parts = rows.mass_of(self._places[place], self._mass_rows[i])
-            if parts:
-                self._caches[i].add_mass(layer, self._starts[i], parts)
+            if self._mass_rows[i]:
+                self._caches[i].add_mass(layer, self._starts[i], *rows.mass_of(self._places[place], self._mass_rows[i]))
         if self._back is not None:
             out = out.index_select(1, self._back)
         if out.device.type == "cpu":
@@ -293,17 +292,15 @@ class _RowsSoFar:
             self._masses.append((position // self._chunk_size, rows, mass, lse))
             self._lse[:, rows] = lse
 
-    def mass_of(self, rows: slice, last: int) -> list[MassPart]:
-        """What the last `last` of these rows gave to chunks; nothing for 0."""
-        if not last:
-            return []
+    def mass_of(self, rows: slice, last: int) -> tuple[list[MassPart], Tensor]:
+        """What the last `last` of these rows gave to chunks, and their log-sum-exp over all keys."""
         rows = slice(rows.stop - last, rows.stop)
-        whole, parts = self._lse[:, rows], []
+        parts = []
         for first, covered, shares, lse in self._masses:
             if covered.start <= rows.start and rows.stop <= covered.stop:
                 here = slice(rows.start - covered.start, rows.stop - covered.start)
-                parts.append(MassPart(first, shares[:, here], (lse[:, here] - whole).exp_()))
-        return parts
+                parts.append(MassPart(first, shares[:, here], lse[:, here]))
+        return parts, self._lse[:, rows]
 
 
 def rows_of(counts: Sequence[int]) -> list[slice]:

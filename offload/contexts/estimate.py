@@ -24,9 +24,9 @@ def reading_seconds(target: Decoder, start: int, tokens: int) -> float | None:
     ids = torch.arange(_TRIAL, device=target.device) % target.config.vocab_size
     seconds = inf
     for _ in range(3):
-        cache = FullCache.on_device(
-            target.part, target.rope, dtype=target.dtype, device=target.device, capacity=_TRIAL, mass_rows=0
-        )
+        kind = {"dtype": target.dtype, "device": target.device}
+        cache = FullCache.on_device(target.part, target.rope, **kind, capacity=_TRIAL)
+        cache.keep_mass(rows=0)
         synchronize(target.device)
         began = time.perf_counter()
         target.forward(ids, cache)
