@@ -513,11 +513,14 @@ class KeptCache:
 
     @property
     def memory_bytes(self) -> int:
-        """What full caches take in the memory of device and host, of sequences that run and of those that have ended,
-        without what no token has come to yet."""
-        holders = {holder for cache in self.caches for holder in cache.holders}
-        sizes = ((held_bytes(one.blocks.held()), one.blocks.footprint) for one in holders)
-        return sum(device + there.host - there.untouched for device, there in sizes)
+        """What blocks of full caches take in the memory of device and host, of sequences that run and of those that
+        have ended; on a CPU without what no token has come to yet."""
+        on_cpu, found = self._decoder.device.type == "cpu", 0
+        for one in {holder for cache in self.caches for holder in cache.holders}:
+            placement, there = one.blocks.placement, one.blocks.footprint
+            found += placement.num_resident * placement.block_size * one.token_bytes + there.host
+            found -= there.untouched if on_cpu else 0
+        return found
 
     def _held_by_part(self) -> dict[str, int]:
         caches = (holder for cache in self.caches for holder in cache.holders)

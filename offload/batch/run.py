@@ -197,7 +197,7 @@ class Run(Iterator[Event]):
         found = batch_document(self.totals(), (self._described + running)[:1], self.warnings)
         return {name: value for name, value in found.items() if name != "sequences"}
 
-    def kv_bytes(self) -> int:
+    def kv_memory_bytes(self) -> int:
         """Memory of this rank that keys and values take now, in whole blocks: of sequences that run, and what is kept
         for those to come."""
         return self._setup.kv_memory_bytes

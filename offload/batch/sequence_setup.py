@@ -16,7 +16,7 @@ from ..caches.full import FullCache
 from ..caches.retrieval import RetrievalCache
 from ..caches.streaming import StreamingCache
 from ..checks import tokens_are_exact
-from ..contexts.model import ContextPlan, ModelContexts
+from ..contexts.model import ModelContexts
 from ..graphs.passes import Graphs, Passes
 from ..held import held_bytes
 from ..planning.cost_model import Assumptions, Hardware, PassTimes, hardware_of
@@ -187,10 +187,7 @@ class SequenceSetup:
             to_come = sum(one.active.still_to_come for one in running)
             request = replace(request, beside=len(running), to_come=to_come)
             full, plan = self._full_cache(sequence, request, first=False)
-        contexts = order.contexts
-        if full.prefix or (full.length and not contexts.save):  # nothing is restored in place of what is there
-            contexts = replace(contexts, prefix=None)
-        sequence.active_or_none = self._activated(sequence, full, plan, contexts)
+        sequence.active_or_none = self._activated(sequence, full, plan)
         models.kept.others.add(sequence.active_or_none)
         sequence.statistics = replace(sequence.statistics, reused_tokens=full.length)
 
@@ -281,9 +278,7 @@ class SequenceSetup:
             settings = replace(settings, block_length=self.tiers[0].control.longest_draft)
         return settings
 
-    def _activated(
-        self, sequence: BatchSequence, full: FullCache, plan: RunPlan, contexts: ContextPlan | None
-    ) -> ActiveSequence:
+    def _activated(self, sequence: BatchSequence, full: FullCache, plan: RunPlan) -> ActiveSequence:
         models, order = self._models, sequence.order
         speculates = len(self.tiers) > 1
         # All sequences of a batch are verified with the lengths of its tiers.
@@ -313,7 +308,7 @@ class SequenceSetup:
             full=full,
             refresh=refresh,
             streaming=streaming,
-            saved=models.contexts.use(contexts, models.system.synchronize) if models.contexts and contexts else None,
+            saved=models.contexts.use(order.contexts, models.system.synchronize) if models.contexts else None,
             identity=self._identity(order.sampling, plan.budget if speculates else 0, full),
             traffic_before=full.traffic(),
         )

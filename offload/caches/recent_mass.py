@@ -96,7 +96,8 @@ class RecentMass:
         for first, shares in _joined(parts, lse):
             by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
             there = mean[:, first : first + by_head.shape[1]]
-            there.add_(by_head[:, : there.shape[1]], alpha=weight)
+            # What is not finite, of a draft token that is rejected for it, would stay.
+            there.add_(by_head[:, : there.shape[1]].nan_to_num_(), alpha=weight)
 
     def held(self) -> Held:
         """See `offload.held`."""

@@ -61,17 +61,19 @@ class ContextUse:
         return self.prefix.name if self.prefix and self.restored else None
 
     def begin(self, full: FullCache) -> Generator[None, None, None]:
-        """Restores what is saved into `full`, in place of what that holds, as far as it is undamaged; and prepares to
-        save. Every rank iterates over it; a single one can do other things on the way, while threads go on with it.
+        """Restores what is saved into `full`, as far as it is undamaged, where that is empty; and prepares to save.
+        Every rank iterates over it; a single one can do other things on the way, while threads go on with it.
 
         Raises:
             ContextError: nothing can be saved, where that is required.
         """
         prefix, order = self.prefix, self._order
         # What is saved under a name goes on from what is saved, or its segments would be of two computations.
-        if prefix and (prefix.tokens > full.length or (order and order.directory == prefix.directory)):
+        if prefix and (not full.length or (order and order.directory == prefix.directory)):
             with self._store.in_use(prefix.name):
                 self.restored = yield from self._restore(prefix, full)
+        elif prefix:
+            self._store.note_use(prefix.name)
         if self._order:
             self._saver = self._start_saving(self._order)
 

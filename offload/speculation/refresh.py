@@ -39,18 +39,18 @@ class RetrievalWork(IntEnum):
     """The attention, new tokens, and chunks as the refresh policy says."""
 
 
-def next_work(last: RetrievalWork, drafts: bool, may_rest: bool) -> RetrievalWork:
+def next_work(last: RetrievalWork, drafts: bool, may_skip: bool) -> RetrievalWork:
     """What the next round does, after a round that did `last`.
 
     Args:
         drafts: whether something is to be drafted; after `REBUILD`, which comes first, the round after that.
-        may_rest: whether caches may be left alone.
+        may_skip: whether caches may be left alone.
     """
     if last is RetrievalWork.NONE:  # the newest tokens may be on their way to host memory: all is taken in at once
-        return RetrievalWork.REBUILD if drafts or not may_rest else RetrievalWork.NONE
+        return RetrievalWork.REBUILD if drafts or not may_skip else RetrievalWork.NONE
     if drafts:
         return RetrievalWork.FULL
-    if last is RetrievalWork.TAIL and may_rest:
+    if last is RetrievalWork.TAIL and may_skip:
         return RetrievalWork.NONE
     return RetrievalWork.TAIL  # which also takes in chunks that were on their way
 

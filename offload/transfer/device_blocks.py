@@ -184,8 +184,9 @@ class DeviceBlocks:
 
     @property
     def footprint(self) -> Footprint:
-        untouched = (blocks[clean:].nbytes for blocks, clean in zip(self._layers, self._clean, strict=True))
-        return Footprint(untouched=sum(untouched))
+        num_blocks, size = self._layers[0].shape[0], self._layers[0].nbytes
+        blocks = sum(num_blocks - clean for clean in self._clean)
+        return Footprint(untouched=blocks * (size // max(1, num_blocks)))
 
     def offload(self, num_bytes: int) -> int:
         return 0

@@ -7,8 +7,13 @@ import gc
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
 _MAPPED_BYTES = 2**22
+"""Pieces of so many bytes go back to the system as soon as they are free."""
+
 _KEPT_BYTES = 2**26
+"""Of smaller ones the C library keeps so many until `give_back`. By itself it would keep some hundred MiB of what
+requests took for a moment."""
 
 
 def keep_little() -> None:

@@ -54,9 +54,7 @@ _OWED_S = 2e-3
 """The thread that serves HTTP leaves the interpreter to others when it has computed for so long."""
 
 _TRIM_S = 2.0
-"""What the C library lends in pieces of so many bytes goes back to the system as soon as it is free; of smaller ones it
-keeps so many, and gives them back so often. By itself it would keep some hundred MiB of what requests took for a
-moment."""
+"""So often what is free goes back to the system."""
 
 
 def run(

@@ -10,7 +10,7 @@ from tiny import random_tokens, save_llama
 from tiny_caches import append, full_cache, moving_cache, streaming_cache
 from triforce.offload import Engine, Sampling
 from triforce.offload.caches.full import MASS_ROWS, FullCache
-from triforce.offload.caches.recent_mass import RECENT_ROWS
+from triforce.offload.caches.recent_mass import RECENT_ROWS, MassPart, RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import StreamingCache, prefill_streaming
 from triforce.offload.caches.synthetic import fill_with_zeros
@@ -137,6 +137,16 @@ def test_recent_mass_is_the_attention_transformers_reports(tmp_path, parts, head
             got = full.recent_mass(layer)
             error = (got - mass[:, : taken // 4]).abs().max()
             assert error < 1e-5, f"after {taken} tokens, layer {layer}: shares differ by {error}"
+
+
+def test_attention_that_is_not_finite_does_not_stay():
+    """A draft token whose numbers overflow is rejected; what came of it must not be added to for ever."""
+    mass, lse = RecentMass(1, num_kv_heads=1, max_chunks=4, chunk_size=4), torch.zeros(2, 2)
+    good = torch.tensor([[[0.5, 0.5, 0.0, 0.0]] * 2] * 2)
+    mass.add(0, 0, [MassPart(0, good, lse)], lse)
+    mass.add(0, 2, [MassPart(0, good * torch.tensor([[1.0], [float("nan")]]), lse)], lse)
+    mass.add(0, 3, [MassPart(0, good, lse)], lse)
+    assert mass.recent(0, 16).isfinite().all() and mass.recent(0, 16)[0, 0] > 0.25
 
 
 @pytest.mark.parametrize("head_dim", [16, 32])  # the compiled kernels take heads of 32

@@ -100,7 +100,9 @@ def test_a_run_that_was_replaced_but_is_still_held_copies_no_chunks_any_more(mod
     retrieval = first.sequence.active.retrieval
     assert retrieval is not None and retrieval.collector() is not None
     kept = [keys.clone() for keys, _ in retrieval._buffers]
-    engine.generate(PROMPT + random_tokens(40, seed=5), Sampling(temperature=0.0), NEW_TOKENS)
+    engine.generate(PROMPT + random_tokens(4, seed=5), Sampling(temperature=0.0), 8, tiers=1)
+    (full,) = engine._kept.caches
+    assert full is retrieval.source and full.collector is None
     assert all(torch.equal(keys, old) for (keys, _), old in zip(retrieval._buffers, kept, strict=True))
 
 

@@ -134,7 +134,7 @@ class Answering:
 
     def _count_traffic(self, session: Session) -> None:
         if session.run:
-            self._metrics.update(session.run.traffic(), session.run.kv_bytes())
+            self._metrics.update(session.run.traffic(), session.run.kv_memory_bytes())
 
     def _next(self, waits: bool) -> Task | None:
         """What the engine is to do next; waits for it where nothing else is running."""
