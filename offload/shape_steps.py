@@ -139,7 +139,7 @@ class ShapeSteps:
         moved = self._kept.traffic().since(before)
         read = (full.reads.num_bytes - read) // count
 
-        full.keep_mass(rows=plan.mass_rows)
+        full.keep_mass(rows=max(1, plan.mass_rows))
         retrieval = RetrievalCache(
             full, self.target.rope, budget=plan.budget, chunk_size=plan.chunk_size, tail=plan.tail
         )
