@@ -87,17 +87,29 @@ class RecentMass:
             shape = self._num_kv_heads, self._max_chunks
             self._means[layer] = torch.empty(shape, dtype=torch.float32, device=shares.device)
         mean, weight = self._means[layer], min(1.0, shares.shape[1] / RECENT_ROWS)
-        if weight == 1.0 or not self._is_known[layer]:
-            mean.zero_()
+        if not self._is_known[layer]:
             weight, self._is_known[layer] = 1.0, True
+        # What is not finite, of a draft token that is rejected for that, must not stay: hence `nan_to_num`.
+        found = [(first, self._by_head(shares)) for first, shares in _joined(parts, lse)]
+        kept = 0 if weight == 1.0 else -(-start // self._chunk_size)  # behind them are those that were rolled back
+        if len(found) > 1 or found[0][0]:
+            mean[:, kept:] = 0
+            mean[:, :kept] *= 1 - weight
+            for first, new in found:
+                there = mean[:, first : first + new.shape[1]]
+                there.add_(new[:, : there.shape[1]].nan_to_num_(), alpha=weight)
+            return
+        new = found[0][1]  # of all chunks so far
+        mean[:, kept or new.shape[1] :] = 0
+        if kept:
+            mean[:, : new.shape[1]].lerp_(new.nan_to_num_(), weight)
         else:
-            mean[:, -(-start // self._chunk_size) :] = 0  # what tokens got that were rolled back
-            mean *= 1 - weight
-        for first, shares in _joined(parts, lse):
-            by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
-            there = mean[:, first : first + by_head.shape[1]]
-            # What is not finite, of a draft token that is rejected for it, would stay.
-            there.add_(by_head[:, : there.shape[1]].nan_to_num_(), alpha=weight)
+            torch.nan_to_num(new, out=mean[:, : new.shape[1]])
+
+    def _by_head(self, shares: Tensor) -> Tensor:
+        """The mean over rows and the query heads of a KV head."""
+        by_head = shares.unflatten(0, (self._num_kv_heads, -1)).mean(dim=(1, 2), dtype=torch.float32)
+        return by_head[:, : self._max_chunks]
 
     def held(self) -> Held:
         """See `offload.held`."""
