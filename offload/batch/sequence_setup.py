@@ -292,7 +292,7 @@ class SequenceSetup:
             kind |= {"tail": plan.tail, "headroom": plan.tail_ahead}
             retrieval = RetrievalCache(full, target.rope, **kind, join=target.mean_over_copies)
             passes["retrieval"] = self._passes("retrieval", target, retrieval)
-            refresh = RetrievalRefresh(full, retrieval, RefreshPolicy(models.settings.refresh), rows)
+            refresh = RetrievalRefresh(retrieval, RefreshPolicy(models.settings.refresh), rows)
         if models.draft and len(self.tiers) == 3:
             streaming = StreamingCache(models.draft)
             passes["draft"] = self._passes("draft", models.draft, streaming)

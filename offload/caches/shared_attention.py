@@ -41,7 +41,7 @@ class _Span:
 
 
 @dataclass
-class _SharedPart:
+class _AttendedCache:
     """A cache with tokens that some sequences attend to."""
 
     cache: FullCache
@@ -64,7 +64,7 @@ class SharedAttention:
         self._rows: list[slice] = []  # of each sequence
         self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
         self._order: list[int] = []  # of the sequences, in which their rows are attended
-        self._holders: list[_SharedPart] = []
+        self._holders: list[_AttendedCache] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
         self._rotation: RopeRows = (torch.empty(0), torch.empty(0))
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
@@ -112,7 +112,7 @@ class SharedAttention:
         stops = [holder.start for holder in holders[1:]] + [self._starts[i] + self._counts[i]]
         return [(id(holder), -stop) for holder, stop in zip(holders, stops, strict=True)]
 
-    def _find_spans(self) -> list[_SharedPart]:
+    def _find_spans(self) -> list[_AttendedCache]:
         """The caches to attend to, earlier positions first, and who attends to what of each."""
         ends: dict[FullCache, list[int]] = {}  # the position up to which each sequence uses it, in the order of rows
         places: dict[FullCache, int] = {}  # of the first of these sequences in that order
@@ -125,7 +125,7 @@ class SharedAttention:
         rows = self._places
         found = []
         for cache in sorted(ends, key=lambda cache: cache.start):
-            holder, first, place = _SharedPart(cache), cache.start, places[cache]
+            holder, first, place = _AttendedCache(cache), cache.start, places[cache]
             for stop in sorted(set(ends[cache])):
                 users = sum(end >= stop for end in ends[cache])
                 members = slice(place, place + users)
@@ -149,11 +149,12 @@ class SharedAttention:
         rows = _RowsSoFar(q, self._scale, self._caches[0].chunk_size, room, self._scratch)
         window = self._caches[0].config.sliding_window(layer)
         collectors = [cache.collector for cache in self._caches]
+        collected = any(collectors)
         for holder in self._holders:
             for span, position, keys, m in self._pieces(holder, layer, q, window):
                 for seeing, diagonal, hides in self._seeing(span, position, m, window):
                     rows.attend(seeing, keys, m, position, diagonal, hides)
-                for place in _range(span.members) if any(collectors) else ():
+                for place in _range(span.members) if collected else ():
                     collect = collectors[self._order[place]]
                     if collect is not None:
                         for first, block in _blocks_of(keys, m):
@@ -174,7 +175,7 @@ class SharedAttention:
         return out
 
     def _pieces(
-        self, holder: _SharedPart, layer: int, q: Tensor, window: int | None
+        self, holder: _AttendedCache, layer: int, q: Tensor, window: int | None
     ) -> Iterator[tuple[_Span, int, _Keys, int]]:
         """What each span's rows attend to, in the order of positions: the first position, the keys and values, and how
         many of them count, `m`."""
@@ -312,8 +313,8 @@ def _range(places: slice) -> range:
     return range(places.start, places.stop)
 
 
-def _parts_of(holder: _SharedPart) -> Iterator[tuple[_Span, int, int]]:
-    """See `_SharedPart.parts`."""
+def _parts_of(holder: _AttendedCache) -> Iterator[tuple[_Span, int, int]]:
+    """See `_AttendedCache.parts`."""
     start, size, chunk = holder.cache.start, holder.cache.blocks.block_size, holder.cache.chunk_size
     for span in holder.spans:
         first, stop = span.first - start, span.stop - start

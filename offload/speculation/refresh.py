@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from ..caches.full import FullCache
 from ..caches.retrieval import RetrievalCache
 from ..settings import refresh_mode
 
@@ -102,9 +101,8 @@ class RefreshPolicy:
 
 @dataclass(eq=False)
 class RetrievalRefresh:
-    """The retrieval cache of one sequence and the full cache that it is chosen from, as rounds bring it up to date."""
+    """The retrieval cache of one sequence, as rounds bring it up to date."""
 
-    full: FullCache
     retrieval: RetrievalCache
     policy: RefreshPolicy
     mass_rows: int
@@ -112,7 +110,7 @@ class RetrievalRefresh:
 
     def begin_round(self, work: RetrievalWork) -> None:
         """Has the next pass of the full cache keep the attention that chunks are chosen by, or not."""
-        self.full.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
+        self.retrieval.source.keep_mass(self.mass_rows if work >= RetrievalWork.REBUILD else 0)
 
     def is_due(self, work: RetrievalWork, proposed: int, accepted: int) -> bool:
         """Whether chunks are chosen anew with the round under way, which accepted so many of the `proposed` tokens.
