@@ -53,7 +53,7 @@ class Part:
 def parts(device: str, quick: bool) -> list[Part]:
     """All parts, in the order of what is wanted most."""
     python = sys.executable
-    triforce = [python, "-m", "triforce.cli"]
+    triforce = [python, "-m", "triforce.cli", "--debug"]
 
     def inner(name: str) -> list[str]:
         return [python, __file__, "--part", name, "--device", device, *(["--quick"] if quick else [])]
