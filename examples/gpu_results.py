@@ -89,7 +89,7 @@ def parts(device: str, quick: bool) -> list[Part]:
         Part("prefill", inner("prefill"), 60),
         Part("pair-128k-streamed", pair("0"), 90),
         Part("pair-128k-on-chip", pair("auto"), 60),
-        Part("compare-8k", compare(), 90),
+        Part("compare-8k", compare(), 130),
         Part("steps-128k-streamed", steps(131072), 150),
         Part("kernel-tests", tests("tests/kernels"), 120, ("pytest", "hypothesis", "triton")),
     ]
