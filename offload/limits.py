@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from ..kernels.selection import STEP_ROWS
 from ..tp.decoder import TILING, Tiling
 
+MOST_TOGETHER = 8
+"""Blocks that one copy over the link takes at most. Page-locked memory is locked in pieces of whole multiples of so
+many, and no copy takes some from before such a multiple and some from behind it."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -15,6 +19,9 @@ class Limits:
     ring_buffers: int = 3
     """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block
     whose attention takes longer than its copy."""
+    ring_bytes: int = 32 * 2**20
+    """Of a buffer of a GPU's ring, if a block is not larger: packed blocks that are smaller pass several at a time.
+    Each time takes a host some 0.3 ms (`docs/gpu-results.md`), in which a PCIe 5.0 link carries 15 MB."""
     staging_buffers: int = 6
     """Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
     copied."""

@@ -38,6 +38,7 @@ class CudaLink:
         self._copies: deque[tuple[Any, Any, int]] = deque()  # events before and after, bytes
         self._waits: deque[tuple[Any, Any]] = deque()
         self._traffic = Traffic()
+        self._stored = False  # since a fetch was last asked for
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Raises:
@@ -47,7 +48,9 @@ class CudaLink:
 
     def fetch(self, source: Tensor, buffer: Tensor) -> _Arrival:
         self._inwards.wait_stream(self._runtime.current_stream())  # which may still read the buffer
-        self._inwards.wait_stream(self._outwards)  # which may still write the source
+        if self._stored:
+            self._inwards.wait_stream(self._outwards)  # which may still write the source
+            self._stored = False
         with self._runtime.use(self._inwards):
             began = self._runtime.record_event()
             buffer.copy_(source, non_blocking=True)
@@ -60,6 +63,7 @@ class CudaLink:
         with self._runtime.use(self._outwards):
             target.copy_(source, non_blocking=True)
             done = self._runtime.record_event()
+        self._stored = True
         num_bytes = source.numel() * source.element_size()
         self._traffic = replace(self._traffic, bytes_out=self._traffic.bytes_out + num_bytes)
         return _Arrival(self, done)

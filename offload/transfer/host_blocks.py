@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.chunks import gather_chunks
 from ...kernels.packing import gather_packed, unpack
 from ...tp.errors import CapacityError
+from ..limits import MOST_TOGETHER
 from .host_memory import HostMemory
 from .placement import block_slot
 from .staging import Source
@@ -42,8 +43,13 @@ class HostBlocks(ABC):
         """Host memory that was taken for all of them, but for those that do not fit into their slots."""
 
     @abstractmethod
-    def at(self, index: int) -> Source:
-        """What crosses the link of a block: the block, or its slot, `[slot_bytes]` uint8."""
+    def at(self, index: int, count: int = 1) -> Source:
+        """What crosses the link of a block: the block, or its slot, `[slot_bytes]` uint8. Of `count` blocks that go
+        `together`: their slots, `[count, slot_bytes]`."""
+
+    def together(self, index: int, most: int) -> int:
+        """How many blocks from `index` on, of `most`, can cross the link in one copy."""
+        return 1
 
     @abstractmethod
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
@@ -85,7 +91,7 @@ class RawBlocks(HostBlocks):
     def num_bytes(self) -> int:
         return self.blocks.nbytes
 
-    def at(self, index: int) -> Source:
+    def at(self, index: int, count: int = 1) -> Source:
         return self._memory.source(self.blocks[index]) if self._memory else self.blocks[index]
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
@@ -189,8 +195,16 @@ class PackedBlocks(HostBlocks):
     def num_bytes(self) -> int:
         return self._slots.nbytes
 
-    def at(self, index: int) -> Source:
+    def at(self, index: int, count: int = 1) -> Source:
+        if count > 1:
+            return self._slots[index : index + count]
         return self._overflow.memory.source(self._raw[index] if index in self._raw else self._slots[index])
+
+    def together(self, index: int, most: int) -> int:
+        if self._overflow.memory.is_pageable(self._slots):
+            return 1
+        stop = index + min(most, MOST_TOGETHER - index % MOST_TOGETHER)
+        return max(1, next((raw for raw in range(index, stop) if raw in self._raw), stop) - index)
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         return self._overflow.leave(self._raw, index, block, buffer), self.at(index)

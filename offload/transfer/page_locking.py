@@ -2,8 +2,8 @@
 
 `torch.empty(pin_memory=True)` rounds up to a power of two, which tens of GiB cannot afford, so plain memory is
 registered, in pieces, as a driver may refuse very large ones. A copy that touches two pieces fails: pieces end where
-blocks end. To lock memory that was never written makes the system find its pages one by one, at about 2 GB/s: they are
-written from several threads first.
+`MOST_TOGETHER` blocks end. To lock memory that was never written makes the system find its pages one by one, at about 2
+GB/s: they are written from several threads first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...tp.errors import CapacityError
 from ...tp.units import gib
+from ..limits import MOST_TOGETHER
 from .pages import new_pages
 
 LARGEST_PIECE = 4 * 2**30
@@ -72,7 +73,7 @@ def locked_memory(
     start = memory.data_ptr()
     locked: list[int] = []
     weakref.finalize(memory.untyped_storage(), _unlock, runtime, locked)
-    for first, stop in pieces(size, block, largest_piece):
+    for first, stop in pieces(size, MOST_TOGETHER * block, largest_piece):
         _touch(memory[first:stop], pages_a_thread)
         status = runtime.lock_pages(start + first, stop - first)
         if status != 0:

@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.slots import GROUP, Layout
 from ...tp.model.config import ModelConfig
-from ..limits import LIMITS, Limits
+from ..limits import LIMITS, MOST_TOGETHER, Limits
 
 SPLITS = (256, 512)
 """A block is whole splits of so many tokens, of the second number from `LONG` tokens on: the compiled kernels sum 256
@@ -42,6 +42,8 @@ class Placement:
     """Of the blocks that are not resident, those on a disk: the first ones, so that the newest are in memory."""
     num_spare: int = 0
     """Of the resident blocks, those that host memory has room for as well: the last ones. They can leave the device."""
+    together: int = 1
+    """Packed blocks that a buffer of the ring has room for: so many cross the link, and are attended, at once."""
     limits: Limits = LIMITS
     """What buffers, and passes over few tokens, keep to."""
 
@@ -54,12 +56,14 @@ class Placement:
         chunk_size: int,
         *,
         packed: bool = False,
+        together: int = 1,
         limits: Limits = LIMITS,
     ) -> Placement:
         """Blocks for `capacity` tokens of which `num_resident` stay on the device, and the last one never."""
         num_blocks = -(-capacity // block_size)
         open_tokens = _whole_chunks(block_size + limits.open_slack, chunk_size)
-        return cls(block_size, num_blocks, min(num_resident, num_blocks - 1), open_tokens, packed, limits=limits)
+        num_resident = min(num_resident, num_blocks - 1)
+        return cls(block_size, num_blocks, num_resident, open_tokens, packed, together=together, limits=limits)
 
     @property
     def streams(self) -> bool:
@@ -82,13 +86,13 @@ class Placement:
 
     @property
     def ring_buffers(self) -> int:
-        """Blocks that can be on their way through the ring; 0 where nothing streams."""
+        """Buffers of the ring; 0 where nothing streams."""
         return min(self.limits.ring_buffers, self.num_blocks) if self.streams else 0
 
     @property
     def ring_blocks(self) -> int:
-        """Blocks that the ring has memory for: one more where they come packed."""
-        return self.ring_buffers + (self.packed and self.streams)
+        """Blocks that the ring has memory for: one more buffer where they come packed."""
+        return (self.ring_buffers + (self.packed and self.streams)) * self.together
 
     def host_block_bytes(self, part: ModelConfig, dtype: torch.dtype) -> int:
         """Bytes of a block of one layer in host memory, and over the link."""
@@ -177,7 +181,12 @@ def place_streamed(
     largest = block_size_for(capacity, chunk_size, split, limits.largest_block)
     size = min(largest, _whole_chunks(smallest, chunk_size))
     num_resident, packed = int(resident_bytes // (size * token_bytes)), packed and size % GROUP == 0
-    return Placement.streaming(capacity, size, num_resident, chunk_size, packed=packed, limits=limits)
+    together, block_bytes = 1, size * token_bytes // part.num_layers
+    while packed and on_gpu and 2 * together <= min(MOST_TOGETHER, limits.ring_bytes // block_bytes):
+        together *= 2
+    return Placement.streaming(
+        capacity, size, num_resident, chunk_size, packed=packed, together=together, limits=limits
+    )
 
 
 def _split(capacity: int) -> int:

@@ -1,9 +1,9 @@
 """The ring: a few device buffers through which blocks of host memory flow, each used once and overwritten.
 
 It keeps as many copies under way as it has buffers, so that the link is busy while a block is attended, and between
-layers too. What comes packed is unpacked into one more buffer. Between passes, blocks that become whole on the device
-leave through the same buffers. Blocks that the link cannot copy from where they lie go through `staging` as well. It
-knows neither CUDA nor what a block means.
+layers too. What comes packed is unpacked into one more buffer, several blocks at once where they are small. Between
+passes, blocks that become whole on the device leave through the same buffers. Blocks that the link cannot copy from
+where they lie go through `staging` as well. It knows neither CUDA nor what a block means.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 from torch import Tensor
 
 from ...kernels.packing import unpack
-from .host_blocks import HostBlocks, slot_in
+from .host_blocks import HostBlocks
 from .link import Arrival, Link
 from .staging import Source, Staged, StagedCopy, Staging
 
@@ -30,13 +30,17 @@ class Ring:
         buffers: Sequence[Tensor],
         unpacked: Tensor | None = None,
         staging: Staging | None = None,
+        together: int = 1,
     ) -> None:
         """Args:
-        buffers: they have a block's shape; with two or more, one is filled while another is in use.
+        buffers: `[2, num_kv_heads, together * block_size, head_dim]`; with two or more, one is filled while another is
+            in use.
         unpacked: another one, for blocks that come packed.
         staging: what blocks pass through that the link cannot copy from where they lie.
+        together: packed blocks that come at once, at most.
         """
         self._link, self.buffers, self.unpacked, self._staging = link, list(buffers), unpacked, staging
+        self._together = together
         self._coming: Iterator[Tensor | Staged] = iter(())
         self._under_way: deque[tuple[Tensor, Tensor, Arrival]] = deque()
         self._leaving: deque[tuple[Tensor, Arrival]] = deque()
@@ -49,7 +53,7 @@ class Ring:
         else:
             buffer, departure = self._leaving.popleft()
             departure.wait()
-        source, target = host.leave(index, block, buffer)
+        source, target = host.leave(index, block, _room_in(buffer, block))
         if isinstance(target, Tensor):
             self._leaving.append((buffer, self._link.store(source, target)))
         else:
@@ -97,7 +101,8 @@ class Ring:
             self._staging.stop()
 
     def begin(self, blocks: Iterator[Source]) -> None:
-        """Starts on `blocks` that are not resident, or their slots. Of earlier ones nothing is left: see `stop`.
+        """Starts on `blocks` that are not resident, or their slots, one or several at a time. Of earlier ones nothing
+        is left: see `stop`.
 
         A copy that is still under way, either way, ends before any that is asked for now, so its buffer is safe to use
         again.
@@ -111,8 +116,7 @@ class Ring:
         if isinstance(source, Staged) and self._link.direct:  # it is used where it was read
             self._under_way.append((buffer, source.place, source))
             return
-        comes = source.place if isinstance(source, Staged) else source
-        place = buffer if comes.dtype == buffer.dtype else slot_in(buffer, len(comes))
+        place = _room_in(buffer, source.place if isinstance(source, Staged) else source)
         if isinstance(source, Staged):
             assert self._staging
             arrival: Arrival = StagedCopy(self._link, self._staging, source, place)
@@ -121,22 +125,33 @@ class Ring:
         self._under_way.append((buffer, place, arrival))
 
     def next_blocks(self, count: int) -> Iterator[Tensor]:
-        """The next `count` blocks, each on the device and there until the next one is asked for.
+        """The next `count` blocks, one or several at a time: `[2, num_kv_heads, tokens, head_dim]`, on the device and
+        there until the next ones are asked for.
 
         Raises:
             LinkError: a copy failed.
         """
-        for _ in range(count):
+        while count > 0:
             buffer, place, arrival = self._under_way.popleft()
             arrival.wait()
             if place.dtype == buffer.dtype:
+                count -= 1
                 yield place
                 self._go_on(buffer, arrival)
             else:
-                assert self.unpacked is not None
-                unpack(place, self.unpacked.flatten(0, 1))
+                slots = place.view(-1, place.shape[-1])
+                count -= len(slots)
+                blocks = self._unpack(slots)
                 self._go_on(buffer, arrival)
-                yield self.unpacked
+                yield blocks
+
+    def _unpack(self, slots: Tensor) -> Tensor:
+        """The blocks in `slots` `[any, slot_bytes]`, their tokens one after another."""
+        assert self.unpacked is not None
+        block_size = self.unpacked.shape[2] // self._together
+        blocks = self.unpacked[:, :, : len(slots) * block_size]
+        unpack(slots, blocks.flatten(0, 1).unflatten(1, (len(slots), block_size)).transpose(0, 1))
+        return blocks
 
     def _go_on(self, buffer: Tensor, arrival: Arrival) -> None:
         """Fetches the next block into a buffer that is done with, as is that of staging if it came from there."""
@@ -146,3 +161,8 @@ class Ring:
         following = next(self._coming, None)
         if following is not None:
             self._fetch(following, buffer)
+
+
+def _room_in(buffer: Tensor, comes: Tensor) -> Tensor:
+    """Room in a buffer for what is not larger: of its shape and dtype."""
+    return buffer.view(comes.dtype).view(-1)[: comes.numel()].view(comes.shape)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 import torch
@@ -88,9 +89,10 @@ class StreamedBlocks:
         # Of each layer, the position of the first token of the open stretch; all before is in whole blocks. They differ
         # while a pass over many tokens is under way, and once it was broken off.
         self._bases = [0] * config.num_layers
-        unpacked = on_device(*self._block) if placement.packed else None
-        buffers = [on_device(*self._block) for _ in range(placement.ring_buffers)]
-        self._ring = Ring(link, buffers, unpacked, self._staging)
+        together = 2, config.num_kv_heads, placement.together * block_size, config.head_dim
+        unpacked = on_device(*together) if placement.packed else None
+        buffers = [on_device(*together) for _ in range(placement.ring_buffers)]
+        self._ring = Ring(link, buffers, unpacked, self._staging, placement.together)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace
         self._start = self._stop = 0  # of the pass under way
@@ -144,9 +146,13 @@ class StreamedBlocks:
                 blocks.pop()
         return before - self._spare_bytes
 
-    def _source(self, layer: int, index: int) -> Source:
-        """What crosses the link of a block that is not resident."""
-        return self._host[layer].at(index - self._first_on_host)
+    def _sources(self, layer: int, first: int, stop: int) -> Iterator[Source]:
+        """What crosses the link of blocks that are not resident."""
+        host, index, stop = self._host[layer], first - self._first_on_host, stop - self._first_on_host
+        while index < stop:
+            count = host.together(index, min(self._placement.together, stop - index))
+            yield host.at(index, count)
+            index += count
 
     def _send_home(self, layer: int, index: int, block: Tensor) -> None:
         """Brings a block, on the device, to where it lives when it is not in use. It may be overwritten at once."""
@@ -241,7 +247,7 @@ class StreamedBlocks:
             self._workspace = self._open[0].new_zeros(2, num_kv_heads, -(-self._seen // size) * size, head_dim)
             self._worked = -1
             return
-        self._ring.begin(self._source(layer, i) for layer in range(len(self._host)) for i in range(*self._range(layer)))
+        self._ring.begin(chain.from_iterable(self._sources(i, *self._range(i)) for i in range(len(self._host))))
 
     def pause(self) -> PausedPass:
         state = self._start, self._stop, self._first_row, self._seen, self._worked
@@ -299,9 +305,11 @@ class StreamedBlocks:
         self._workspace[:, :, :tokens] = self._staying[layer][:, :, :tokens]
         for index, block in enumerate(self._resident[layer][staying:resident], staying):
             self._worked_block(index).copy_(block)
-        self._ring.begin(self._source(layer, index) for index in range(resident, whole))
-        for index, block in enumerate(self._ring.next_blocks(whole - resident), resident):
-            self._worked_block(index).copy_(block)
+        self._ring.begin(self._sources(layer, resident, whole))
+        position = resident * self.block_size
+        for blocks in self._ring.next_blocks(whole - resident):
+            self._workspace[:, :, position : position + blocks.shape[2]] = blocks
+            position += blocks.shape[2]
         if length > self._base:
             self._workspace[:, :, self._base : length] = self._open[layer][:, :, : length - self._base]
 
@@ -341,9 +349,12 @@ class StreamedBlocks:
         for index in range(begin, resident):
             yield index * size, self._resident[layer][index]
         streamed, end = self._range(layer)
-        for index, block in enumerate(self._ring.next_blocks(end - streamed), streamed):
-            if index >= first // size:
-                yield index * size, block
+        wanted, position = first // size * size, streamed * size
+        for blocks in self._ring.next_blocks(end - streamed):
+            hidden = max(0, wanted - position)
+            if hidden < blocks.shape[2]:
+                yield position + hidden, blocks[:, :, hidden:] if hidden else blocks
+            position += blocks.shape[2]
         if stop > self._base:
             yield self._base, self._open[layer]
 
@@ -393,5 +404,6 @@ class StreamedBlocks:
             if index < self.num_resident:
                 stretch[:, :, : self.block_size] = self._resident[layer][index]
             else:
-                stretch[:, :, : self.block_size] = self._ring.bring(self._source(layer, index))
+                (source,) = self._sources(layer, index, index + 1)
+                stretch[:, :, : self.block_size] = self._ring.bring(source)
             self._bases[layer] = index * self.block_size

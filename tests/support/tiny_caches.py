@@ -67,6 +67,8 @@ class Twin:
     """Blocks of a layer on a disk."""
     spare: int = 0
     """Of the resident blocks of a layer, those that can leave the device, and do at random."""
+    together: int = 1
+    """Packed blocks that cross the link at once."""
 
 
 class Twins:
@@ -81,7 +83,8 @@ class Twins:
         self.all = [self.make(CAPACITY, twin) for twin in twins]
 
     def make(self, capacity, twin) -> Any:
-        placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, packed=twin.packed)
+        packing = {"packed": twin.packed, "together": twin.together}
+        placement = Placement.streaming(capacity, SIZE, self.resident, CHUNK, **packing)
         spare = min(twin.spare, placement.num_resident)
         placement = replace(placement, num_disk=min(twin.disk, placement.num_host), num_spare=spare)
         given = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "disk": self.space}

@@ -53,12 +53,15 @@ class DiskBlocks(HostBlocks):
     def num_bytes(self) -> int:
         return self._rest.num_bytes
 
-    def at(self, index: int) -> Source:
+    def at(self, index: int, count: int = 1) -> Source:
         if index >= self._count:
-            return self._rest.at(index - self._count)
+            return self._rest.at(index - self._count, count)
         if index in self._raw and self._overflow is not None:
             return self._overflow.memory.source(self._raw[index])
         return _Slot(self, index)
+
+    def together(self, index: int, most: int) -> int:
+        return self._rest.together(index - self._count, most) if index >= self._count else 1
 
     def leave(self, index: int, block: Tensor, buffer: Tensor) -> tuple[Tensor, Source]:
         if index >= self._count:

@@ -117,11 +117,11 @@ FREED = "without it memory is freed while a copy uses it, and the sanitizer forg
 
 SEEN_BY_THE_SANITIZER = (
     ("self._inwards.wait_stream(self._runtime.current_stream())", None),
-    ("self._inwards.wait_stream(self._outwards)", None),
     ("self._outwards.wait_stream(self._runtime.current_stream())", None),
     ("self._outwards.synchronize()", HOST),
     ("self._runtime.synchronize()", FREED),
     ("self._runtime.current_stream().wait_event(done)", None),
+    ("self._inwards.wait_stream(self._outwards)", None),
     ("done = self._runtime.record_event()", None),
     ("done = self._runtime.record_event()", None),
     ("self._link.wait(self._done)", None),

@@ -48,7 +48,11 @@ def part(tmp_path_factory):
 @pytest.mark.slow(keep=8)
 def test_blocks_on_a_disk_are_those_in_memory_whatever_is_done_with_them(part, link, space, kind, seed):
     chance = random.Random(seed)
-    twins = (Twin(disk=chance.choice([1, 5, 99])), Twin(True, chance.choice([1, 4, 99])), Twin())
+    twins = (
+        Twin(disk=chance.choice([1, 5, 99])),
+        Twin(True, chance.choice([1, 4, 99]), together=chance.choice([1, 2, 4])),
+        Twin(),
+    )
     made = Twins(part, link, chance.choice([0, 1, 3]), kind, seed, twins, space)
     for _ in range(14):
         made.step()
@@ -134,7 +138,7 @@ def test_a_disk_that_fails_is_an_error_that_names_it_and_nothing_hangs(part, lin
         for _ in range(4):
             twins.add(60)
     with pytest.raises(DiskError):  # as long as nobody was told
-        blocks._ring.begin(blocks._source(1, index) for index in range(*blocks._range(1)))
+        blocks._ring.begin(blocks._sources(1, *blocks._range(1)))
         list(blocks._ring.next_blocks(9))
         blocks.drain()
     with suppress(DiskError):  # as whoever gives a broken cache back

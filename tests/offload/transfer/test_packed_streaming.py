@@ -1,6 +1,7 @@
 """Blocks that stream packed are those that would stream raw, bit for bit, in three quarters of the bytes."""
 
 import random
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,22 +42,24 @@ def part(tmp_path_factory) -> ModelConfig:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.slow(keep=9)
 def test_packed_blocks_are_the_raw_ones_whatever_is_done_with_them(part, link, kind, seed):
-    twins = Twins(part, link, random.Random(seed).choice([0, 1, 3]), kind, seed)
+    chance = random.Random(seed)
+    made = (Twin(packed=True), Twin(packed=True, together=chance.choice([2, 3, 8])), Twin())
+    twins = Twins(part, link, chance.choice([0, 1, 3]), kind, seed, made)
     for _ in range(14):
         twins.step()
-    packed, raw = twins.all
-    for blocks in (packed, raw):
+    for blocks in twins.all:
         blocks.drain()
-    held = sum(len(host._raw) for host in packed._host)
-    assert held + len(packed._overflow._free) == packed._overflow.blocks, "memory that is not used any more is kept"
-    assert kind != "normal" or not packed._overflow.blocks
+    for packed in twins.all[:2]:
+        held = sum(len(host._raw) for host in packed._host)
+        assert held + len(packed._overflow._free) == packed._overflow.blocks, "memory that is not used any more is kept"
+        assert kind != "normal" or not packed._overflow.blocks
 
 
 @pytest.mark.parametrize("kind", ["normal", "any bits"])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.slow(keep=4)
 def test_blocks_that_leave_the_device_are_those_that_stay(part, link, kind, seed):
-    made = (Twin(spare=9), Twin(packed=True, spare=2), Twin())
+    made = (Twin(spare=9), Twin(packed=True, together=4, spare=2), Twin())
     twins = Twins(part, link, random.Random(seed).choice([1, 3, 8]), kind, seed, made)
     for _ in range(20):
         twins.step()
@@ -95,6 +98,28 @@ def test_packed_blocks_cross_the_link_in_three_quarters_of_the_bytes(part, link,
     assert crossed[0] < 0.775 * crossed[1]
     host = [twins.all[0]._host[0]._slots.nbytes, twins.all[1]._host[0].blocks.nbytes]
     assert host[0] < 0.775 * host[1]
+
+
+@pytest.mark.parametrize("kind", ["normal", "any bits"])
+def test_packed_blocks_cross_the_link_several_at_once_unless_one_does_not_pack(part, link, kind):
+    twins = Twins(part, link, 1, kind, 1, (Twin(packed=True, together=4),))
+    twins.add(11 * SIZE)  # ten of each layer are not on the device
+    (blocks,) = twins.all
+    blocks.prepare(twins.length, 1)
+    blocks.append(0, twins.length, *twins.kv[:, 0, :, twins.length : twins.length + 1])
+    pieces = [(at, piece.shape[2]) for at, piece in blocks.pieces(0, 0, twins.length + 1)]
+    streamed = [SIZE * count for count in ((4, 4, 2) if kind == "normal" else (1,) * 10)]
+    lengths = [SIZE, *streamed, blocks._open[0].shape[2]]
+    assert pieces == list(zip(accumulate([0, *lengths[:-1]]), lengths, strict=True))
+
+
+def test_no_copy_crosses_from_one_piece_of_locked_memory_to_the_next(part, link):
+    """Which pieces may be: whole multiples of `MOST_TOGETHER` blocks."""
+    slots = link.host_memory((20, block_slot(2, 64, 16).slot_bytes), torch.uint8)
+    shape = (2, 2, 64, 16)
+    host = PackedBlocks(slots, Overflow(HostMemory(link), shape, torch.bfloat16), shape)
+    assert [host.together(index, 4) for index in range(20 - 4)] == [min(4, 8 - index % 8) for index in range(20 - 4)]
+    assert host.at(8, 4).data_ptr() == slots[8].data_ptr() and host.at(8, 4).shape == slots[8:12].shape
 
 
 def test_a_block_that_does_not_pack_takes_memory_only_as_long_as_it_is_there(link):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from triforce.offload.limits import MOST_TOGETHER
 from triforce.offload.transfer.page_locking import lockable, locked_memory, pieces
 from triforce.tp.errors import CapacityError
 
@@ -72,10 +73,10 @@ def test_every_byte_is_locked_once_and_freed_with_the_tensor(shape):
     assert not runtime.locked
 
 
-def test_blocks_larger_than_a_piece_are_a_piece_each():
+def test_blocks_that_are_copied_together_are_in_one_piece_however_large():
     runtime = Runtime()
-    memory = locked_memory((5, 3 * mmap.PAGESIZE), torch.uint8, runtime, largest_piece=4096)
-    assert set(runtime.locked) == {block.data_ptr() for block in memory}
+    memory = locked_memory((2 * MOST_TOGETHER + 1, 3 * mmap.PAGESIZE), torch.uint8, runtime, largest_piece=4096)
+    assert set(runtime.locked) == {block.data_ptr() for block in memory[::MOST_TOGETHER]}
 
 
 def test_a_refusal_says_how_much_there_is_and_leaves_neither_locks_nor_an_error():

@@ -130,6 +130,7 @@ class _History:
         self.link = CudaLink(CPU, runtime=simulator.runtime())
         self.tokens = torch.tensor(random_tokens(kind.capacity, seed=chance.randint(0, 9)))
         self.capacity, self.resident = kind.capacity // 2, chance.choice([0, 0, 1, 3])
+        self.together = random.Random(chance.random()).choice([1, 2, 4]) if kind.packed else 1
         self.cache: Any = None
         self.disk: SeenDisk | None = None
         self.num_disk = 0
@@ -156,7 +157,9 @@ class _History:
 
     def blocks_of(self, capacity: int, resident: int) -> StreamedBlocks:
         kind = self.kind
-        place = Placement.streaming(capacity, kind.size, resident, CHUNK, packed=kind.packed, limits=self.limits)
+        place = Placement.streaming(
+            capacity, kind.size, resident, CHUNK, packed=kind.packed, together=self.together, limits=self.limits
+        )
         place = replace(place, num_disk=min(self.num_disk, place.num_host))
         given = {"dtype": kind.dtype, "device": CPU, "disk": self.disk, "host": self.host}
         return StreamedBlocks(self.decoder.part, self.link, place, **given)
