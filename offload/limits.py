@@ -19,9 +19,10 @@ class Limits:
     ring_buffers: int = 3
     """Blocks on the device through which the others stream: one in use, one arriving, and one to spare for a block
     whose attention takes longer than its copy."""
-    ring_bytes: int = 32 * 2**20
+    ring_bytes: int = 24 * 2**20
     """Of a buffer of a GPU's ring, if a block is not larger: packed blocks that are smaller pass several at a time.
-    Each time takes a host some 0.3 ms (`docs/gpu-results.md`), in which a PCIe 5.0 link carries 15 MB."""
+    Each time takes a host up to 0.3 ms (`docs/gpu-results.md`), in which a PCIe 5.0 link carries 16 MB, and 24 MiB are
+    packed in 19."""
     staging_buffers: int = 6
     """Blocks on their way from host memory that is not page-locked: one in use, one being copied on, and four being
     copied."""

@@ -181,9 +181,8 @@ def place_streamed(
     largest = block_size_for(capacity, chunk_size, split, limits.largest_block)
     size = min(largest, _whole_chunks(smallest, chunk_size))
     num_resident, packed = int(resident_bytes // (size * token_bytes)), packed and size % GROUP == 0
-    together, block_bytes = 1, size * token_bytes // part.num_layers
-    while packed and on_gpu and 2 * together <= min(MOST_TOGETHER, limits.ring_bytes // block_bytes):
-        together *= 2
+    together = limits.ring_bytes * part.num_layers // (size * token_bytes) if packed and on_gpu else 1
+    together = min(max(1, together), MOST_TOGETHER)
     return Placement.streaming(
         capacity, size, num_resident, chunk_size, packed=packed, together=together, limits=limits
     )
