@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import prod
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from ...kernels.packing import unpack
@@ -53,7 +55,7 @@ class Ring:
         else:
             buffer, departure = self._leaving.popleft()
             departure.wait()
-        source, target = host.leave(index, block, _room_in(buffer, block))
+        source, target = host.leave(index, block, self._one(buffer))
         if isinstance(target, Tensor):
             self._leaving.append((buffer, self._link.store(source, target)))
         else:
@@ -116,7 +118,11 @@ class Ring:
         if isinstance(source, Staged) and self._link.direct:  # it is used where it was read
             self._under_way.append((buffer, source.place, source))
             return
-        place = _room_in(buffer, source.place if isinstance(source, Staged) else source)
+        comes = source.place if isinstance(source, Staged) else source
+        if comes.dtype == buffer.dtype:
+            place = self._one(buffer)
+        else:
+            place = buffer.view(torch.uint8).view(-1)[: comes.numel()].view(comes.shape)
         if isinstance(source, Staged):
             assert self._staging
             arrival: Arrival = StagedCopy(self._link, self._staging, source, place)
@@ -145,6 +151,13 @@ class Ring:
                 self._go_on(buffer, arrival)
                 yield blocks
 
+    def _one(self, buffer: Tensor) -> Tensor:
+        """Room for one block in a buffer."""
+        if self._together == 1:
+            return buffer
+        shape = (*buffer.shape[:2], buffer.shape[2] // self._together, buffer.shape[3])
+        return buffer.view(-1)[: prod(shape)].view(shape)
+
     def _unpack(self, slots: Tensor) -> Tensor:
         """The blocks in `slots` `[any, slot_bytes]`, their tokens one after another."""
         assert self.unpacked is not None
@@ -161,8 +174,3 @@ class Ring:
         following = next(self._coming, None)
         if following is not None:
             self._fetch(following, buffer)
-
-
-def _room_in(buffer: Tensor, comes: Tensor) -> Tensor:
-    """Room in a buffer for what is not larger: of its shape and dtype."""
-    return buffer.view(comes.dtype).view(-1)[: comes.numel()].view(comes.shape)
