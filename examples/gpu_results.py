@@ -87,6 +87,7 @@ def parts(device: str, quick: bool) -> list[Part]:
         Part("tests", tests("tests/offload/test_gpu.py"), 120, ("pytest",)),
         Part("steps-32k-streamed", steps(32768), 90),
         Part("prefill", inner("prefill"), 60),
+        Part("packed", inner("packed"), 60),
         Part("pair-128k-streamed", pair("0"), 90),
         Part("pair-128k-on-chip", pair("auto"), 60),
         Part("compare-8k", compare(), 130),
@@ -282,7 +283,7 @@ def figures(done: dict[str, Any]) -> dict[str, float]:
             found[f"memory: {phase}, most allocated / planned"] = round(
                 at["most_allocated"] / at["planned"]["device"], 4
             )
-    for name in ("link", "prefill"):
+    for name in ("link", "prefill", "packed"):
         found |= {f"{name}: {key}": value for key, value in (results.get(name) or {}).items()}
     return found
 
@@ -444,11 +445,44 @@ def prefill(device: str, quick: bool) -> Iterator[tuple[str, float]]:
         del cache, read_prompt  # their memory is wanted by the next
 
 
+def packed(device: str, quick: bool) -> Iterator[tuple[str, float]]:
+    """Decoding, row by row, of a model with grouped queries whose keys and values all stream packed, in many small
+    blocks: the time between tokens beside the time that their bytes take the link. What is above both is the host's."""
+    import torch
+    from triforce.offload import Engine, Sampling
+    from triforce.offload.settings import Settings
+    from triforce.offload.shape_steps import RandomWeights
+    from triforce.tp.decoder import Decoder
+    from triforce.tp.weights.registry import PRESETS
+
+    where, rounds = torch.device(device), 12
+    config = PRESETS["embedded" if quick else "llama-3.1-8b-instruct"].configs()[0]
+    weights = RandomWeights(torch.bfloat16, where)
+    engine = Engine(Decoder(config, weights, where), None, Settings(tiers=1, resident=0.0))  # pyright: ignore[reportArgumentType]
+    for tokens in (400,) if quick else (32768, 65536):
+        prompt = torch.randint(config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
+        run = engine.stream(prompt, Sampling(0.0), rounds + 4, ignore_eos=True)
+        for _ in range(3):  # the prefill, and rounds that warm up
+            next(run)
+        times, before = [], run.stats()["link"]
+        for _ in range(rounds):
+            began = time.perf_counter()
+            next(run)
+            times.append(time.perf_counter() - began)
+        link = {name: value - before[name] for name, value in run.stats()["link"].items() if name != "gb_per_s"}
+        yield f"{tokens}_tbt_ms", round(1e3 * statistics.median(times), 2)
+        yield f"{tokens}_link_ms", round(1e3 * link["busy_s"] / rounds, 2)
+        yield f"{tokens}_streamed_bytes", link["bytes_streamed"] // rounds
+        run.close()
+    engine.close()
+
+
 INNER: dict[str, Callable[[str, bool], Iterator[tuple[str, Any]]]] = {
     "memory": memory,
     "machine": machine,
     "link": link,
     "prefill": prefill,
+    "packed": packed,
 }
 """By the name of the part."""
 
