@@ -51,7 +51,8 @@ class Limits:
     PyTorch 2.13 for CPUs takes 224 MiB, this program 11 more; the rest is an estimate."""
     cuda_host_bytes: int = 1122 * 2**20
     """Of host memory: what CUDA takes in a process that computes on a GPU, by the first tensor that was put there
-    (github.com/pytorch/pytorch, issue 12873). Modules have been loaded where they are used since, so it may be less."""
+    (github.com/pytorch/pytorch, issue 12873). With `runtime_bytes` 1.44 GiB; on an H200 with PyTorch 2.11 runs of a
+    small model took 1.07 to 1.27 GiB in all, and `bench` 1.44 (`docs/gpu-results.md`)."""
     tiling: Tiling = TILING
     """How a prompt's rows are computed together."""
 

@@ -33,7 +33,8 @@ CUDA_CONTEXT = 2**29
 of PyTorch says a process has, less what it says PyTorch has (github.com/3DTopia/Phidias-Diffusion, issue 8). The
 modules of its kernels are among them, as far as they were loaded by then: a context and what one small operation loads
 take 0.27 GiB, and 0.62 GiB with all of PyTorch's modules, which are loaded where they are used first since then
-(github.com/pytorch/pytorch, pull request 86509)."""
+(github.com/pytorch/pytorch, pull request 86509). On an H200, which has more multiprocessors, 0.60 GiB with the first
+tensor and 0.75 GiB after a run (`docs/gpu-results.md`): the rest comes from what a run leaves free."""
 
 WORKSPACE = 32 * 2**20
 """Of cuBLAS, and again of cuBLASLt, for each stream that multiplies, of which there are two: of passes, and of those
