@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.layers import rows_are_independent
 from ..kernels.selection import STEP_ROWS
-from .matrices import GatedMlp, ModelMatrices, Weight, num_parameters
+from .matrices import DenseWeight, GatedMlp, Matrix, ModelMatrices, Weight, layer_prefix, num_parameters
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
@@ -169,11 +169,13 @@ class Decoder:
         self.device = device
         self.rope = Rope(config.head_dim, config.rope, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
-        self._embedding = matrices.embedding.read(checkpoint.read).matrix
+        (embedding,) = matrices.embedding.projections
+        self._embedding = checkpoint.read(f"{embedding.name}.weight", embedding.outputs, embedding.inputs)
         self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
-        head = matrices.head.read(checkpoint.read) if matrices.head else Weight(self._embedding[split.vocabulary])
-        self._head, self._missing_logits = head, matrices.head_rows - head.matrix.shape[0]
+        tied = DenseWeight(self._embedding[split.vocabulary])
+        self._head: Weight = matrices.head.read(checkpoint) if matrices.head else tied
+        self._missing_logits = matrices.head_rows - tied.matrix.shape[0]
         self.dtype = self._embedding.dtype
         checkpoint.check_all_read()
 
@@ -269,7 +271,7 @@ class Decoder:
         """Whether a row of a step has the same logits, bit by bit, whatever rows come with it."""
         weights = [self._head, *(one for layer in self._layers for one in (layer.qkv, layer.o, *layer.mlp.weights))]
         attention = rows_are_independent(self.device, self.dtype, self.part.head_dim)
-        return attention and all(weight.rows_are_independent for weight in weights)
+        return attention and all(weight.rows_are_independent(self.dtype) for weight in weights)
 
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
@@ -356,16 +358,20 @@ class _Progress:
 
 def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, index: int) -> _Layer:
     def read(name: str, *shape: int, **part: slice | None) -> Tensor:
-        return checkpoint.read(f"model.layers.{index}.{name}", *shape, **part)
+        return checkpoint.read(f"{prefix}{name}", *shape, **part)
 
+    def weight(matrix: Matrix) -> Weight:
+        return matrix.read(checkpoint, prefix, config.quantisation)
+
+    prefix = layer_prefix(index)
     hidden, head_dim = config.hidden_size, config.head_dim
     return _Layer(
         input_norm=read("input_layernorm.weight", hidden),
-        qkv=matrices.qkv.read(read),
+        qkv=weight(matrices.qkv),
         q_norm=read("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
         k_norm=read("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
-        o=matrices.o.read(read),
+        o=weight(matrices.o),
         o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
         post_norm=read("post_attention_layernorm.weight", hidden),
-        mlp=GatedMlp(matrices.gate_up.read(read), matrices.down.read(read)),
+        mlp=GatedMlp(weight(matrices.gate_up), weight(matrices.down)),
     )

@@ -1,21 +1,26 @@
 """A model's weights, as one rank holds them: which tensors of a checkpoint they come from, what they take, and products
 of rows with them.
 
-What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. All are
-numbers in the dtype that is computed in: bytes are their count times its size.
+What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. Numbers
+are in the dtype that is computed in, or those of a matrix of a layer are in four or eight bits
+(`model.quantisation`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layers import gated_mlp, linear, products_are_independent
+from ..kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
 from .model.config import ModelConfig
+from .model.quantisation import Quantisation, StoredTensors, part_of
 from .parallel.ranks import ALONE
 from .parallel.split import Split
 
@@ -37,6 +42,14 @@ class Projection:
         """Outputs and inputs that the rank holds."""
         return len(range(self.outputs)[self.rows or slice(None)]), len(range(self.inputs)[self.columns or slice(None)])
 
+    def read(self, source: WeightSource, prefix: str, quantisation: Quantisation | None) -> Tensor | GroupedMatrix:
+        """See `Matrix.read`; without a bias."""
+        name = prefix + self.name
+        if quantisation is None or not quantisation.covers(name):
+            return source.read(f"{name}.weight", self.outputs, self.inputs, rows=self.rows, columns=self.columns)
+        whole = quantisation.read(source, name, self.outputs, self.inputs)
+        return part_of(whole, self.rows, self.columns).to(source.device)
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -54,26 +67,66 @@ class Matrix:
     def numbers(self) -> int:
         return prod(self.shape) + self.bias * self.shape[0]
 
-    def read(self, read: Callable[..., Tensor]) -> Weight:
+    def num_bytes(self, dtype: torch.dtype, quantisation: Quantisation | None, prefix: str) -> int:
+        """What it takes in a layer whose names begin with `prefix`."""
+        found = self.bias * self.shape[0] * dtype.itemsize
+        for one in self.projections:
+            if quantisation is not None and quantisation.covers(prefix + one.name):
+                found += quantisation.num_bytes(*one.held)
+            else:
+                found += prod(one.held) * dtype.itemsize
+        return found
+
+    def read(self, source: WeightSource, prefix: str = "", quantisation: Quantisation | None = None) -> Weight:
         """Reads it.
 
-        Args: `read` is called as `Checkpoint.read`.
+        Args:
+            prefix: of the names, those of a layer.
+            quantisation: how matrices are stored that are not stored as usual.
 
         Raises:
-            ModelError: see `Checkpoint.read`.
+            ModelError: see `Checkpoint`.
         """
-        parts, biases = self.projections, []
-        tensors = [
-            read(f"{one.name}.weight", one.outputs, one.inputs, rows=one.rows, columns=one.columns) for one in parts
-        ]
+        bias, all_of = None, self.projections
         if self.bias:
-            biases = [read(f"{one.name}.bias", one.outputs, rows=one.rows) for one in parts]
-        return Weight(_joined(tensors), _joined(biases) if biases else None)
+            bias = _joined([source.read(f"{prefix}{one.name}.bias", one.outputs, rows=one.rows) for one in all_of])
+        parts = [one.read(source, prefix, quantisation) for one in all_of]
+        dense = [part for part in parts if isinstance(part, Tensor)]
+        if len(dense) == len(parts):
+            return DenseWeight(_joined(dense), bias)
+        return QuantisedWeight(tuple(parts), bias)
+
+
+class WeightSource(StoredTensors, Protocol):
+    """The part of `checkpoint.Checkpoint` that is needed here; see there."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
+
+
+class Weight(Protocol):
+    """A matrix `[outputs, inputs]` and perhaps a bias `[outputs]`."""
+
+    def times(
+        self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None
+    ) -> Tensor:
+        """The product of `rows` `[n, inputs]` with it, `[n, outputs]`; see `kernels.linear`."""
+        ...
+
+    def rows_are_independent(self, dtype: torch.dtype) -> bool:
+        """Whether a row of a step in `dtype` has the same product, bit by bit, whatever rows come with it."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+        ...
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A matrix `[outputs, inputs]`, contiguous, of numbers in the dtype that is computed in; and a bias `[outputs]`."""
+class DenseWeight:
+    """One of numbers in the dtype that is computed in, contiguous."""
 
     matrix: Tensor
     bias: Tensor | None = None
@@ -81,19 +134,55 @@ class Weight:
     def times(
         self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None
     ) -> Tensor:
-        """The product of `rows` `[n, inputs]` with it, `[n, outputs]`; see `kernels.linear`."""
         return linear(rows, self.matrix, self.bias, norm=norm, eps=eps, onto=onto)
 
-    @property
-    def rows_are_independent(self) -> bool:
-        """Whether a row of a step has the same product, bit by bit, whatever rows come with it."""
-        return products_are_independent(self.matrix.device, self.matrix.dtype)
+    def rows_are_independent(self, dtype: torch.dtype) -> bool:
+        return products_are_independent(self.matrix.device, dtype)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
         yield self.matrix
         if self.bias is not None:
             yield self.bias
+
+
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """One of projections of which some are in four or eight bits: their outputs follow one another."""
+
+    parts: tuple[GroupedMatrix | Tensor, ...]
+    bias: Tensor | None = None
+
+    def times(
+        self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None
+    ) -> Tensor:
+        if len(self.parts) == 1:
+            return _product(rows, self.parts[0], self.bias, norm, eps, onto)
+        sizes = [part.shape[0] for part in self.parts]
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        both = zip(self.parts, biases, strict=True)
+        product = torch.cat([_product(rows, part, bias, norm, eps) for part, bias in both], dim=1)
+        return product if onto is None else onto.add_(product)
+
+    def rows_are_independent(self, dtype: torch.dtype) -> bool:
+        return products_are_independent(next(self.tensors()).device, dtype)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            yield from (part,) if isinstance(part, Tensor) else part.tensors()
+        if self.bias is not None:
+            yield self.bias
+
+
+def _product(
+    rows: Tensor,
+    part: GroupedMatrix | Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    onto: Tensor | None = None,
+) -> Tensor:
+    multiply = linear if isinstance(part, Tensor) else quantised_linear
+    return multiply(rows, part, bias, norm=norm, eps=eps, onto=onto)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -109,7 +198,10 @@ class GatedMlp:
 
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
         """What it gives for `rows` `[n, hidden]`, with the norm before it; see `kernels.gated_mlp`."""
-        return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
+        if isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
+            return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
+        gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
+        return self.down.times(F.silu(gate).mul_(up), onto=onto)
 
 
 @dataclass(frozen=True)
@@ -129,6 +221,8 @@ class ModelMatrices:
     num_layers: int
     vectors: int
     """Numbers of a layer's norms and of what is added behind its sums over ranks."""
+    quantisation: Quantisation | None
+    """How matrices of layers are stored that are not in the dtype that is computed in."""
 
     @classmethod
     def of(cls, config: ModelConfig, split: Split | None = None) -> ModelMatrices:
@@ -150,13 +244,14 @@ class ModelMatrices:
             head_rows=split.vocabulary_room,
             num_layers=config.num_layers,
             vectors=hidden * (2 + config.o_bias) + 2 * size * config.qk_norm,
+            quantisation=config.quantisation,
         )
 
     @property
     def numbers(self) -> int:
         """All of them; of the output head as many rows as the rank with the most has."""
-        hidden, layer = self.embedding.shape[1], (self.qkv, self.o, self.gate_up, self.down)
-        layers = self.num_layers * (sum(matrix.numbers for matrix in layer) + self.vectors)
+        hidden = self.embedding.shape[1]
+        layers = self.num_layers * (sum(matrix.numbers for matrix in self._of_layer) + self.vectors)
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
@@ -167,11 +262,40 @@ class ModelMatrices:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """What they take in memory."""
-        return self.numbers * dtype.itemsize
+        return self.numbers * dtype.itemsize - self._saved_bytes(dtype)
 
     def bytes_of_a_pass(self, dtype: torch.dtype) -> int:
         """What of them every pass reads."""
-        return self.numbers_of_a_pass * dtype.itemsize
+        return self.numbers_of_a_pass * dtype.itemsize - self._saved_bytes(dtype)
+
+    @property
+    def _of_layer(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+    def _saved_bytes(self, dtype: torch.dtype) -> int:
+        """By matrices that are stored in four or eight bits."""
+        if self.quantisation is None:
+            return 0
+        saved = 0
+        for matrix in self._of_layer:
+            usual = matrix.numbers * dtype.itemsize
+            for layer in range(self.num_layers):
+                saved += usual - matrix.num_bytes(dtype, self.quantisation, layer_prefix(layer))
+        return saved
+
+    def expansion_bytes(self, dtype: torch.dtype, *, is_step: bool) -> int:
+        """What the products of a pass take for numbers of a matrix that is stored in fewer bits: for all of one, or in
+        a step over few rows for some."""
+        if self.quantisation is None:
+            return 0
+        largest = max(prod(one.held) for matrix in self._of_layer for one in matrix.projections)
+        expanded = min(largest, STEP_NUMBERS) if is_step else largest
+        return expanded * dtype.itemsize + 4 * 4 * min(largest, FLOAT32_NUMBERS)
+
+
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{index}."
 
 
 def num_parameters(config: ModelConfig) -> int:

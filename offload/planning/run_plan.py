@@ -542,7 +542,9 @@ def _activation_bytes(request: RunRequest, tokens: int) -> int:
     """Those, and the largest tile of rows inside a layer. The tokens are the last of the context."""
     tiling = request.limits.tiling
     rows = tiling.prefill_rows if tiling.whole(request.context) > request.context - tokens else tiling.tail_rows
-    return _hidden_bytes(request, tokens) + min(max(rows, STEP_ROWS), tokens) * _row_bytes(request, request.part)
+    expanded = request.matrices.expansion_bytes(request.dtype, is_step=False)
+    inside = min(max(rows, STEP_ROWS), tokens) * _row_bytes(request, request.part)
+    return _hidden_bytes(request, tokens) + inside + expanded
 
 
 def _draft_activation_bytes(request: RunRequest) -> int:
@@ -554,6 +556,7 @@ def _draft_activation_bytes(request: RunRequest) -> int:
     tokens = min(request.context, streaming_prefill(small.num_layers))
     rows = min(max(request.limits.tiling.prefill_rows, STEP_ROWS), tokens)
     hidden = tokens * small.hidden_size * request.dtype.itemsize
+    hidden += ModelMatrices.of(small).expansion_bytes(request.dtype, is_step=False)
     return hidden + rows * _row_bytes(request, small) + 2 * 4 * request.target.vocab_size
 
 
@@ -590,6 +593,7 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
+    layer += request.matrices.expansion_bytes(request.dtype, is_step=True)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens

@@ -43,7 +43,7 @@ def change_weights(directory, change):
         ({"architectures": []}, r"\(none\), which is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "does not give 'factor'"),
         ({"rope_parameters": "yarn"}, "RoPE parameters that are not an object"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised weights of the kind 'bitsandbytes'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "activation 'gelu', which is not supported; supported: silu"),
         ({"hidden_size": "absent"}, "does not give 'hidden_size'"),

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ModelError
 from .families import FAMILIES, Family, plain_positions, sliding_windows
+from .quantisation import Quantisation, quantisation_of
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
 
 
@@ -20,8 +21,8 @@ class ModelConfig:
 
     `max_position_embeddings` includes what a RoPE scaling adds, but not what dual chunk attention does (`dual_chunk`:
     whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
-    `dtype` is that of the checkpoint; `sliding_windows` has one entry for each layer, or is empty if no layer has a
-    window.
+    `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four or eight bits;
+    `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
     """
 
     vocab_size: int
@@ -43,6 +44,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     dual_chunk: bool = False
+    quantisation: Quantisation | None = None
 
     @property
     def positions_note(self) -> str:
@@ -111,6 +113,7 @@ class ModelConfig:
                 qk_norm=family.qk_norm,
                 sliding_windows=sliding_windows(family, raw, num_layers),
                 dual_chunk=plain < rope.positions(max_positions),
+                quantisation=quantisation_of(raw, directory / "config.json"),
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -168,10 +171,6 @@ def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
         f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
         f"activation {activation!r}": (activation != "silu", "silu"),
         "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
-        "quantised weights (quantization_config)": (
-            bool(raw.get("quantization_config")),
-            "weights in float32, bfloat16 and float16",
-        ),
     }
     for feature, (present, supported) in unsupported.items():
         if present:

@@ -22,6 +22,9 @@ from .weight_files import weight_files
 _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 """Number formats that can be read, by their names in safetensors and in PyTorch."""
 
+_NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".input_global_scale")
+"""Ends of the names of what quantised activations would be computed with."""
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -48,7 +51,8 @@ class Checkpoint:
         Raises:
             ModelError: there are no weights, or a file is missing, truncated or in an unknown format.
         """
-        self._directory, self._dtype, self._device = directory, dtype, device
+        self.device = device
+        self._directory, self._dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
@@ -63,24 +67,61 @@ class Checkpoint:
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
         """
-        if name not in self._paths:
-            raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
-        path = self._paths[name]
+        path = self._path(name)
         with self._opened(path) as file:
             stored = file[name]
             if stored.shape != shape:
                 raise ModelError(f"{name} in {path} has shape {stored.shape}; its config says {shape}")
             if stored.dtype not in _FORMATS:
-                raise ModelError(f"{name} in {path} is {stored.dtype}; quantised weights are not supported")
+                raise ModelError(
+                    f"{name} in {path} is {stored.dtype}; quantised weights are not supported where the model's "
+                    "config.json does not describe them"
+                )
             wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
-            tensor = stored.part(wanted).to(self._device, self._dtype, copy=True, memory_format=torch.contiguous_format)
+            tensor = stored.part(wanted).to(self.device, self._dtype, copy=True, memory_format=torch.contiguous_format)
+        self._unread.discard(name)
+        return tensor
+
+    def _path(self, name: str) -> Path:
+        if name not in self._paths:
+            raise ModelError(f"the weights in {self._directory} lack the tensor {name}")
+        return self._paths[name]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._paths
+
+    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """The tensor `name` as it is stored, a copy in memory.
+
+        Raises:
+            ModelError: it is missing, or has another shape or number format.
+        """
+        path = self._path(name)
+        with self._opened(path) as file:
+            found = file[name]
+            if found.shape != shape:
+                raise ModelError(f"{name} in {path} has shape {found.shape}; its config says {shape}")
+            tensor = found.part(tuple(slice(None) for _ in shape) or (...,))  # pyright: ignore[reportArgumentType]
+            if tensor.dtype not in dtypes:
+                wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise ModelError(f"{name} in {path} is {found.dtype}; its config asks for {wanted}")
+            tensor = tensor.clone()
         self._unread.discard(name)
         return tensor
 
     def unread(self) -> list[str]:
-        """Tensors that have not been read, but for those that a model need not read: RoPE's tables, and the output head
-        of a model that uses its embedding instead."""
-        return sorted(n for n in self._unread if ".rotary_emb." not in n and n != "lm_head.weight")
+        """Tensors that have not been read, but for those that a model need not read: RoPE's tables, the output head of
+        a model that uses its embedding instead, what activations would be quantised by, and biases of zeros, which some
+        tools write beside quantised matrices."""
+        left = (name for name in self._unread if not name.endswith(_NOT_COMPUTED) and ".rotary_emb." not in name)
+        return sorted(name for name in left if name != "lm_head.weight" and not self._is_bias_of_zeros(name))
+
+    def _is_bias_of_zeros(self, name: str) -> bool:
+        if not name.endswith(".bias") or not self.has(name.removesuffix("bias") + "qweight"):
+            return False
+        with self._opened(self._paths[name]) as file:
+            return not file[name].part((slice(None),)).any()
 
     def check_all_read(self) -> None:
         """Called by a model that has read all its weights.

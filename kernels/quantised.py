@@ -1,0 +1,109 @@
+"""Products of rows with a matrix that is held in four or eight bits.
+
+Its numbers are what the format's formula gives in float32, scales widened and never narrowed, rounded once to the dtype
+that is computed in. Passes over few rows and over many multiply by the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .layers import linear
+from .selection import STEP_ROWS
+
+STEP_NUMBERS = 2**22
+"""Of a matrix that a pass over few rows expands at a time, in whole outputs; one over many expands all of it."""
+
+FLOAT32_NUMBERS = 2**20
+"""That are float32 at a time while they are expanded, in whole outputs."""
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """`[outputs, inputs]` of `scale * (value - zero)`, where a group of inputs of an output has one scale and zero."""
+
+    values: Tensor
+    """`[outputs, inputs]` uint8, int8 or float8, or `[outputs, inputs / 2]` uint8 with the number of an even input in
+    bits 0 to 3 and that of the input after it in bits 4 to 7."""
+    scales: Tensor
+    """As they are stored, `[outputs, groups]`."""
+    zeros: Tensor | int
+    """Whole numbers `[outputs, groups]`, or one for all."""
+    bits: int
+    """4 or 8."""
+    group_of: Tensor | None = None
+    """The group of each input, int64 `[inputs]`; `None` where groups are neighbours, as many in each."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1] * 8 // self.bits
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+        for held in (self.values, self.scales, self.zeros, self.group_of):
+            if isinstance(held, Tensor):
+                yield held
+
+    def to(self, device: torch.device) -> GroupedMatrix:
+        """The same on a device."""
+        moved = [None if held is None else held.to(device) for held in (self.values, self.scales, self.group_of)]
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.to(device)
+        return GroupedMatrix(moved[0], moved[1], zeros, self.bits, moved[2])  # pyright: ignore[reportArgumentType]
+
+    def expand(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """The numbers of outputs `first` to `stop`: `[stop - first, inputs]` in `dtype`, contiguous."""
+        inputs = self.shape[1]
+        out = torch.empty(stop - first, inputs, dtype=dtype, device=self.values.device)
+        step = max(1, FLOAT32_NUMBERS // inputs)
+        for begin in range(first, stop, step):
+            end = min(stop, begin + step)
+            out[begin - first : end - first] = self._numbers(slice(begin, end))
+        return out
+
+    def _numbers(self, outputs: slice) -> Tensor:
+        """Of some outputs, in float32."""
+        values = self.values[outputs]
+        if self.bits == 4:
+            values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
+        scales = self.scales[outputs].float()
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[outputs].float()
+        if self.group_of is not None:
+            zeros = zeros if isinstance(zeros, int) else zeros[:, self.group_of]
+            return (values.float() - zeros) * scales[:, self.group_of]
+        zeros = zeros if isinstance(zeros, int) else zeros.unsqueeze(-1)
+        grouped = values.float().unflatten(1, (scales.shape[1], -1))
+        return ((grouped - zeros) * scales.unsqueeze(-1)).flatten(1)
+
+
+def quantised_linear(
+    x: Tensor,
+    matrix: GroupedMatrix,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
+    outputs, inputs = matrix.shape
+    if x.shape[0] > STEP_ROWS:
+        return linear(x, matrix.expand(0, outputs, x.dtype), bias, norm=norm, eps=eps, onto=onto)
+    step = max(1, STEP_NUMBERS // inputs)
+    parts = []
+    for first in range(0, outputs, step):
+        stop = min(outputs, first + step)
+        of_part = None if bias is None else bias[first:stop]
+        parts.append(linear(x, matrix.expand(first, stop, x.dtype), of_part, norm=norm, eps=eps))
+    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return product if onto is None else onto.add_(product)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """`[outputs, inputs]` whole numbers from 0 to 15, of an even number of inputs, as `GroupedMatrix` holds them."""
+    values = values.to(torch.uint8)
+    return values[:, 0::2] | values[:, 1::2] << 4

@@ -1,0 +1,232 @@
+"""Weights in four and eight bits: their numbers are the format's formula, bit for bit, and texts are transformers'."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantised import FORMATS, fp8, save_quantised
+from spmd import run_jobs
+from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.kernels.layers import linear
+from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
+from triforce.offload import Engine, Sampling
+from triforce.tp.decoder import Decoder
+from triforce.tp.errors import ModelError
+from triforce.tp.matrices import ModelMatrices
+from triforce.tp.model.quantisation import part_of, quantisation_of
+
+CPU = torch.device("cpu")
+PROMPT = random_tokens(300, seed=3)
+
+
+class Tensors:
+    """A checkpoint with one projection, `it`."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def has(self, name):
+        return name.removeprefix("it.") in self.tensors
+
+    def stored(self, name, *shape, dtypes):
+        tensor = self.tensors[name.removeprefix("it.")]
+        assert tuple(tensor.shape) == shape and tensor.dtype in dtypes
+        return tensor.clone()
+
+
+def quantisation(name: str) -> Any:
+    return quantisation_of({"quantization_config": FORMATS[name].config}, "config.json")
+
+
+def matrix_of(name: str, outputs: int = 48, inputs: int = 96, seed: int = 0) -> tuple[GroupedMatrix, torch.Tensor]:
+    """A random matrix as it is read, and its numbers."""
+    stored = FORMATS[name].store(np.random.default_rng(seed), outputs, inputs)
+    return quantisation(name).read(Tensors(stored.tensors), "it", outputs, inputs), torch.from_numpy(stored.numbers)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(48, 96), (64, 192)])
+def test_numbers_are_the_formula_in_float32_rounded_once(name, shape):
+    matrix, want = matrix_of(name, *shape)
+    assert matrix.shape == shape
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(matrix.expand(0, shape[0], dtype), want.to(dtype))
+    assert torch.equal(matrix.expand(5, 19, torch.bfloat16), want[5:19].bfloat16())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_matrix_takes_what_is_planned_and_little_more_than_in_the_file(name):
+    form = fp8((128, 128)) if name == "fp8" else FORMATS[name]
+    stored = form.store(np.random.default_rng(1), 256, 1024)
+    found = quantisation_of({"quantization_config": form.config}, "config.json")
+    assert found is not None
+    matrix = found.read(Tensors(stored.tensors), "it", 256, 1024)
+    held = sum(tensor.nbytes for tensor in matrix.tensors())
+    in_file = sum(tensor.nbytes for end, tensor in stored.tensors.items() if end not in ("g_idx", "weight_shape"))
+    assert held == found.num_bytes(256, 1024)
+    order = 8 * 1024 if matrix.group_of is not None else 0  # the group of each input
+    assert held - order <= 1.05 * in_file + 4 * 256
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("columns", [None, slice(0, 32), slice(32, 96), slice(24, 72), slice(10, 38)])
+def test_a_rank_has_the_numbers_of_its_part(name, columns):
+    matrix, want = matrix_of(name)
+    part = part_of(matrix, slice(16, 32), columns)
+    assert torch.equal(part.expand(0, 16, torch.float32), want[16:32, columns or slice(None)])
+
+
+def test_a_part_that_begins_within_a_byte_is_refused():
+    with pytest.raises(ModelError, match="whole bytes"):
+        part_of(matrix_of("gptq")[0], None, slice(33, 96))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8"])
+def test_products_are_those_with_the_numbers(name, rows):
+    """Whatever is expanded at a time."""
+    outputs, inputs = 4 * STEP_NUMBERS // 2**12 // 4 + 40, 4096
+    assert outputs * inputs > max(STEP_NUMBERS, 2 * FLOAT32_NUMBERS)
+    matrix, numbers = matrix_of(name, outputs, inputs)
+    g = torch.Generator().manual_seed(1)
+    x, norm, bias = (torch.randn(*shape, generator=g) for shape in ((rows, inputs), (inputs,), (outputs,)))
+    for more in ({}, {"norm": norm, "eps": 1e-5}):
+        want = linear(x, numbers, bias, **more)
+        torch.testing.assert_close(quantised_linear(x, matrix, bias, **more), want, atol=1e-3, rtol=1e-4)
+        onto = torch.ones(rows, outputs)
+        assert quantised_linear(x, matrix, bias, onto=onto, **more) is onto
+        torch.testing.assert_close(onto, want + 1, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [(name, "llama") for name in FORMATS] + [("awq", "qwen2"), ("gptq", "qwen3"), ("packed", "llama-tied")]
+    + [("fp8", "qwen3-bias"), ("gptq-act-order", "mistral-window")],
+)  # fmt: skip
+def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, name, family):
+    """Of one to three tiers, in memory and streamed."""
+    model = save_quantised(tmp_path / "target", FORMATS[name], family, seed=1)
+    save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32)
+    want = greedy_oracle(model, PROMPT, 30)
+    for tiers, resident in ((1, None), (2, 0.0), (3, None)):
+        engine = Engine.load(
+            tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident,
+            budget=64,
+        )  # fmt: skip
+        assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == want
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "packed-zeros", "fp8"])
+def test_two_ranks_write_what_transformers_does(tmp_path, name):
+    model = save_quantised(tmp_path / "target", FORMATS[name], seed=1)
+    settings = {"tiers": 2, "budget": 64}
+    job = {"model": str(tmp_path / "target"), "draft": None, "device": "cpu", "dtype": "float32", "prompt": PROMPT}
+    job |= {"new_tokens": 30, "temperature": 0.0, "seed": 1, "settings": settings}
+    (reports,) = run_jobs([job], 2)
+    assert all(report["token_ids"] == greedy_oracle(model, PROMPT, 30) for report in reports)
+
+
+def test_a_quantised_draft_drafts_for_any_target(tmp_path):
+    model = save_llama(tmp_path / "target", seed=1)
+    save_quantised(tmp_path / "draft", FORMATS["awq"], seed=9)
+    engine = Engine.load(tmp_path / "target", tmp_path / "draft", device="cpu", dtype="float32", tiers=3, budget=64)
+    assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == greedy_oracle(model, PROMPT, 30)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_holds_what_its_plan_counts(tmp_path, name, dtype):
+    save_quantised(tmp_path, FORMATS[name])
+    decoder = Decoder.load(tmp_path, dtype=dtype, device=CPU)
+    held = sum(tensor.nbytes for part, tensor in decoder.held() if part == "weights")
+    matrices = ModelMatrices.of(decoder.config)
+    assert held == matrices.num_bytes(dtype) < 0.9 * matrices.numbers * dtype.itemsize
+
+
+def test_biases_of_zeros_beside_quantised_matrices_are_let_pass_and_others_are_not(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_quantised(tmp_path, FORMATS["gptq"])
+    path, bias = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.bias"
+    tensors = load_file(path)
+    save_file(tensors | {bias: torch.zeros(96)}, path)
+    Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    save_file(tensors | {bias: torch.ones(96)}, path)
+    with pytest.raises(ModelError, match=rf"holds tensors that .* does not have: {bias}"):
+        Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+
+GPTQ, AWQ, FP8 = (FORMATS[name].config for name in ("gptq", "awq", "fp8"))
+PACKED = FORMATS["packed"].config
+
+
+def scheme(**changes):
+    (group,) = PACKED["config_groups"].values()
+    weights = group["weights"] | changes.pop("weights", {})
+    return PACKED | {"config_groups": {"group_0": group | {"weights": weights} | changes}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GPTQ | {"bits": 3}, "GPTQ with 3 bits, which is not supported; supported: .*AWQ"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"lm_head": True}, "a quantised output head"),
+        (GPTQ | {"group_size": 0}, "cannot be read: .*group_size 0"),
+        ({"quant_method": "gptq"}, "cannot be read: KeyError.*bits"),
+        (AWQ | {"version": "gemv"}, "version 'gemv'"),
+        (AWQ | {"bits": 8}, "AWQ with 8 bits"),
+        (AWQ | {"zero_point": False}, "without zero points"),
+        (FP8 | {"fmt": "e5m2"}, "FP8 in the format 'e5m2'"),
+        (FP8 | {"weight_block_size": 128}, "cannot be read"),
+        (PACKED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (PACKED | {"transform_config": {"a": 1}}, "transform_config"),
+        (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        (PACKED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        (PACKED | {"config_groups": {}}, "several config_groups"),
+        (scheme(weights={"strategy": "tensor_group"}), "strategy 'tensor_group'"),
+        (scheme(weights={"num_bits": 3}), "int3"),
+        (scheme(input_activations={"num_bits": 4}), "4-bit activations"),
+        (scheme(targets=["re:.*mlp.*"]), "for re:.*mlp.* alone"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
+        ({"bits": 4}, "'unknown'"),
+        ([4], "not an object"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(config, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        quantisation_of({"quantization_config": config}, "config.json")
+    assert "config.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group_size": 16}, r"qzeros in .* has shape \(2, 8\); its config says \(4, 8\)"),
+        ({"bits": 8}, r"qweight in .* has shape \(8, 64\); its config says \(16, 64\)"),
+        ({"quant_method": "awq"}, "qweight in .* has shape"),
+        ({"quant_method": "fp8"}, "lack the tensor model.layers.0.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_file_that_is_not_as_its_config_says_is_refused(tmp_path, changes, words):
+    save_quantised(tmp_path, FORMATS["gptq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
+        Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_groups_that_do_not_exist_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_quantised(tmp_path, FORMATS["gptq-act-order"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.k_proj.g_idx"][3] = 2
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"k_proj.g_idx has groups from 0 to 2; the configuration says 2 groups"):
+        Decoder.load(tmp_path, dtype=torch.float32, device=CPU)

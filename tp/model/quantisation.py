@@ -1,0 +1,368 @@
+"""Weights in four or eight bits as checkpoints store them: GPTQ, AWQ, compressed-tensors and FP8.
+
+Which of a model's matrices are stored so, and how, is in its `config.json`; it says what they take before a file is
+there. What is read becomes a `kernels.quantised.GroupedMatrix`. Activations are not quantised, whatever a checkpoint
+asks for.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.quantised import GroupedMatrix, pack_nibbles
+from ..errors import ModelError
+
+SUPPORTED = (
+    "weights in float32, bfloat16 and float16; GPTQ with 4 or 8 bits; AWQ (gemm); FP8 (e4m3); compressed-tensors "
+    "(pack-quantized, int-quantized, float-quantized, naive-quantized)"
+)
+"""What messages say that can be read."""
+
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+_INT32, _INT8, _FP8 = (torch.int32,), (torch.int8,), (torch.float8_e4m3fn,)
+
+_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The field of a word that each of eight neighbouring outputs is in."""
+
+
+class StoredTensors(Protocol):
+    """The part of `checkpoint.Checkpoint` that is needed here."""
+
+    def has(self, name: str) -> bool: ...
+
+    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Quantisation(ABC):
+    """How matrices of a model's layers are stored."""
+
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """Inputs that have a scale of their own; 0 where all of an output have one."""
+    symmetric: bool
+    """Whether zero is the same number everywhere."""
+    left_out: tuple[str, ...]
+    """Of matrices that are stored as usual: their names, parts of these between two dots, or their ends; or `re:` and
+    what the names begin with."""
+    ordered: bool
+    """Whether the file says which group each input belongs to (`desc_act`)."""
+    activations: bool
+    """Whether the checkpoint asks for quantised activations, which is not done."""
+
+    scale_bytes: ClassVar[int] = 2
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages call it."""
+
+    @abstractmethod
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        """The matrix of the projection `name`.
+
+        Raises:
+            ModelError: its tensors are missing, or are not as the configuration says.
+        """
+
+    def covers(self, name: str) -> bool:
+        """Whether the matrix of the projection `name` is stored so."""
+        return name.startswith("model.layers.") and not any(_names(part, name) for part in self.left_out)
+
+    def groups(self, inputs: int) -> int:
+        """Scales of an output."""
+        return -(-inputs // self.group_size) if self.group_size else 1
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """What such a matrix takes as it is held, where scales have as many bits as is usual."""
+        of_group = self.scale_bytes + (not self.symmetric)
+        uneven = bool(self.group_size) and inputs % self.group_size != 0
+        order = 8 * inputs if self.ordered or uneven else 0  # see `GroupedMatrix.group_of`
+        return outputs * (inputs * self.bits // 8 + self.groups(inputs) * of_group) + order
+
+    def _matrix(
+        self, values: Tensor, scales: Tensor, zeros: Tensor | int = 0, group_of: Tensor | None = None
+    ) -> GroupedMatrix:
+        """Args: `group_of` is the group of each input where that is stored."""
+        inputs, groups = values.shape[1] * 8 // self.bits, scales.shape[1]
+        neighbours = torch.arange(inputs) // (self.group_size or inputs)
+        if group_of is None or torch.equal(group_of, neighbours):
+            group_of = neighbours if inputs % groups or inputs // groups != (self.group_size or inputs) else None
+        if isinstance(zeros, Tensor):
+            first = int(zeros.flatten()[0])
+            zeros = first if bool((zeros == first).all()) else zeros.contiguous()
+        return GroupedMatrix(values.contiguous(), scales.contiguous(), zeros, self.bits, group_of)
+
+    def _group_of(self, source: StoredTensors, name: str, inputs: int) -> Tensor | None:
+        """The group of each input, from the tensor of this name if there is one."""
+        if not source.has(name):
+            return None
+        found = source.stored(name, inputs, dtypes=(torch.int32, torch.int64)).long()
+        least, most, groups = int(found.min()), int(found.max()), self.groups(inputs)
+        if not 0 <= least <= most < groups:
+            raise ModelError(f"{name} has groups from {least} to {most}; the configuration says {groups} groups")
+        return found
+
+
+@dataclass(frozen=True)
+class Gptq(Quantisation):
+    """`qweight` `[inputs / fields, outputs]`, `qzeros` `[groups, outputs / fields]`, `scales` `[groups, outputs]`, and
+    perhaps `g_idx` `[inputs]`. A word of 32 bits has `fields` numbers, the first in its lowest bits."""
+
+    zeros_less_one: bool
+    """Whether zeros are stored less one, as in the first version of the format."""
+
+    @property
+    def name(self) -> str:
+        return f"GPTQ, {self.bits} bits"
+
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        groups, fields = self.groups(inputs), 32 // self.bits
+        words = source.stored(f"{name}.qweight", inputs // fields, outputs, dtypes=_INT32)
+        zeros = source.stored(f"{name}.qzeros", groups, outputs // fields, dtypes=_INT32)
+        scales = source.stored(f"{name}.scales", groups, outputs, dtypes=_SCALES)
+        values = words.view(torch.uint8).view(-1, outputs, 4).transpose(0, 1).reshape(outputs, -1)
+        zeros = _fields(zeros, self.bits).T.to(torch.int16) + self.zeros_less_one
+        zeros = zeros if self.bits == 8 and zeros.max() > 255 else zeros.to(torch.uint8)
+        return self._matrix(values, scales.T, zeros, self._group_of(source, f"{name}.g_idx", inputs))
+
+
+@dataclass(frozen=True)
+class Awq(Quantisation):
+    """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, `scales` `[groups, outputs]`. A word of 32
+    bits has the numbers of eight outputs, in an order of its own."""
+
+    @property
+    def name(self) -> str:
+        return "AWQ, 4 bits"
+
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        groups = self.groups(inputs)
+        words = source.stored(f"{name}.qweight", inputs, outputs // 8, dtypes=_INT32)
+        zeros = source.stored(f"{name}.qzeros", groups, outputs // 8, dtypes=_INT32)
+        scales = source.stored(f"{name}.scales", groups, outputs, dtypes=_SCALES)
+        values, zeros = (_fields(x, 4).unflatten(1, (-1, 8))[:, :, _AWQ_FIELDS].flatten(1).T for x in (words, zeros))
+        return self._matrix(pack_nibbles(values), scales.T, zeros)
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Quantisation):
+    """`weight_packed` `[outputs, inputs / fields]`, words of 32 bits with numbers that zero is in the middle of, or
+    `weight` `[outputs, inputs]`, int8 or FP8; `weight_scale` `[outputs, groups]`, or one; perhaps `weight_zero_point`
+    and `weight_g_idx`."""
+
+    kind: str
+    """`packed`, `int8` or `fp8`."""
+    one_scale: bool
+
+    @property
+    def name(self) -> str:
+        return f"compressed-tensors, {'FP8' if self.kind == 'fp8' else f'{self.bits} bits'}"
+
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        groups, fields = self.groups(inputs), 32 // self.bits
+        zeros: Tensor | int = 0
+        if self.kind == "packed":
+            words = source.stored(f"{name}.weight_packed", outputs, inputs // fields, dtypes=_INT32)
+            values, zeros = words.contiguous().view(torch.uint8), 1 << self.bits - 1
+            if source.has(f"{name}.weight_shape"):  # which the configuration says too
+                source.stored(f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64))
+            if not self.symmetric:
+                stored = source.stored(f"{name}.weight_zero_point", outputs // fields, groups, dtypes=_INT32)
+                zeros = _fields(stored.T.contiguous(), self.bits).T
+        else:
+            values = source.stored(f"{name}.weight", outputs, inputs, dtypes=_FP8 if self.kind == "fp8" else _INT8)
+            if not self.symmetric:
+                zeros = source.stored(f"{name}.weight_zero_point", outputs, groups, dtypes=_INT8)
+        shape = (1,) if self.one_scale else (outputs, groups)
+        scales = source.stored(f"{name}.weight_scale", *shape, dtypes=_SCALES).expand(outputs, groups)
+        return self._matrix(values, scales, zeros, self._group_of(source, f"{name}.weight_g_idx", inputs))
+
+
+@dataclass(frozen=True)
+class Fp8(Quantisation):
+    """`weight` `[outputs, inputs]` in e4m3 and `weight_scale_inv`, by which it is multiplied, for each block of outputs
+    and inputs; or one `weight_scale_inv`."""
+
+    block_rows: int
+    """Outputs of a block; 0 where there is one scale."""
+
+    @property
+    def name(self) -> str:
+        return "FP8"
+
+    scale_bytes = 4
+
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        values = source.stored(f"{name}.weight", outputs, inputs, dtypes=_FP8)
+        if not self.block_rows:
+            scales = source.stored(f"{name}.weight_scale_inv", dtypes=_SCALES).expand(outputs, 1)
+        else:
+            shape = -(-outputs // self.block_rows), self.groups(inputs)
+            blocks = source.stored(f"{name}.weight_scale_inv", *shape, dtypes=_SCALES)
+            scales = blocks.repeat_interleave(self.block_rows, 0)[:outputs]
+        return self._matrix(values, scales)
+
+
+def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) -> GroupedMatrix:
+    """A rank's part of a matrix: some outputs, and some inputs.
+
+    Raises:
+        ModelError: the inputs begin or end within a byte.
+    """
+    rows, columns = rows or slice(None), columns or slice(None)
+    (_, inputs), per_byte = matrix.shape, 8 // matrix.bits
+    first, stop, _ = columns.indices(inputs)
+    values, scales, zeros = matrix.values[rows], matrix.scales[rows], matrix.zeros
+    zeros = zeros if isinstance(zeros, int) else zeros[rows]
+    group_of, groups = matrix.group_of, slice(None)
+    if (first, stop) != (0, inputs):
+        if first % per_byte or stop % per_byte:
+            raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.bits} bits are no whole bytes; "
+                             "give another number of --gpus")  # fmt: skip
+        values = values[:, first // per_byte : stop // per_byte]
+        size = inputs // scales.shape[1]
+        if group_of is None and first % size == 0 and stop % size == 0:
+            groups = slice(first // size, stop // size)
+        else:
+            group_of = (torch.arange(inputs) // size if group_of is None else group_of)[first:stop]
+    held = [values.contiguous(), scales[:, groups].contiguous()]
+    zeros = zeros if isinstance(zeros, int) else zeros[:, groups].contiguous()
+    return GroupedMatrix(*held, zeros, matrix.bits, group_of)
+
+
+def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
+    """What a `config.json` says of quantised weights; `None`: they are stored as usual.
+
+    Args: `path` is what messages name.
+
+    Raises:
+        ModelError: it asks for something that is not read.
+    """
+    given = raw.get("quantization_config") or raw.get("compression_config")
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise ModelError(f"{path} gives a quantization_config that is not an object")
+    method = str(given.get("quant_method") or "unknown")
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    try:
+        if method not in readers:
+            raise _Unsupported(f"quantised weights of the kind {method!r}")
+        return readers[method](given)
+    except _Unsupported as error:
+        raise ModelError(f"{path} asks for {error}, which is not supported; supported: {SUPPORTED}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path} has a quantization_config that cannot be read: {error!r}") from error
+
+
+class _Unsupported(Exception):
+    """Something of a `quantization_config` that is not read."""
+
+
+def _gptq(given: dict[str, Any]) -> Quantisation:
+    bits = int(given["bits"])
+    _refuse(f"GPTQ with {bits} bits", bits not in (4, 8))
+    form = str(given.get("checkpoint_format", "gptq"))
+    _refuse(f"GPTQ's checkpoint_format {form!r}", form not in ("gptq", "gptq_v2"))
+    _refuse("GPTQ with settings by module (dynamic)", bool(given.get("dynamic")))
+    _refuse("a quantised output head", bool(given.get("lm_head")))
+    only = given.get("modules_in_block_to_quantize")
+    left_out: tuple[str, ...] = ()
+    if only:  # lists of names within a layer
+        names = [str(name) for names in only for name in (names if isinstance(names, list) else [names])]
+        left_out = (rf"re:(?!.*\.({'|'.join(map(re.escape, names))})$)",)
+    size, symmetric, ordered = (
+        _group_size(given["group_size"]),
+        bool(given.get("sym", True)),
+        bool(given.get("desc_act")),
+    )
+    return Gptq(bits, size, symmetric, left_out, ordered, False, zeros_less_one=form == "gptq")
+
+
+def _awq(given: dict[str, Any]) -> Quantisation:
+    bits, version = int(given.get("bits", given.get("w_bit", 4))), str(given.get("version", "gemm")).lower()
+    _refuse(f"AWQ with {bits} bits", bits != 4)
+    _refuse(f"AWQ's version {version!r}", version != "gemm")
+    _refuse("AWQ without zero points", not given.get("zero_point", True))
+    size = _group_size(given.get("group_size", given.get("q_group_size", 128)))
+    return Awq(bits, size, False, _listed(given, "modules_to_not_convert"), False, False)
+
+
+def _fp8(given: dict[str, Any]) -> Quantisation:
+    form, block = str(given.get("fmt", "e4m3")), given.get("weight_block_size")
+    _refuse(f"FP8 in the format {form!r}", form != "e4m3")
+    rows, columns = map(int, block or (0, 0))
+    return Fp8(8, columns, True, _listed(given, "modules_to_not_convert"), False, True, block_rows=rows)
+
+
+_KINDS = {
+    "pack-quantized": {"int": "packed"},
+    "int-quantized": {"int": "int8"},
+    "float-quantized": {"float": "fp8"},
+    "naive-quantized": {"int": "int8", "float": "fp8"},
+}
+"""By a format of compressed-tensors and a type of numbers."""
+
+
+def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
+    groups = list(given["config_groups"].values())
+    _refuse("compressed-tensors with several config_groups", len(groups) != 1)
+    _refuse("compressed-tensors with a quantised KV cache (kv_cache_scheme)", bool(given.get("kv_cache_scheme")))
+    _refuse("compressed-tensors with transforms (transform_config)", bool(given.get("transform_config")))
+    sparse = (given.get("sparsity_config") or {}).get("format", "dense")
+    _refuse(f"compressed-tensors with sparse weights ({sparse})", sparse != "dense")
+    scheme, weights = groups[0], groups[0]["weights"]
+    form = str(scheme.get("format") or given.get("format"))
+    bits, numbers = int(weights["num_bits"]), str(weights.get("type", "int"))
+    kind = _KINDS.get(form, {}).get(numbers)
+    _refuse(f"compressed-tensors in the format {form!r} with {numbers}{bits}", kind is None or bits not in (4, 8))
+    _refuse(f"compressed-tensors in the format {form!r} with {bits} bits", kind != "packed" and bits != 8)
+    inputs = scheme.get("input_activations")
+    _refuse("4-bit activations", bool(inputs) and int(inputs.get("num_bits", 8)) < 8)
+    strategy = str(weights.get("strategy") or ("group" if weights.get("group_size") else "tensor"))
+    _refuse(f"compressed-tensors with the strategy {strategy!r}", strategy not in ("tensor", "channel", "group"))
+    targets = [str(target) for target in scheme.get("targets", ["Linear"])]
+    _refuse(f"compressed-tensors for {', '.join(targets)} alone", targets != ["Linear"])
+    size = _group_size(weights["group_size"]) if strategy == "group" else 0
+    assert kind
+    symmetric, ordered = bool(weights.get("symmetric", True)), bool(weights.get("actorder"))
+    ignored, one_scale = _listed(given, "ignore"), strategy == "tensor"
+    return CompressedTensors(
+        bits, size, symmetric, ignored, ordered, bool(inputs), kind=kind, one_scale=one_scale
+    )  # fmt: skip
+
+
+def _refuse(what: str, refused: bool) -> None:
+    if refused:
+        raise _Unsupported(what)
+
+
+def _group_size(value: Any) -> int:
+    size = int(value)
+    if size < -1 or size == 0:
+        raise ValueError(f"group_size {size}")
+    return max(0, size)
+
+
+def _listed(given: dict[str, Any], key: str) -> tuple[str, ...]:
+    return tuple(str(name) for name in given.get(key) or ())
+
+
+def _names(part: str, name: str) -> bool:
+    if part.startswith("re:"):
+        return re.match(part[3:], name) is not None
+    return name == part or name.startswith(f"{part}.") or name.endswith(part) or f".{part}." in name
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """The numbers in 32-bit words, from the lowest bits of each on: uint8 `[n, m * 32 / bits]` of `[n, m]`."""
+    found = words.contiguous().view(torch.uint8)
+    return torch.stack((found & 15, found >> 4), dim=-1).flatten(1) if bits == 4 else found
