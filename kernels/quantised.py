@@ -12,14 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .cpu.calls import call, threads
+from .cpu.library import cpu_level, loaded
 from .layers import linear
-from .selection import STEP_ROWS
+from .selection import STEP_ROWS, on_cpu, selected
 
 STEP_NUMBERS = 2**22
 """Of a matrix that a pass over few rows expands at a time, in whole outputs; one over many expands all of it."""
 
 FLOAT32_NUMBERS = 2**20
 """That are float32 at a time while they are expanded, in whole outputs."""
+
+
+_KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""How the compiled kernels call values of eight bits."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,33 @@ class GroupedMatrix:
         """The numbers of outputs `first` to `stop`: `[stop - first, inputs]` in `dtype`, contiguous."""
         inputs = self.shape[1]
         out = torch.empty(stop - first, inputs, dtype=dtype, device=self.values.device)
+        compiled = on_cpu(out.device) and dtype in (torch.bfloat16, torch.float32) and loaded() is not None
+        if compiled and selected().layers != "plain":
+            self.expand_compiled(first, stop, out)
+            return out
         step = max(1, FLOAT32_NUMBERS // inputs)
         for begin in range(first, stop, step):
             end = min(stop, begin + step)
             out[begin - first : end - first] = self._numbers(slice(begin, end))
         return out
+
+    def expand_compiled(self, first: int, stop: int, out: Tensor, level: int | None = None) -> None:
+        """`expand` by the compiled kernels (`cpu/source/quantised.c`), in bfloat16 or float32.
+
+        Args: `level` is that of the instructions to use, at most `cpu_level()`, which is the default.
+        """
+        kernels, values, scales = loaded(), self.values[first:stop], self.scales[first:stop].float()
+        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros[first:stop].float()
+        kind = 0 if self.bits == 4 else _KINDS[values.dtype]
+        group_of = None if self.group_of is None else self.group_of.data_ptr()
+        assert kernels is not None
+        call(
+            kernels.triforce_expand,
+            *(values.data_ptr(), kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
+            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16),
+            cpu_level() if level is None else level,
+            threads(),
+        )
 
     def _numbers(self, outputs: slice) -> Tensor:
         """Of some outputs, in float32."""

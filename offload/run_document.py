@@ -51,6 +51,7 @@ def run_identity(
         "kernels": instructions() if device.type == "cpu" else " ".join(sorted(usable_packages(device))) or None,
         "arithmetic": arithmetic(device.type),
         "dtype": str(target.dtype).removeprefix("torch."),
+        **({"weights": target.config.quantisation.name} if target.config.quantisation else {}),
         "seed": seed,
         "sampling": sampling.filters,
         "settings": {
@@ -90,8 +91,9 @@ def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warni
     """
     begun = [document for document in documents if "version" in document]
     shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype")
+    shared += ("weights",)
     return {
-        **{name: begun[0][name] for name in shared if begun},
+        **{name: begun[0][name] for name in shared if begun and name in begun[0]},
         "new_tokens": len(whole.token_ids),
         "prefill_s": whole.prefill_s,
         "decode_s": whole.decode_s,

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 11
+_ABI = 12
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -21,7 +21,7 @@ class Level(IntEnum):
     """Instruction sets, each including those before it; the enumeration of cpu.h."""
 
     NONE = 0
-    """Packing, in instructions that every processor has."""
+    """Packing and numbers of quantised matrices, in instructions that every processor has."""
     AVX2 = 1
     """Attention, packing and sampling."""
     AVX512 = 2
@@ -126,6 +126,11 @@ def _declare(kernels: ctypes.CDLL) -> None:
     for kernel in (kernels.triforce_pack, kernels.triforce_unpack):
         kernel.argtypes = [ctypes.POINTER(PackingCall)]
     kernels.triforce_gather.argtypes = [ctypes.POINTER(PackingCall), pointer, count, count, count]
+    kernels.triforce_expand.argtypes = [
+        *(pointer, flag, pointer, pointer, pointer, pointer),
+        *(count,) * 3,
+        *(flag,) * 3,
+    ]
     double = ctypes.c_double
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):

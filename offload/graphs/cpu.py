@@ -45,8 +45,10 @@ class CpuCapture:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
 
     def takes(self, decoder: Decoder) -> bool:
-        # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache.
-        return steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
+        # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache; or, of
+        # quantised weights, memory for all their numbers.
+        compiled = steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
+        return compiled and decoder.config.quantisation is None
 
     def pool(self) -> Any:
         return None

@@ -184,7 +184,7 @@ def save_quantised(
 ) -> PreTrainedModel:
     """Writes a random model of one of `tiny.FAMILIES` to `directory`, its layers' matrices in a format; returns
     transformers' model with the numbers that they stand for, in float32."""
-    model = save_family(directory, family, seed)
+    model = save_family(directory, family, seed, **changes)
     rng, tensors = np.random.default_rng(seed), dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]

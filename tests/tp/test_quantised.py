@@ -1,6 +1,7 @@
 """Weights in four and eight bits: their numbers are the format's formula, bit for bit, and texts are transformers'."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from quantised import FORMATS, fp8, save_quantised
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
+from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
 from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
 from triforce.offload import Engine, Sampling
@@ -54,6 +56,24 @@ def test_numbers_are_the_formula_in_float32_rounded_once(name, shape):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(matrix.expand(0, shape[0], dtype), want.to(dtype))
     assert torch.equal(matrix.expand(5, 19, torch.bfloat16), want[5:19].bfloat16())
+
+
+@pytest.mark.parametrize("level", [level for level in Level if level <= cpu_level()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_kernels_give_the_same_bits(name, dtype, level):
+    """Also where scales are none that a model would have."""
+    matrix, want = matrix_of(name, 40, 192)
+    out = torch.empty(33, 192, dtype=dtype)
+    matrix.expand_compiled(5, 38, out, level)
+    assert torch.equal(out, want[5:38].to(dtype))
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 6e-8, 3e4]).to(matrix.scales.dtype)
+    matrix = replace(matrix, scales=odd.repeat(matrix.scales.numel())[: matrix.scales.numel()].view_as(matrix.scales))
+    with use_kernels(layers="plain"):
+        want = matrix.expand(0, 40, dtype)
+    out = torch.empty_like(want)
+    matrix.expand_compiled(0, 40, out, level)
+    torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -91,6 +91,11 @@ class Checkpoint:
         """Whether there is a tensor of this name."""
         return name in self._paths
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a tensor there is."""
+        with self._opened(self._path(name)) as file:
+            return file[name].shape
+
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """The tensor `name` as it is stored, a copy in memory.
 

@@ -57,6 +57,10 @@ def write_gguf(directory: Path, path: Path, dtype: str) -> None:
         ModelError: it cannot be read, or is nothing that llama.cpp computes in the same way.
     """
     config = ModelConfig.load(directory)
+    if config.quantisation is not None:
+        raise ModelError(
+            f"{config.name} has weights in {config.quantisation.name}, which are not written for llama.cpp"
+        )
     architecture = _architecture(directory, config)
     checkpoint = Checkpoint(directory, getattr(torch, dtype), torch.device("cpu"))
     writer = gguf.GGUFWriter(path, architecture)

@@ -76,6 +76,10 @@ def engine_in_words(engine: Engine, model: str) -> str:
     where = device_name(target.device)
     where = f"{ranks} ranks, each on {where}" if ranks > 1 else where
     dtype = str(target.dtype).removeprefix("torch.")
+    stored = target.config.quantisation
+    if stored is not None:
+        dtype = f"weights in {stored.name}, computed in {dtype}"
+        dtype += " (activations are not quantised, as the checkpoint asks for)" if stored.activations else ""
     return f"{model}, {num_parameters(target.config) / 1e6:,.1f} M parameters, {dtype} on {where}"
 
 

@@ -14,7 +14,7 @@
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 11
+#define TRIFORCE_ABI 12
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -83,6 +83,15 @@ EXPORT int triforce_unpack(const Packing *call);
  * [heads][count][head_dim], without strides. Tokens that are not there are zeros. */
 EXPORT int triforce_gather(const Packing *call, const int64_t *tokens, int64_t first_head, int64_t heads,
                            int64_t count);
+
+/* How the numbers of a quantised matrix are held: two in a byte, the first one lower; in a byte each, one of them e4m3. */
+enum { VALUES_NIBBLES, VALUES_UINT8, VALUES_INT8, VALUES_FLOAT8 };
+
+/* `out[r][i] = (values[r][i] - zeros[r][g]) * scales[r][g]` in float32, rounded to bfloat16 if asked for: `rows` of `inputs`,
+ * with `groups` scales and zeros each. Input i is of group `group_of[i]` or, where that is NULL, groups are neighbours.
+ * 0; 2 if this processor has not the level. */
+EXPORT int triforce_expand(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
+                           void *out, int64_t rows, int64_t inputs, int64_t groups, int is_bf16, int level, int threads);
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is

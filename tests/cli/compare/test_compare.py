@@ -10,14 +10,25 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from command import TEXT, TRIFORCE, check_refusal, run_here, undocumented
+from command import TEXT, TRIFORCE, VOCABULARY, check_refusal, run_here, save_tokenizer, undocumented
 from comparisons import PROMPT_TOKENS, TOKENS, first_on_path, rows_of, save_deepspeed
+from quantised import FORMATS, save_quantised
 from tiny import greedy_oracle
 from transformers import LlamaForCausalLM
 from triforce.tp import Tokenizer
 
 OPTIONAL = {"deepspeed": ("deepspeed", "accelerate"), "llama.cpp": ("llama_cpp", "gguf")}
 """Systems that are not always there, and the packages that they need."""
+
+
+def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare, tmp_path, forked_workers):
+    save_tokenizer(tmp_path / "target")
+    save_quantised(tmp_path / "target", FORMATS["awq"], vocab_size=VOCABULARY, max_position_embeddings=1024)
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", model=tmp_path / "target")
+    assert outcome.code == 0, outcome
+    ours, theirs = document["systems"]
+    assert theirs["failure"] is None and theirs["first_difference"] is None
+    assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from ....tp.errors import ModelError
+from ....tp.model.config import ModelConfig
 from .protocol import Job, Timed
 
 
@@ -29,6 +31,8 @@ class DeepSpeed:
 
         from .transformers_baseline import without_defaults
 
+        if ModelConfig.load(Path(job.model)).quantisation is not None:
+            raise ModelError(f"{job.given_model} has quantised weights, which are not given to DeepSpeed")
         transformers.logging.set_verbosity_error()
         cuda = job.device == "cuda"
         backend = "nccl" if cuda else "gloo"

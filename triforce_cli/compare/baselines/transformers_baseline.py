@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from ....tp.matrices import ModelMatrices, layer_prefix
+from ....tp.model.config import ModelConfig
+from ....tp.weights.checkpoint import Checkpoint
 from .protocol import Job, Timed
 
 
@@ -133,6 +137,9 @@ class _Clock(BaseStreamer):
 
 def _load(directory: str, job: Job) -> Any:
     transformers.logging.set_verbosity_error()
+    config = ModelConfig.load(Path(directory))
+    if config.quantisation is not None:
+        return _load_expanded(Path(directory), config, job)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=getattr(torch, job.dtype),
@@ -140,6 +147,29 @@ def _load(directory: str, job: Job) -> Any:
         local_files_only=True,
         trust_remote_code=False,
     )
+    without_defaults(model)
+    return model.to(job.device).eval()
+
+
+def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
+    """A model whose weights are stored in four or eight bits, with the numbers that they stand for."""
+    dtype, read = getattr(torch, job.dtype), {}
+    checkpoint = Checkpoint(directory, dtype, torch.device("cpu"))
+    matrices = ModelMatrices.of(config)
+    for layer in range(config.num_layers):
+        for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down):
+            for one in matrix.projections:
+                found = one.read(checkpoint, layer_prefix(layer), config.quantisation)
+                numbers = found if isinstance(found, Tensor) else found.expand(0, one.outputs, dtype)
+                read[f"{layer_prefix(layer)}{one.name}.weight"] = numbers
+    names = [*checkpoint.unread(), *(["lm_head.weight"] if checkpoint.has("lm_head.weight") else [])]
+    read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in names}
+    theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if hasattr(theirs, "quantization_config"):
+        del theirs.quantization_config
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(theirs, dtype=dtype, attn_implementation="sdpa")
+    model.load_state_dict(read, strict=False)  # a tied output head is the embedding
     without_defaults(model)
     return model.to(job.device).eval()
 
