@@ -107,6 +107,7 @@ class Engine:
         early_end: str | float = "auto",
         pack: str = "auto",
         threads: int | None = None,
+        rope_scaling: str | None = None,
         system: System = THIS_MACHINE,
     ) -> Engine:
         """Loads a pair.
@@ -133,12 +134,12 @@ class Engine:
         """
         place = Place.among(gpus)
         wanted, lookup = parse_draft(draft)
-        others = exact, lookup, link_gbps, early_end, pack, host_memory, threads
+        others = exact, lookup, link_gbps, early_end, pack, host_memory, threads, rope_scaling
         settings = Settings(tiers, budget, chunk_size, draft_length, block_length, refresh, resident, *others)
         set_threads(threads)
         settings = settings.with_defaults(published_cache(model, place.size if place else 1))
         target_directory, draft_directory = find_pair(model, wanted if settings.tiers == 3 else "none")
-        target_config = ModelConfig.load(target_directory)
+        target_config = ModelConfig.load(target_directory).with_rope_scaling(rope_scaling)
         draft_config = ModelConfig.load(draft_directory) if draft_directory else None
         if draft_config:
             check_draft(target_config, draft_config)
@@ -153,7 +154,7 @@ class Engine:
         plan_here(request, where, ranks, free_disk=store.free_bytes, device_memory=memory).check()
         ranks.share(None)  # no rank loads before every rank has found that there is room
         tiling = limits.tiling
-        target = Decoder.load(target_directory, dtype=kind, device=where, ranks=ranks, tiling=tiling)
+        target = Decoder.load(target_directory, target_config, dtype=kind, device=where, ranks=ranks, tiling=tiling)
         small = Decoder.load(draft_directory, dtype=kind, device=where, tiling=tiling) if draft_directory else None
         names = str(model), str(draft or model) if small or lookup else None
         engine = cls(target, small, settings, names, system)

@@ -63,6 +63,7 @@ def run_identity(
             "resident_bytes": resident_bytes,
             "disk_bytes": disk_bytes,
             "packed": packed,
+            **({"rope_scaling": settings.rope_scaling} if settings.rope_scaling else {}),
         },
     }
 

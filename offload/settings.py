@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tp.errors import UsageError
+from ..tp.model.scaling_option import parse_rope_scaling
 
 MOST_SEQUENCES = 64
 """Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""
@@ -54,7 +55,12 @@ class Settings:
     threads: int | None = None
     """CPU threads that decode; `None`: PyTorch's number, and fewer while other processes take the cores."""
 
+    rope_scaling: str | None = None
+    """How the target's RoPE is scaled beyond what its checkpoint says: `yarn:FACTOR`, `yarn:FACTOR:ORIGINAL`."""
+
     def __post_init__(self) -> None:
+        if self.rope_scaling is not None:
+            parse_rope_scaling(self.rope_scaling, 1)
         if self.tiers not in (1, 2, 3):
             raise UsageError(f"tiers is {self.tiers}; it is 1, 2 or 3")
         for name, least, most in (

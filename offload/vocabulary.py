@@ -43,13 +43,14 @@ def cover(logits: Tensor, vocab_size: int) -> Tensor:
     return logits if missing == 0 else F.pad(logits, (0, missing), value=float("-inf"))
 
 
-def check_pair(target: Path, draft: Path | None) -> ModelConfig:
-    """The target's configuration, from the directories of a pair; `draft` is `None` for no draft.
+def check_pair(target: Path, draft: Path | None, rope_scaling: str | None = None) -> ModelConfig:
+    """The target's configuration, from the directories of a pair; `draft` is `None` for no draft. Its RoPE is scaled as
+    `Settings.rope_scaling` says.
 
     Raises:
         ModelError: a configuration that cannot be read; or the two do not share a vocabulary, token for token.
     """
-    config = ModelConfig.load(target)
+    config = ModelConfig.load(target).with_rope_scaling(rope_scaling)
     if draft:
         check_draft(config, ModelConfig.load(draft))
         check_same_vocabulary(target, draft)

@@ -183,6 +183,7 @@ class Decoder:
     def load(
         cls,
         directory: Path,
+        config: ModelConfig | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -191,11 +192,13 @@ class Decoder:
     ) -> Decoder:
         """Builds the model of a Hugging Face directory, or the part of it that is this rank's.
 
+        Args: `config` is another configuration than the directory's.
+
         Raises:
             ModelError: see `ModelConfig.load` and `Checkpoint`.
             UsageError: the model's heads cannot be split over so many ranks.
         """
-        config = ModelConfig.load(directory)
+        config = config or ModelConfig.load(directory)
         return cls(config, Checkpoint(directory, dtype, device), device, ranks, tiling)
 
     @torch.inference_mode()

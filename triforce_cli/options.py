@@ -32,6 +32,7 @@ from .parameters import (
     MODEL,
     NAME,
     REFRESH,
+    ROPE_SCALING,
     SEED,
     TEXT,
     Kind,
@@ -239,6 +240,12 @@ SETTINGS_OPTIONS = {
         "GiB of host memory to take, for all GPUs or processes of a host together; auto is what is free. What of the "
         "KV cache exceeds it is kept on the disk of the saved contexts, and read from there in every pass.",
     ),
+    "rope_scaling": option(
+        MACHINE,
+        ROPE_SCALING,
+        "Scale the model's RoPE, for more positions than its checkpoint has: yarn:4 is YaRN to four times as many, "
+        "yarn:4:32768 to four times 32,768. It changes the model; its card says whether it is made for that.",
+    ),
     "budget": option(SPECULATION, AUTO_OR_TOKENS, "Size of the retrieval cache, in tokens."),
     "chunk_size": option(
         SPECULATION,
@@ -284,7 +291,7 @@ SETTINGS_OPTIONS = {
 }
 """Fields of `Settings` (of which --draft says `lookup`)."""
 
-WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name != "tiers"}
+WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name not in ("tiers", "rope_scaling")}
 
 
 def some_settings(*names: str) -> dict[str, Any]:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ..offload import Engine
     from ..offload.contexts.model import ModelContexts
 
+SETTINGS = "threads", "pack", "host_memory", "resident", "rope_scaling"
+"""Those that reading a text has."""
+
 EPILOG = """[bold]Examples[/]
 
   A book, and then questions about it, at any time:
@@ -69,7 +72,7 @@ class ReadOptions(ReportOptions):
     dtype: Annotated[str, DTYPE] = "auto"
     device: Annotated[str, DEVICE] = "auto"
     gpus: Annotated[int, GPUS] = 1
-    settings: Annotated[Settings, some_settings("threads", "pack", "host_memory", "resident")] = Settings(tiers=1)  # noqa: RUF009 - frozen
+    settings: Annotated[Settings, some_settings(*SETTINGS)] = Settings(tiers=1)  # noqa: RUF009 - frozen
 
     @property
     def draft(self) -> str | None:
@@ -133,7 +136,8 @@ def _read(options: ReadOptions, name: str, text: str, directory: Path, json_file
     context = Context.read(text, name, tokenizer, system=options.system, raw=options.raw)
     token_ids = context.token_ids
     with signals.interruptible():
-        check_context(ModelConfig.load(directory), len(token_ids), 1)
+        config = ModelConfig.load(directory).with_rope_scaling(options.settings.rope_scaling)
+        check_context(config, len(token_ids), 1)
         engine = load_engine(options, len(token_ids) + 1)
         contexts = engine.contexts
         assert contexts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -58,6 +59,13 @@ def _remedies(request: RunRequest) -> Iterator[Remedy]:
         free = replace(request, settings=replace(settings, resident=None))
         if _fits(free):
             yield Remedy("resident", "auto", "leave what is resident to the planner")
+    target = request.target
+    if request.context > target.max_position_embeddings and target.rope.type == "default":
+        asked = f"yarn:{math.ceil(10 * request.context / target.max_position_embeddings) / 10:g}"
+        if _fits(replace(request, target=target.with_rope_scaling(asked))):
+            yield Remedy(
+                "rope-scaling", asked, f"RoPE scaled by {asked}, if the model is made for that (its card says)"
+            )
     plan = make_plan(request)
     budget, chunk = plan.budget, plan.chunk_size
     if budget:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ModelError
+from ..errors import ModelError, UsageError
 from .families import FAMILIES, Family, plain_positions, sliding_windows
 from .quantisation import Quantisation, quantisation_of
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
+from .scaling_option import parse_rope_scaling
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,21 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """Tokens that a token attends to in this layer, itself included; `None` for all before it."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def with_rope_scaling(self, asked: str | None) -> ModelConfig:
+        """The model with its RoPE scaled as `parse_rope_scaling` describes it; `None`: as it is.
+
+        Raises:
+            UsageError: its RoPE is scaled already, or that is nothing that can be asked for.
+        """
+        if asked is None:
+            return self
+        scaling = parse_rope_scaling(asked, self.max_position_embeddings)
+        if self.rope.type != "default":
+            raise UsageError(f"rope-scaling is {asked}, but RoPE of {self.name} is scaled already ({self.rope.type})")
+        raw = {"rope_theta": self.rope.theta, "rope_scaling": scaling}
+        rope = RopeConfig.from_raw(raw, self.max_position_embeddings)
+        return replace(self, rope=rope, max_position_embeddings=rope.positions(self.max_position_embeddings))
 
     @classmethod
     def load(cls, directory: Path) -> ModelConfig:

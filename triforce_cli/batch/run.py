@@ -55,7 +55,7 @@ def run(
     ended: BaseException | None = None
     if directories is not None and (items or _with_other_ranks()):
         with signals.interruptible():
-            _, tokenizer = open_pair(directories, options.template_args)
+            _, tokenizer = open_pair(directories, options.template_args, options.settings.rope_scaling)
             loaded = tokenizer, load_engine(options, None)
         _print_start(loaded[1], options, requests, len(items))
     with requests.answers as file:

@@ -39,7 +39,7 @@ def run(
         typer.Exit: without a terminal: not every question was answered.
     """
     console = stderr_console()
-    config, tokenizer = open_pair(directories, options.template_args)
+    config, tokenizer = open_pair(directories, options.template_args, options.settings.rope_scaling)
     if sys.stdin is None or sys.stdin.closed:
         raise TriforceError("there is no standard input to read questions from")
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not json_file.on_stdout

@@ -101,7 +101,7 @@ def run(
         typer.Exit: one of several answers failed.
     """
     console = stderr_console()
-    config, tokenizer = open_pair(directories, options.template_args)
+    config, tokenizer = open_pair(directories, options.template_args, options.settings.rope_scaling)
     with signals.interruptible():
         if wanted is None:
             answers = _log_answers(options, source, tokenizer, config)

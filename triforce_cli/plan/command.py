@@ -98,7 +98,9 @@ class PlanOptions(ModelOptions):
     ] = None
     settings: Annotated[
         Settings,
-        some_settings("pack", "budget", "chunk_size", "draft_length", "block_length", "resident", "tiers")
+        some_settings(
+            "pack", "budget", "chunk_size", "draft_length", "block_length", "resident", "tiers", "rope_scaling"
+        )
         | {
             "host_memory": option(
                 HARDWARE,
@@ -196,7 +198,7 @@ def _run_request(options: PlanOptions, card: Card) -> RunRequest:
     from ...tp.devices import resolve_dtype
     from .planning import shapes
 
-    target, draft = shapes(options.model, options.draft)
+    target, draft = shapes(options.model, options.draft, options.settings.rope_scaling)
     settings = options.settings
     lookup = settings.tiers == 3 and parse_draft(options.draft)[1]
     settings = replace(settings, tiers=min(settings.tiers, 3 if draft or lookup else 2), lookup=lookup)

@@ -184,7 +184,7 @@ def _modelled(tiers: int, estimate: Estimate | None) -> dict[str, Any]:
     return {**counts, "fits": True, **times}
 
 
-def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | None]:
+def shapes(model: str, draft: str | None, rope_scaling: str | None = None) -> tuple[ModelConfig, ModelConfig | None]:
     """The shapes of target and draft, from presets and `config.json` files that are here.
 
     Raises:
@@ -192,6 +192,7 @@ def shapes(model: str, draft: str | None) -> tuple[ModelConfig, ModelConfig | No
     """
     preset = find_preset(model)
     target, own = preset.configs() if preset else (_shape(model), None)
+    target = target.with_rope_scaling(rope_scaling)
     wanted, _ = parse_draft(draft)
     if wanted == "none":
         return target, None

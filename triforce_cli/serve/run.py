@@ -153,7 +153,7 @@ class Server:
         Raises:
             TriforceError: the two models do not fit together, or the context that is asked for cannot be used.
         """
-        config = check_pair(*directories)
+        config = check_pair(*directories, options.settings.rope_scaling)
         if options.context is not None:
             saved_text(options.context, config)
         metrics, limits = Metrics(), limits or ServerLimits()

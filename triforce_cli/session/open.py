@@ -30,19 +30,22 @@ def stderr_console() -> Console:
 
 
 def open_pair(
-    directories: tuple[Path, Path | None], template_args: Iterable[tuple[str, Any]] | None = None
+    directories: tuple[Path, Path | None],
+    template_args: Iterable[tuple[str, Any]] | None = None,
+    rope_scaling: str | None = None,
 ) -> tuple[ModelConfig, Tokenizer]:
     """The target's configuration and tokenizer, once target and draft are known to fit together.
 
     Args:
         directories: the target's and the draft's.
         template_args: variables that its chat template is given.
+        rope_scaling: see `Settings`.
 
     Raises:
         ModelError: they do not, or one cannot be read.
         UsageError: the template has no such variable.
     """
-    return check_pair(*directories), Tokenizer.load(directories[0]).with_arguments(template_args)
+    return check_pair(*directories, rope_scaling), Tokenizer.load(directories[0]).with_arguments(template_args)
 
 
 def load_engine(options: EngineOptions, capacity: int | None, room: int = 0) -> Engine:
@@ -76,6 +79,8 @@ def engine_in_words(engine: Engine, model: str) -> str:
     where = device_name(target.device)
     where = f"{ranks} ranks, each on {where}" if ranks > 1 else where
     dtype = str(target.dtype).removeprefix("torch.")
+    scaling = engine.settings.rope_scaling
+    where += f", RoPE scaled by hand ({scaling})" if scaling else ""
     stored = target.config.quantisation
     if stored is not None:
         dtype = f"weights in {stored.name}, computed in {dtype}"

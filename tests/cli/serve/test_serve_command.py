@@ -51,7 +51,7 @@ def test_options_are_those_of_requests_that_do_not_say(serving, pair, capfd):
     options = {"draft": pair[1], "budget": 64, "chunk_size": 4, "draft_length": 2, "block_length": 5, "resident": 0}
     options |= {"refresh": 3, "early_end": 0.4, "exact": "on", "pack": "on", "dtype": "bfloat16", "host_memory": 1}
     options |= {"threads": 1, "tiers": 3, "temperature": 1.5, "top_p": 0.8, "top_k": 7, "min_p": 0.6, "seed": 3}
-    options |= {"max_new_tokens": 30}
+    options |= {"max_new_tokens": 30, "rope_scaling": "yarn:2"}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     fixed = ("generate", "--model", pair[0], "--device", "cpu", "--prompt", TEXT * 3, "--json", "-")
     alone = json.loads(run_here(capfd, *fixed, *arguments).out)
