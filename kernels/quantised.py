@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.calls import call, threads
 from .cpu.library import cpu_level, loaded
 from .layers import linear
+from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
 STEP_NUMBERS = 2**22
@@ -119,6 +121,10 @@ def quantised_linear(
 ) -> Tensor:
     """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
     outputs, inputs = matrix.shape
+    if x.shape[0] <= STEP_ROWS and "triton" in usable_packages(x.device):
+        product = _fused(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), matrix)
+        product = (product if bias is None else product.add_(bias)).to(x.dtype)
+        return product if onto is None else onto.add_(product)
     if x.shape[0] > STEP_ROWS:
         return linear(x, matrix.expand(0, outputs, x.dtype), bias, norm=norm, eps=eps, onto=onto)
     step = max(1, STEP_NUMBERS // inputs)
@@ -129,6 +135,16 @@ def quantised_linear(
         parts.append(linear(x, matrix.expand(first, stop, x.dtype), of_part, norm=norm, eps=eps))
     product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return product if onto is None else onto.add_(product)
+
+
+def _fused(x: Tensor, matrix: GroupedMatrix) -> Tensor:
+    """The product of few rows by Triton's kernel, float32."""
+    from .triton.quantised import BYTES, FLOAT8, NIBBLES, product_triton  # not imported where it is not used
+
+    values, kind = matrix.values, NIBBLES if matrix.bits == 4 else BYTES
+    if values.dtype == torch.float8_e4m3fn:
+        values, kind = values.view(torch.uint8), FLOAT8
+    return product_triton(x.contiguous(), values, kind, matrix.scales, matrix.zeros, matrix.group_of)
 
 
 def pack_nibbles(values: Tensor) -> Tensor:

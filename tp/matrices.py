@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.layers import gated_mlp, linear, products_are_independent
+from ..kernels.packages import usable_packages
 from ..kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
 from .model.config import ModelConfig
 from .model.quantisation import Quantisation, StoredTensors, part_of
@@ -164,7 +165,9 @@ class QuantisedWeight:
         return product if onto is None else onto.add_(product)
 
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
-        return products_are_independent(next(self.tensors()).device, dtype)
+        device = next(self.tensors()).device
+        fused = "triton" in usable_packages(device) and all(isinstance(part, GroupedMatrix) for part in self.parts)
+        return fused or products_are_independent(device, dtype)
 
     def tensors(self) -> Iterator[Tensor]:
         for part in self.parts:

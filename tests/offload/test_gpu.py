@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised import FORMATS, save_quantised
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.offload import Engine, Sampling
@@ -122,6 +123,17 @@ def test_blocks_that_stream_packed_change_no_token(models, tiers):
         streamed.append(runs[-1].stats["link"]["bytes_streamed"])
         assert runs[-1].stats["settings"]["packed"] == (pack == "auto")
     assert found[0] == found[1] and 0 < streamed[0] < 0.8 * streamed[1]
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8"])
+def test_quantised_weights_give_the_tokens_of_their_numbers(models, tmp_path, name):
+    root, prompt, _ = models
+    want = greedy_oracle(save_quantised(tmp_path, FORMATS[name], seed=1), prompt, 40)
+    for tiers, resident in ((1, None), (3, 0.0)):
+        engine = Engine.load(
+            tmp_path, root / "draft", device="cuda", dtype="float32", tiers=tiers, resident=resident, budget=64
+        )
+        assert engine.generate(prompt, Sampling(temperature=0.0), 40).token_ids == want
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import triton.knobs
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import chunks as triton_chunks
 from triforce.kernels.triton import packing as triton_packing
+from triforce.kernels.triton import quantised as triton_quantised
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -67,6 +68,7 @@ class Variant:
     types: dict[str, str]
     """Of the arguments that are neither constants nor 32-bit integers, and maybe of others."""
     num_warps: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def compile_variant(variant: Variant, capability: int) -> Usage:
         compiled = triton.compile(
             ASTSource(kernel, signature, variant.constants, attributes),
             target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": variant.num_warps, "num_stages": 2},
+            options={"num_warps": variant.num_warps, "num_stages": 2} | variant.options,
         )
     said = log.getvalue()
     spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
@@ -155,6 +157,27 @@ def packing_variants(head_dim: int) -> list[Variant]:
     return [Variant(kernel, constants, types, triton_packing.warps_of(tile_dim)) for kernel in kernels]
 
 
+def product_variants(dtype: torch.dtype) -> list[Variant]:
+    """Products with matrices in four bits, in eight, and in FP8, with zeros and in any order, and without."""
+    sizes = {"ROWS": triton_quantised.TILE_ROWS, "OUTPUTS": triton_quantised.TILE_OUTPUTS}
+    sizes |= {"HALF": triton_quantised.TILE_INPUTS // 2}
+    types = {"x": POINTERS[dtype], "values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64"}
+    types |= {"out": "*fp32", "zero": "fp32"}
+    found = []
+    for kind, with_zeros, ordered in itertools.product(range(3), (False, True), (False, True)):
+        constants = sizes | {"KIND": kind, "ZEROS": with_zeros, "ORDERED": ordered}
+        found.append(
+            Variant(
+                triton_quantised._product_kernel,
+                constants,
+                types,
+                triton_quantised.NUM_WARPS,
+                {"maxnreg": triton_quantised.REGISTERS},
+            )
+        )
+    return found
+
+
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
     """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
     captured, without a window and with one, and a prefill with a window."""
@@ -167,6 +190,9 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
             yield "mass of chunks", mass_variant(dtype, group, head_dim)
         for variant in chunk_variants(dtype, head_dim, 8):
             yield "copies of chunks", variant
+    for dtype in dtypes:
+        for variant in product_variants(dtype):
+            yield "products of quantised matrices", variant
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
         yield "merge", merge_variant(head_dim, running=True)
@@ -205,7 +231,8 @@ def tabulate(
     for name, variant in usual_variants(dtypes, head_dims, groups):
         if not name.startswith(only):
             continue
-        tile = " x ".join(str(size) for key, size in variant.constants.items() if key.startswith("TILE_"))
+        sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
+        tile = " x ".join(map(str, sizes or [triton_quantised.TILE_ROWS, triton_quantised.TILE_OUTPUTS]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
         for capability, found in row.items():
             usage = checked(name, variant, capability)

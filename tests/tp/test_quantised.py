@@ -2,17 +2,17 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from quantised import FORMATS, fp8, save_quantised
+from quantised_matrices import Tensors, matrix_of
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
-from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
+from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, quantised_linear
 from triforce.offload import Engine, Sampling
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
@@ -21,31 +21,6 @@ from triforce.tp.model.quantisation import part_of, quantisation_of
 
 CPU = torch.device("cpu")
 PROMPT = random_tokens(300, seed=3)
-
-
-class Tensors:
-    """A checkpoint with one projection, `it`."""
-
-    def __init__(self, tensors):
-        self.tensors = tensors
-
-    def has(self, name):
-        return name.removeprefix("it.") in self.tensors
-
-    def stored(self, name, *shape, dtypes):
-        tensor = self.tensors[name.removeprefix("it.")]
-        assert tuple(tensor.shape) == shape and tensor.dtype in dtypes
-        return tensor.clone()
-
-
-def quantisation(name: str) -> Any:
-    return quantisation_of({"quantization_config": FORMATS[name].config}, "config.json")
-
-
-def matrix_of(name: str, outputs: int = 48, inputs: int = 96, seed: int = 0) -> tuple[GroupedMatrix, torch.Tensor]:
-    """A random matrix as it is read, and its numbers."""
-    stored = FORMATS[name].store(np.random.default_rng(seed), outputs, inputs)
-    return quantisation(name).read(Tensors(stored.tensors), "it", outputs, inputs), torch.from_numpy(stored.numbers)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,151 @@
+"""Products of few rows with a matrix in four or eight bits on NVIDIA GPUs, in Triton: its numbers are made in the tile.
+
+A program has some outputs and up to `TILE_ROWS` rows, and goes through the inputs in order, so the bits of a row do not
+depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be captured in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ROWS, TILE_OUTPUTS, TILE_INPUTS = 32, 32, 64
+"""Of a program, at a time; the inputs in two halves, the even and the odd ones."""
+
+NUM_WARPS, REGISTERS = 4, 168
+"""Left to itself the assembler takes fewer registers and spills some."""
+
+NIBBLES, BYTES, FLOAT8 = 0, 1, 2
+"""How numbers are held: two in a byte, one in a byte, one in e4m3."""
+
+
+def product_triton(
+    x: Tensor, values: Tensor, kind: int, scales: Tensor, zeros: Tensor | int, group_of: Tensor | None
+) -> Tensor:
+    """`x` `[n, inputs]`, contiguous, times the matrix that `kernels.quantised.GroupedMatrix` describes by the other
+    arguments (float8 as uint8): `[n, outputs]`, float32."""
+    n, inputs = x.shape
+    outputs, groups = scales.shape
+    out = x.new_empty(n, outputs, dtype=torch.float32)
+    if n == 0:
+        return out
+    with torch.cuda.device_of(x):
+        _product_kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(n, TILE_ROWS)](
+            x,
+            values,
+            scales,
+            scales if isinstance(zeros, int) else zeros,
+            scales if group_of is None else group_of,
+            out,
+            float(zeros) if isinstance(zeros, int) else 0.0,
+            n,
+            inputs,
+            outputs,
+            groups,
+            inputs // groups,
+            x.stride(0),
+            values.stride(0),
+            KIND=kind,
+            ZEROS=not isinstance(zeros, int),
+            ORDERED=group_of is not None,
+            ROWS=TILE_ROWS,
+            OUTPUTS=TILE_OUTPUTS,
+            HALF=TILE_INPUTS // 2,
+            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+            maxnreg=REGISTERS,  # pyright: ignore[reportCallIssue]
+        )
+    return out
+
+
+@triton.jit
+def _float8(byte):
+    """What a byte stands for in e4m3, float32."""
+    magnitude = byte & 127
+    number = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, number)
+    number = tl.where(magnitude == 127, float("nan"), number)
+    return tl.where(byte > 127, -number, number)
+
+
+@triton.jit
+def _rounded(x):
+    """The nearest bfloat16, ties to even, in float32. Triton's interpreter cuts off what a GPU rounds."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers(
+    values, scales, zeros, group_of, zero, outputs, inputs, there, value_stride, groups, size,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, ODD: tl.constexpr,
+):  # fmt: skip
+    """Of some inputs and outputs, `[inputs, outputs]` in float32; of no use where they are not `there`."""
+    if KIND == 0:
+        byte = tl.load(values + outputs[None, :] * value_stride + (inputs // 2)[:, None], mask=there, other=0)
+        byte = byte.to(tl.int32)
+        value = ((byte >> 4) if ODD else (byte & 15)).to(tl.float32)
+    else:
+        held = tl.load(values + outputs[None, :] * value_stride + inputs[:, None], mask=there, other=0)
+        value = _float8(held.to(tl.int32)) if KIND == 2 else held.to(tl.float32)
+    group = tl.load(group_of + inputs).to(tl.int32) if ORDERED else inputs // size
+    place = outputs[None, :] * groups + group[:, None]
+    scale = tl.load(scales + place, mask=there, other=0.0).to(tl.float32)
+    if ZEROS:
+        return (value - tl.load(zeros + place, mask=there, other=0).to(tl.float32)) * scale
+    return (value - zero) * scale
+
+
+@triton.jit(do_not_specialize=["zero", "n"])
+def _product_kernel(
+    x,  # [n, inputs]
+    values,  # see GroupedMatrix
+    scales,  # [outputs, groups]
+    zeros,  # [outputs, groups], if ZEROS
+    group_of,  # [inputs], if ORDERED
+    out,  # [n, outputs]
+    zero,
+    n,
+    inputs,
+    outputs,
+    groups,
+    size,
+    row_stride,
+    value_stride,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
+    values += first * value_stride
+    scales += first * groups
+    zeros += first * groups
+    output = tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    outputs_left = (outputs - first).to(tl.int32)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, inputs, 2 * HALF):
+        for odd in tl.static_range(2):
+            place = start + 2 * tl.arange(0, HALF) + odd
+            inside = place < inputs
+            last = tl.minimum(place, inputs - 1)  # what is behind it is read from there, and multiplied by 0
+            there = inside[:, None] & (output < outputs_left)[None, :]
+            numbers = _numbers(
+                values, scales, zeros, group_of, zero, output, last, there, value_stride, groups, size,
+                KIND, ZEROS, ORDERED, odd == 1,
+            )  # fmt: skip
+            known = (row < n)[:, None] & inside[None, :]
+            part = tl.load(x + row[:, None] * row_stride + place[None, :], mask=known, other=0.0)
+            numbers = tl.where(there, numbers, 0.0)
+            if part.dtype == tl.bfloat16:
+                numbers = _rounded(numbers)
+            numbers = numbers.to(part.dtype)
+            total = tl.dot(part, numbers, total, input_precision="ieee")
+    known = (row < n)[:, None] & (output < outputs_left)[None, :]
+    tl.store(out + first + row.to(tl.int64)[:, None] * outputs + output[None, :], total, mask=known)

@@ -1,0 +1,83 @@
+"""Products with quantised matrices in Triton: those with the numbers, and a row's bits its own.
+
+Without a GPU it runs under Triton's interpreter (see `conftest.py`); with one, the same tests run compiled.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from quantised import FORMATS
+from quantised_matrices import matrix_of
+from triforce.kernels.quantised import quantised_linear
+from triforce.kernels.selection import use_kernels
+from triton_runs import DTYPES, both, compiled_table
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+
+def product(x, matrix, **more):
+    with use_kernels(as_gpu={"triton"}):
+        return quantised_linear(x, matrix, **more)
+
+
+def rows(n, inputs, dtype, device, seed=1):
+    return torch.randn(n, inputs, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_with_the_numbers(device, name, dtype):
+    """Of fewer outputs and inputs than a tile, and of more."""
+    (dtype, _), outputs, inputs = DTYPES[dtype], 40, 192
+    matrix, numbers = matrix_of(name, outputs, inputs)
+    x, bias = rows(5, inputs, dtype, device), rows(1, outputs, dtype, device, 2)[0]
+    want = x.double() @ numbers.to(dtype).double().T.to(device) + bias.double()
+    size = x.double().abs() @ numbers.abs().double().T.to(device)
+    got = product(x, matrix.to(torch.device(device)), bias=bias).double()
+    error = torch.finfo(dtype).eps * want.abs() + 2e-6 * size + 1e-6
+    assert ((got - want).abs() <= error).all()
+
+
+@both
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8"])
+def test_a_row_has_the_same_bits_alone_and_in_company(device, name):
+    matrix, _ = matrix_of(name, 48, 192)
+    matrix, x = matrix.to(torch.device(device)), rows(70, 192, torch.bfloat16, device)
+    together = product(x, matrix)
+    for n in (1, 2, 13, 33):
+        assert torch.equal(product(x[:n], matrix), together[:n])
+    assert torch.equal(product(x[50:51], matrix), together[50:51])
+
+
+@both
+def test_every_byte_of_float8_is_read(device):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    matrix, _ = matrix_of("float8", 256, 32)
+    values = every.view(torch.uint8).view(256, 1).expand(256, 32).contiguous().view(torch.float8_e4m3fn)
+    matrix = replace(matrix, values=values, scales=torch.ones(256, 1, dtype=torch.float16)).to(torch.device(device))
+    one = torch.zeros(1, 32, device=device)
+    one[0, 3] = 1.0
+    want = every.float().to(device)
+    numbers = want.isfinite()
+    found = product(one, replace(matrix, values=matrix.values.float().nan_to_num(0.0).to(torch.float8_e4m3fn)))[0]
+    assert torch.equal(found[numbers], want[numbers])
+    assert product(one, matrix)[0][~numbers].isnan().all()
+
+
+@pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
+@pytest.mark.slow(keep=1)
+def test_the_kernel_compiles_without_spills(tmp_path, capability):
+    assert "| products of quantised matrices |" in compiled_table(
+        tmp_path, "--only", "products", "--capabilities", capability
+    )
+
+
+def test_what_is_left_out_of_a_matrix_counts_for_nothing():
+    """Scales that are no numbers, behind the outputs that there are."""
+    matrix, numbers = matrix_of("gptq", 24, 64)
+    x = rows(3, 64, torch.float32, "cpu")
+    assert np.isfinite(product(x, matrix).numpy()).all()
+    torch.testing.assert_close(product(x, matrix), x @ numbers.T, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,36 @@
+"""Random matrices in four and eight bits, as they are read from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from quantised import FORMATS
+from triforce.kernels.quantised import GroupedMatrix
+from triforce.tp.model.quantisation import quantisation_of
+
+
+class Tensors:
+    """A checkpoint with one projection, `it`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name.removeprefix("it.") in self.tensors
+
+    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+        tensor = self.tensors[name.removeprefix("it.")]
+        assert tuple(tensor.shape) == shape and tensor.dtype in dtypes
+        return tensor.clone()
+
+
+def quantisation(name: str) -> Any:
+    return quantisation_of({"quantization_config": FORMATS[name].config}, "config.json")
+
+
+def matrix_of(name: str, outputs: int = 48, inputs: int = 96, seed: int = 0) -> tuple[GroupedMatrix, torch.Tensor]:
+    """A random matrix in one of `FORMATS` as it is read, and its numbers."""
+    stored = FORMATS[name].store(np.random.default_rng(seed), outputs, inputs)
+    return quantisation(name).read(Tensors(stored.tensors), "it", outputs, inputs), torch.from_numpy(stored.numbers)
