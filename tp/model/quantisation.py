@@ -233,9 +233,8 @@ def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) ->
             groups = slice(first // size, stop // size)
         else:
             group_of = (torch.arange(inputs) // size if group_of is None else group_of)[first:stop]
-    held = [values.contiguous(), scales[:, groups].contiguous()]
     zeros = zeros if isinstance(zeros, int) else zeros[:, groups].contiguous()
-    return GroupedMatrix(*held, zeros, matrix.bits, group_of)
+    return GroupedMatrix(values.contiguous(), scales[:, groups].contiguous(), zeros, matrix.bits, group_of)
 
 
 def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:

@@ -119,7 +119,9 @@ def test_no_copy_crosses_from_one_piece_of_locked_memory_to_the_next(part, link)
     shape = (2, 2, 64, 16)
     host = PackedBlocks(slots, Overflow(HostMemory(link), shape, torch.bfloat16), shape)
     assert [host.together(index, 4) for index in range(20 - 4)] == [min(4, 8 - index % 8) for index in range(20 - 4)]
-    assert host.at(8, 4).data_ptr() == slots[8].data_ptr() and host.at(8, 4).shape == slots[8:12].shape
+    crosses = host.at(8, 4)
+    assert isinstance(crosses, torch.Tensor)
+    assert crosses.data_ptr() == slots[8].data_ptr() and crosses.shape == slots[8:12].shape
 
 
 def test_a_block_that_does_not_pack_takes_memory_only_as_long_as_it_is_there(link):
