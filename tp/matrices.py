@@ -20,10 +20,14 @@ from torch import Tensor
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
+from .errors import ModelError
 from .model.config import ModelConfig
 from .model.quantisation import Quantisation, StoredTensors, part_of
 from .parallel.ranks import ALONE
 from .parallel.split import Split
+
+_ENDS = "qweight", "weight_packed", "weight_scale", "weight_scale_inv"
+"""Of the names of what is stored beside a matrix, or in its place, in few bits."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Projection:
         """See `Matrix.read`; without a bias."""
         name = prefix + self.name
         if quantisation is None or not quantisation.covers(name):
+            if any(source.has(f"{name}.{end}") for end in _ENDS):
+                raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             return source.read(f"{name}.weight", self.outputs, self.inputs, rows=self.rows, columns=self.columns)
         whole = quantisation.read(source, name, self.outputs, self.inputs)
         return part_of(whole, self.rows, self.columns).to(source.device)
@@ -73,7 +79,7 @@ class Matrix:
         found = self.bias * self.shape[0] * dtype.itemsize
         for one in self.projections:
             if quantisation is not None and quantisation.covers(prefix + one.name):
-                found += quantisation.num_bytes(*one.held)
+                found += quantisation.num_bytes(one.held[0], one.inputs, one.columns)
             else:
                 found += prod(one.held) * dtype.itemsize
         return found

@@ -291,7 +291,7 @@ SETTINGS_OPTIONS = {
 }
 """Fields of `Settings` (of which --draft says `lookup`)."""
 
-WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name not in ("tiers", "rope_scaling")}
+MEASURED_SETTINGS = {name: one for name, one in SETTINGS_OPTIONS.items() if name not in ("tiers", "rope_scaling")}
 
 
 def some_settings(*names: str) -> dict[str, Any]:

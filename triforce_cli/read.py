@@ -196,4 +196,6 @@ def _duration(seconds: float) -> str:
 def _model_options(options: ReadOptions) -> str:
     """The options by which `triforce generate` finds the same model."""
     model = f" --model {options.model}" if options.model != type(options).model else ""
+    scaling = options.settings.rope_scaling
+    model += f" --rope-scaling {scaling}" if scaling else ""
     return model + (f" --dtype {options.dtype}" if options.dtype != "auto" else "")

@@ -75,7 +75,7 @@ def _rounded(x):
     """The nearest bfloat16, ties to even, in float32. Triton's interpreter cuts off what a GPU rounds."""
     bits = x.to(tl.uint32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
-    return ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)  # all bits of a NaN may be set
 
 
 @triton.jit

@@ -593,7 +593,8 @@ def _step_bytes(request: RunRequest, placement: Placement, draft_tokens: int, se
     rows = sequences * (draft_tokens + 1)
     partial = rows * part.num_heads * (part.head_dim + 2) * 4
     layer = rows * _row_bytes(request, part) + min(MOST_PARTS, -(-request.context // KEYS_PER_SPLIT) * partial)
-    layer += request.matrices.expansion_bytes(request.dtype, is_step=True)
+    models = [request.matrices, *([ModelMatrices.of(request.small)] if request.small else [])]
+    layer += max(one.expansion_bytes(request.dtype, is_step=True) for one in models)
     together = min(rows, max(1, (GPU_NUMBERS if request.on_gpu else CPU_NUMBERS) // vocab))
     sampling = 4 * vocab * (2 * rows + max(SORTING * together, draft_tokens + 1))  # the second of what is logged
     drafted = 4 * vocab * sequences * draft_tokens
@@ -613,7 +614,7 @@ def _scratch_bytes(request: RunRequest, placement: Placement, retrieved: int) ->
     def few(keys: int, heads: tuple[int, int] = target, head_dim: int = part.head_dim) -> int:
         return 0 if request.kernels else scratch_bytes(*heads, keys, head_dim, dtype, is_step=True)
 
-    block, piece = placement.block_size, max(placement.block_size, placement.open_tokens)
+    block, piece = placement.block_size, max(placement.block_size * placement.together, placement.open_tokens)
     chunks = piece // request.settings.planned_chunk_size if retrieved else 0  # of which it has the mass by tiles
     own = few(piece) + (0 if request.kernels else 4 * part.num_heads * TILE_ROWS * chunks)
     many = scratch_bytes(*target, block, part.head_dim, dtype, is_step=False) if dtype.itemsize > 2 else 0

@@ -182,7 +182,7 @@ def place_streamed(
     size = min(largest, _whole_chunks(smallest, chunk_size))
     num_resident, packed = int(resident_bytes // (size * token_bytes)), packed and size % GROUP == 0
     together = limits.ring_bytes * part.num_layers // (size * token_bytes) if packed and on_gpu else 1
-    together = min(max(1, together), MOST_TOGETHER)
+    together = min(max(1, together), MOST_TOGETHER, max(1, -(-capacity // size) - num_resident))
     return Placement.streaming(
         capacity, size, num_resident, chunk_size, packed=packed, together=together, limits=limits
     )

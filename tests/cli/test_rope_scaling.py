@@ -62,7 +62,8 @@ def test_a_text_that_is_read_so_is_found_so(run, tmp_path):
     (tmp_path / "book.txt").write_text(TEXT)
     read = ("read", tmp_path / "book.txt", "--as", "book", "--raw")
     check_refusal(run(*read), 1, f"{POSITIONS} positions")
-    assert run(*read, *SCALED).code == 0
+    done = run(*read, *SCALED)
+    assert done.code == 0 and f"--rope-scaling {SCALED[1]}" in done.err, "it says how to ask it"
     again = json.loads(run("generate", "--context", "book", *SHORT, *SCALED).out)
     fresh = json.loads(run("generate", "--prompt", TEXT, *SHORT, *SCALED).out)
     assert again["text"] == fresh["text"] and again["reused_tokens"] > POSITIONS

@@ -5,7 +5,6 @@ Without a GPU it runs under Triton's interpreter (see `conftest.py`); with one, 
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from quantised import FORMATS
@@ -75,9 +74,23 @@ def test_the_kernel_compiles_without_spills(tmp_path, capability):
     )
 
 
-def test_what_is_left_out_of_a_matrix_counts_for_nothing():
+@both
+@pytest.mark.parametrize("name", ["gptq", "fp8"])
+def test_what_lies_behind_a_matrix_counts_for_nothing(device, name):
     """Scales that are no numbers, behind the outputs that there are."""
-    matrix, numbers = matrix_of("gptq", 24, 64)
-    x = rows(3, 64, torch.float32, "cpu")
-    assert np.isfinite(product(x, matrix).numpy()).all()
-    torch.testing.assert_close(product(x, matrix), x @ numbers.T, atol=1e-4, rtol=1e-4)
+    matrix, numbers = matrix_of(name, 40, 64)
+    matrix.scales[24:] = float("nan")
+    zeros = matrix.zeros if isinstance(matrix.zeros, int) else matrix.zeros[:24]
+    first = replace(matrix, values=matrix.values[:24], scales=matrix.scales[:24], zeros=zeros)
+    x = rows(3, 64, torch.float32, device)
+    want = x.double() @ numbers[:24].double().T.to(device)
+    torch.testing.assert_close(product(x, first.to(torch.device(device))).double(), want, atol=1e-5, rtol=1e-5)
+
+
+@both
+def test_a_scale_that_is_no_number_gives_none(device):
+    """Whatever its bits are."""
+    matrix, _ = matrix_of("fp8", 32, 64)
+    matrix.scales.view(torch.int32)[3] = 0x7FFFFFFF
+    found = product(rows(3, 64, torch.bfloat16, device), matrix.to(torch.device(device)))
+    assert found[:, 3].isnan().all() and found.isfinite().sum() == 3 * 31

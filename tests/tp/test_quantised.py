@@ -1,13 +1,16 @@
 """Weights in four and eight bits: their numbers are the format's formula, bit for bit, and texts are transformers'."""
 
 import json
+import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from quantised import FORMATS, fp8, save_quantised
-from quantised_matrices import Tensors, matrix_of
+from quantised_matrices import Tensors, matrix_of, quantisation
+from safetensors.torch import load_file, save_file
 from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
@@ -16,8 +19,12 @@ from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, quantised_
 from triforce.offload import Engine, Sampling
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
-from triforce.tp.matrices import ModelMatrices
+from triforce.tp.matrices import ModelMatrices, layer_prefix
+from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.quantisation import part_of, quantisation_of
+from triforce.tp.parallel.ranks import Ranks
+from triforce.tp.parallel.split import Split
+from triforce.tp.weights.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 PROMPT = random_tokens(300, seed=3)
@@ -141,8 +148,6 @@ def test_a_decoder_holds_what_its_plan_counts(tmp_path, name, dtype):
 
 
 def test_biases_of_zeros_beside_quantised_matrices_are_let_pass_and_others_are_not(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     save_quantised(tmp_path, FORMATS["gptq"])
     path, bias = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.bias"
     tensors = load_file(path)
@@ -216,12 +221,90 @@ def test_a_file_that_is_not_as_its_config_says_is_refused(tmp_path, changes, wor
 
 
 def test_groups_that_do_not_exist_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     save_quantised(tmp_path, FORMATS["gptq-act-order"])
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.self_attn.k_proj.g_idx"][3] = 2
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"k_proj.g_idx has groups from 0 to 2; the configuration says 2 groups"):
+        Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+
+ODD: list[Any] = [0, -1, 2**63, 10**30, 1.5, 1e308, True, None, "", "x", "4", [], {}, [0, 128], [-1, 128], ["re:("]]
+ODD += [["re:(a+)+$"], ["re:.*.*.*.*.*x"], [128], [2**45, 128], {"a": {}}, float("inf"), float("nan")]
+
+
+def mutated(chance: random.Random, value: Any) -> Any:
+    """A configuration with something odd in one place of it."""
+    if not isinstance(value, dict) or not value or chance.random() < 0.2:
+        return chance.choice(ODD)
+    key = chance.choice(sorted(value))
+    return value | {key: mutated(chance, value[key])}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_configuration_is_refused_in_a_line_or_gives_a_plan(name):
+    chance = random.Random(name)
+    for _ in range(200):
+        try:
+            found = quantisation_of({"quantization_config": mutated(chance, FORMATS[name].config)}, "config.json")
+        except ModelError as error:
+            assert "config.json" in str(error) and "\n" not in str(error)
+            continue
+        if found is not None:
+            assert found.covers("model.layers.0.self_attn.q_proj") in (False, True)
+            assert 0 < found.num_bytes(4096, 14336) < 4096 * 14336 * 16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_tensors_are_refused_in_a_line_or_read(tmp_path, name):
+    """Other shapes, number formats and contents than a configuration says, and tensors that are not there."""
+    chance, form = random.Random(name), FORMATS[name]
+    for trial in range(60):
+        outputs, inputs = chance.choice([(48, 96), (12, 64), (40, 60), (4, 32), (8, 63), (1, 1)])
+        try:
+            tensors = dict(form.store(np.random.default_rng(trial), 48, 96).tensors)
+        except ValueError:
+            continue
+        end = chance.choice(sorted(tensors))
+        kind = chance.choice(["gone", "shape", "dtype", "numbers", "sizes"])
+        if kind == "gone":
+            del tensors[end]
+        elif kind == "shape":
+            tensors[end] = tensors[end].flatten()[: chance.randint(0, 9)]
+        elif kind == "dtype":
+            tensors[end] = tensors[end].to(chance.choice([torch.float64, torch.int16, torch.uint8]))
+        elif kind == "numbers":
+            random_bytes = np.random.default_rng(trial).integers(0, 256, tensors[end].nbytes, dtype=np.uint8)
+            tensors[end] = torch.from_numpy(random_bytes).view(tensors[end].dtype).view(tensors[end].shape)
+        save_file({f"it.{one}": tensor.contiguous() for one, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint(tmp_path, torch.float32, CPU)
+        given = (outputs, inputs) if kind == "sizes" else (48, 96)
+        try:
+            matrix = quantisation(name).read(checkpoint, "it", *given)
+        except ModelError as error:
+            assert "it" in str(error) and "\n" not in str(error)
+        else:
+            assert matrix.expand(0, given[0], torch.float32).shape == given
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "packed-zeros", "fp8", "int8-zeros"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_holds_what_its_plan_counts(tmp_path, name, rank):
+    save_quantised(tmp_path, FORMATS[name])
+    config = ModelConfig.load(tmp_path)
+    split = Split.of(config, Ranks(rank, 2, 2))
+    matrices, checkpoint = ModelMatrices.of(config, split), Checkpoint(tmp_path, torch.bfloat16, CPU)
+    for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down):
+        weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
+        held = sum(tensor.nbytes for tensor in weight.tensors())
+        assert held == matrix.num_bytes(torch.bfloat16, config.quantisation, layer_prefix(0))
+
+
+def test_a_quantised_output_head_is_refused(tmp_path):
+    save_quantised(tmp_path, FORMATS["packed"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight_scale": torch.ones(97, 1)}, path)
+    with pytest.raises(ModelError, match="lm_head is stored in few bits"):
         Decoder.load(tmp_path, dtype=torch.float32, device=CPU)

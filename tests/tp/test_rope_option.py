@@ -31,7 +31,20 @@ def test_a_model_has_as_many_positions_as_it_is_scaled_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked", ["yarn", "yarn:", "yarn:1", "yarn:x", "yarn:inf", "linear:2", "yarn:2:0", "yarn:2:x", ""]
+    "asked",
+    [
+        "yarn",
+        "yarn:",
+        "yarn:1",
+        "yarn:x",
+        "yarn:inf",
+        "linear:2",
+        "yarn:2:0",
+        "yarn:2:x",
+        "",
+        "yarn:1e308",
+        "yarn:4:" + "9" * 400,
+    ],
 )
 def test_what_is_no_scaling_is_refused(tmp_path, asked):
     save_llama(tmp_path)

@@ -64,13 +64,28 @@ class Quantisation(ABC):
     def name(self) -> str:
         """What messages call it."""
 
-    @abstractmethod
     def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         """The matrix of the projection `name`.
 
         Raises:
             ModelError: its tensors are missing, or are not as the configuration says.
         """
+        of_outputs, of_inputs = self.multiples
+        if outputs % of_outputs or inputs % of_inputs:
+            raise ModelError(
+                f"{name} has {outputs:,} outputs and {inputs:,} inputs, but in {self.name} they are multiples of "
+                f"{of_outputs} and {of_inputs}"
+            )
+        return self._read(source, name, outputs, inputs)
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Of what outputs and inputs are multiples."""
+        return 1, 1
+
+    @abstractmethod
+    def _read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        """See `read`."""
 
     def covers(self, name: str) -> bool:
         """Whether the matrix of the projection `name` is stored so."""
@@ -80,18 +95,27 @@ class Quantisation(ABC):
         """Scales of an output."""
         return -(-inputs // self.group_size) if self.group_size else 1
 
-    def num_bytes(self, outputs: int, inputs: int) -> int:
-        """What such a matrix takes as it is held, where scales have as many bits as is usual."""
-        of_group = self.scale_bytes + (not self.symmetric)
-        uneven = bool(self.group_size) and inputs % self.group_size != 0
-        order = 8 * inputs if self.ordered or uneven else 0  # see `GroupedMatrix.group_of`
-        return outputs * (inputs * self.bits // 8 + self.groups(inputs) * of_group) + order
+    def num_bytes(self, outputs: int, inputs: int, columns: slice | None = None) -> int:
+        """What such a matrix takes as it is held, where scales have as many bits as is usual.
+
+        Args: `columns` are the inputs that a rank holds.
+        """
+        first, stop, _ = (columns or slice(None)).indices(inputs)
+        size, width = self.group_size or inputs, stop - first
+        groups = -(-stop // size) - first // size
+        if self.ordered and width < inputs:
+            groups = min(self.groups(inputs), width)
+        uneven = inputs % size != 0 or first % size != 0 or stop % size != 0
+        order = 8 * width if self.ordered or uneven else 0  # see `GroupedMatrix.group_of`
+        return outputs * (width * self.bits // 8 + groups * (self.scale_bytes + (not self.symmetric))) + order
 
     def _matrix(
         self, values: Tensor, scales: Tensor, zeros: Tensor | int = 0, group_of: Tensor | None = None
     ) -> GroupedMatrix:
         """Args: `group_of` is the group of each input where that is stored."""
         inputs, groups = values.shape[1] * 8 // self.bits, scales.shape[1]
+        if scales.dtype == torch.float32 and self.scale_bytes == 2 and torch.equal(scales.half().float(), scales):
+            scales = scales.half()
         neighbours = torch.arange(inputs) // (self.group_size or inputs)
         if group_of is None or torch.equal(group_of, neighbours):
             group_of = neighbours if inputs % groups or inputs // groups != (self.group_size or inputs) else None
@@ -117,13 +141,17 @@ class Gptq(Quantisation):
     perhaps `g_idx` `[inputs]`. A word of 32 bits has `fields` numbers, the first in its lowest bits."""
 
     zeros_less_one: bool
-    """Whether zeros are stored less one, as in the first version of the format."""
+    """Whether zeros are stored less one, as in the first version of the format: one is added to each field."""
 
     @property
     def name(self) -> str:
         return f"GPTQ, {self.bits} bits"
 
-    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+    @property
+    def multiples(self) -> tuple[int, int]:
+        return 32 // self.bits, 32 // self.bits
+
+    def _read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         groups, fields = self.groups(inputs), 32 // self.bits
         words = source.stored(f"{name}.qweight", inputs // fields, outputs, dtypes=_INT32)
         zeros = source.stored(f"{name}.qzeros", groups, outputs // fields, dtypes=_INT32)
@@ -143,7 +171,11 @@ class Awq(Quantisation):
     def name(self) -> str:
         return "AWQ, 4 bits"
 
-    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+    @property
+    def multiples(self) -> tuple[int, int]:
+        return 8, 2
+
+    def _read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         groups = self.groups(inputs)
         words = source.stored(f"{name}.qweight", inputs, outputs // 8, dtypes=_INT32)
         zeros = source.stored(f"{name}.qzeros", groups, outputs // 8, dtypes=_INT32)
@@ -166,7 +198,12 @@ class CompressedTensors(Quantisation):
     def name(self) -> str:
         return f"compressed-tensors, {'FP8' if self.kind == 'fp8' else f'{self.bits} bits'}"
 
-    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+    @property
+    def multiples(self) -> tuple[int, int]:
+        fields = 32 // self.bits if self.kind == "packed" else 1
+        return 1 if self.symmetric else fields, fields
+
+    def _read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         groups, fields = self.groups(inputs), 32 // self.bits
         zeros: Tensor | int = 0
         if self.kind == "packed":
@@ -189,7 +226,7 @@ class CompressedTensors(Quantisation):
 @dataclass(frozen=True)
 class Fp8(Quantisation):
     """`weight` `[outputs, inputs]` in e4m3 and `weight_scale_inv`, by which it is multiplied, for each block of outputs
-    and inputs; or one `weight_scale_inv`."""
+    and inputs; or one scale, `weight_scale` or `weight_scale_inv`."""
 
     block_rows: int
     """Outputs of a block; 0 where there is one scale."""
@@ -200,15 +237,14 @@ class Fp8(Quantisation):
 
     scale_bytes = 4
 
-    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+    def _read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         values = source.stored(f"{name}.weight", outputs, inputs, dtypes=_FP8)
-        if not self.block_rows:
-            scales = source.stored(f"{name}.weight_scale_inv", dtypes=_SCALES).expand(outputs, 1)
-        else:
+        if self.block_rows:
             shape = -(-outputs // self.block_rows), self.groups(inputs)
             blocks = source.stored(f"{name}.weight_scale_inv", *shape, dtypes=_SCALES)
-            scales = blocks.repeat_interleave(self.block_rows, 0)[:outputs]
-        return self._matrix(values, scales)
+            return self._matrix(values, blocks[torch.arange(outputs) // self.block_rows])
+        one = "weight_scale" if source.has(f"{name}.weight_scale") else "weight_scale_inv"
+        return self._matrix(values, source.stored(f"{name}.{one}", dtypes=_SCALES).expand(outputs, 1))
 
 
 def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) -> GroupedMatrix:
@@ -233,6 +269,9 @@ def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) ->
             groups = slice(first // size, stop // size)
         else:
             group_of = (torch.arange(inputs) // size if group_of is None else group_of)[first:stop]
+            kept, group_of = group_of.unique(return_inverse=True)
+            scales = scales[:, kept]
+            zeros = zeros if isinstance(zeros, int) else zeros[:, kept]
     zeros = zeros if isinstance(zeros, int) else zeros[:, groups].contiguous()
     return GroupedMatrix(values.contiguous(), scales[:, groups].contiguous(), zeros, matrix.bits, group_of)
 
@@ -258,7 +297,7 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
         return readers[method](given)
     except _Unsupported as error:
         raise ModelError(f"{path} asks for {error}, which is not supported; supported: {SUPPORTED}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
         raise ModelError(f"{path} has a quantization_config that cannot be read: {error!r}") from error
 
 
@@ -267,9 +306,9 @@ class _Unsupported(Exception):
 
 
 def _gptq(given: dict[str, Any]) -> Quantisation:
-    bits = int(given["bits"])
+    bits = _whole(given["bits"])
     _refuse(f"GPTQ with {bits} bits", bits not in (4, 8))
-    form = str(given.get("checkpoint_format", "gptq"))
+    form = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     _refuse(f"GPTQ's checkpoint_format {form!r}", form not in ("gptq", "gptq_v2"))
     _refuse("GPTQ with settings by module (dynamic)", bool(given.get("dynamic")))
     _refuse("a quantised output head", bool(given.get("lm_head")))
@@ -280,17 +319,17 @@ def _gptq(given: dict[str, Any]) -> Quantisation:
         left_out = (rf"re:(?!.*\.({'|'.join(map(re.escape, names))})$)",)
     size, symmetric, ordered = (
         _group_size(given["group_size"]),
-        bool(given.get("sym", True)),
-        bool(given.get("desc_act")),
+        _yes(given, "sym", True),
+        _yes(given, "desc_act", False),
     )
     return Gptq(bits, size, symmetric, left_out, ordered, False, zeros_less_one=form == "gptq")
 
 
 def _awq(given: dict[str, Any]) -> Quantisation:
-    bits, version = int(given.get("bits", given.get("w_bit", 4))), str(given.get("version", "gemm")).lower()
+    bits, version = _whole(given.get("bits", given.get("w_bit", 4))), str(given.get("version", "gemm")).lower()
     _refuse(f"AWQ with {bits} bits", bits != 4)
     _refuse(f"AWQ's version {version!r}", version != "gemm")
-    _refuse("AWQ without zero points", not given.get("zero_point", True))
+    _refuse("AWQ without zero points", not _yes(given, "zero_point", True))
     size = _group_size(given.get("group_size", given.get("q_group_size", 128)))
     return Awq(bits, size, False, _listed(given, "modules_to_not_convert"), False, False)
 
@@ -298,8 +337,9 @@ def _awq(given: dict[str, Any]) -> Quantisation:
 def _fp8(given: dict[str, Any]) -> Quantisation:
     form, block = str(given.get("fmt", "e4m3")), given.get("weight_block_size")
     _refuse(f"FP8 in the format {form!r}", form != "e4m3")
-    rows, columns = map(int, block or (0, 0))
-    return Fp8(8, columns, True, _listed(given, "modules_to_not_convert"), False, True, block_rows=rows)
+    rows, columns = (0, 0) if block is None else (_size(size, "weight_block_size") for size in block)
+    left_out = _listed(given, "modules_to_not_convert") + _listed(given, "ignored_layers")
+    return Fp8(8, columns, True, left_out, False, True, block_rows=rows)
 
 
 _KINDS = {
@@ -320,22 +360,23 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
     _refuse(f"compressed-tensors with sparse weights ({sparse})", sparse != "dense")
     scheme, weights = groups[0], groups[0]["weights"]
     form = str(scheme.get("format") or given.get("format"))
-    bits, numbers = int(weights["num_bits"]), str(weights.get("type", "int"))
+    bits, numbers = _whole(weights["num_bits"]), str(weights.get("type", "int"))
     kind = _KINDS.get(form, {}).get(numbers)
     _refuse(f"compressed-tensors in the format {form!r} with {numbers}{bits}", kind is None or bits not in (4, 8))
     _refuse(f"compressed-tensors in the format {form!r} with {bits} bits", kind != "packed" and bits != 8)
-    inputs = scheme.get("input_activations")
-    _refuse("4-bit activations", bool(inputs) and int(inputs.get("num_bits", 8)) < 8)
+    inputs, outputs = scheme.get("input_activations"), scheme.get("output_activations")
+    _refuse("4-bit activations", bool(inputs) and _whole(inputs.get("num_bits", 8)) < 8)
     strategy = str(weights.get("strategy") or ("group" if weights.get("group_size") else "tensor"))
     _refuse(f"compressed-tensors with the strategy {strategy!r}", strategy not in ("tensor", "channel", "group"))
     targets = [str(target) for target in scheme.get("targets", ["Linear"])]
     _refuse(f"compressed-tensors for {', '.join(targets)} alone", targets != ["Linear"])
     size = _group_size(weights["group_size"]) if strategy == "group" else 0
     assert kind
-    symmetric, ordered = bool(weights.get("symmetric", True)), bool(weights.get("actorder"))
+    symmetric, ordered = _yes(weights, "symmetric", True), bool(weights.get("actorder"))
     ignored, one_scale = _listed(given, "ignore"), strategy == "tensor"
+    _refuse("compressed-tensors with one zero point for a whole matrix", one_scale and not symmetric)
     return CompressedTensors(
-        bits, size, symmetric, ignored, ordered, bool(inputs), kind=kind, one_scale=one_scale
+        bits, size, symmetric, ignored, ordered, bool(inputs or outputs), kind=kind, one_scale=one_scale
     )  # fmt: skip
 
 
@@ -344,15 +385,45 @@ def _refuse(what: str, refused: bool) -> None:
         raise _Unsupported(what)
 
 
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} where a whole number belongs")
+    return value
+
+
+def _size(value: Any, name: str) -> int:
+    size = _whole(value)
+    if not 0 < size < 2**31:
+        raise ValueError(f"{name} {size}")
+    return size
+
+
 def _group_size(value: Any) -> int:
-    size = int(value)
-    if size < -1 or size == 0:
-        raise ValueError(f"group_size {size}")
-    return max(0, size)
+    return 0 if value == -1 else _size(value, "group_size")
+
+
+def _yes(given: dict[str, Any], key: str, default: bool) -> bool:
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} {value!r}, which is neither true nor false")
+    return value
 
 
 def _listed(given: dict[str, Any], key: str) -> tuple[str, ...]:
-    return tuple(str(name) for name in given.get(key) or ())
+    """Names, or patterns that take no time to match.
+
+    Raises:
+        ValueError: something else.
+    """
+    names = given.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"{key}, which is no list of names")
+    for name in names:
+        if name.startswith("re:"):
+            re.compile(name)
+            if len(name) > 400 or len(re.findall(r"[*+{]", name)) > 4 or re.search(r"\)[*+{?]", name):
+                raise ValueError(f"{key} with the pattern {name[:60]!r}, which may take long to match")
+    return tuple(names)
 
 
 def _names(part: str, name: str) -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 from ..errors import UsageError
 
+MOST_FACTOR = 1024
+
 
 def parse_rope_scaling(text: str, max_positions: int) -> dict[str, Any]:
     """The `rope_scaling` of a `config.json` for `yarn:FACTOR` or `yarn:FACTOR:ORIGINAL`.
@@ -18,12 +20,12 @@ def parse_rope_scaling(text: str, max_positions: int) -> dict[str, Any]:
     kind, _, numbers = text.partition(":")
     factor, _, original = numbers.partition(":")
     try:
-        if kind != "yarn" or not 1 < float(factor) < float("inf") or int(original or 1) < 1:
+        if kind != "yarn" or not 1 < float(factor) <= MOST_FACTOR or not 1 <= int(original or 1) < 2**31:
             raise ValueError
     except ValueError:
         raise UsageError(
-            f"rope-scaling is {text!r}; it is yarn:FACTOR, with a factor above 1, or yarn:FACTOR:ORIGINAL, with the "
-            "positions that the factor is of (default: the model's own)"
+            f"rope-scaling is {text[:80]!r}; it is yarn:FACTOR, with a factor above 1, up to {MOST_FACTOR}, or "
+            "yarn:FACTOR:ORIGINAL, with the positions that the factor is of (default: the model's own)"
         ) from None
     return {
         "rope_type": "yarn",

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from ....tp.errors import ModelError
 from ....tp.matrices import ModelMatrices, layer_prefix
 from ....tp.model.config import ModelConfig
 from ....tp.weights.checkpoint import Checkpoint
@@ -162,14 +163,17 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
                 found = one.read(checkpoint, layer_prefix(layer), config.quantisation)
                 numbers = found if isinstance(found, Tensor) else found.expand(0, one.outputs, dtype)
                 read[f"{layer_prefix(layer)}{one.name}.weight"] = numbers
-    names = [*checkpoint.unread(), *(["lm_head.weight"] if checkpoint.has("lm_head.weight") else [])]
+    names = [*checkpoint.unread(), *([] if config.tie_word_embeddings else ["lm_head.weight"])]
     read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in names}
     theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if hasattr(theirs, "quantization_config"):
         del theirs.quantization_config
     make: Any = transformers.AutoModelForCausalLM.from_config
     model = make(theirs, dtype=dtype, attn_implementation="sdpa")
-    model.load_state_dict(read, strict=False)  # a tied output head is the embedding
+    missing, unknown = model.load_state_dict(read, strict=False)
+    if unknown or set(missing) - ({"lm_head.weight"} if config.tie_word_embeddings else set()):
+        raise ModelError(f"transformers has no place for {unknown}, or none to take {missing} from")
+    model.tie_weights()
     without_defaults(model)
     return model.to(job.device).eval()
 
