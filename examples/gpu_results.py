@@ -66,6 +66,12 @@ def parts(device: str, quick: bool) -> list[Part]:
         of_steps = ["--tiers", "1,3", "--budget", budget, "--block-length", 12, "--draft-length", 4, "--resident", 0]
         return [*triforce, "bench", "--shape", shape, "--contexts", str(length), *map(str, of_steps), *to_file]
 
+    def quantised() -> list[str]:
+        shape = ["embedded"] if quick else ["qwen3-14b-awq", "--dtype", "bfloat16", "--rope-scaling", "yarn:4:32768"]
+        context, budget = (400, 64) if quick else (65536, BUDGET)
+        of_steps = ["--contexts", context, "--tiers", "1,2", "--budget", budget, "--block-length", 12, "--resident", 0]
+        return [*triforce, "bench", "--shape", *shape, *map(str, of_steps), *to_file]
+
     def pair(resident: str) -> list[str]:
         context, new_tokens, repeats = (400, 16, 1) if quick else (131072, 128, 3)
         of_runs = ["--contexts", context, "--max-new-tokens", new_tokens, "--repeat", repeats, "--tiers", "1,2,3"]
@@ -88,6 +94,7 @@ def parts(device: str, quick: bool) -> list[Part]:
         Part("steps-32k-streamed", steps(32768), 90),
         Part("prefill", inner("prefill"), 60),
         Part("packed", inner("packed"), 60),
+        Part("quantised-14b", quantised(), 90),
         Part("pair-128k-streamed", pair("0"), 90),
         Part("pair-128k-on-chip", pair("auto"), 60),
         Part("compare-8k", compare(), 130),

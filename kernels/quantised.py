@@ -57,12 +57,6 @@ class GroupedMatrix:
             if isinstance(held, Tensor):
                 yield held
 
-    def to(self, device: torch.device) -> GroupedMatrix:
-        """The same on a device."""
-        moved = [None if held is None else held.to(device) for held in (self.values, self.scales, self.group_of)]
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.to(device)
-        return GroupedMatrix(moved[0], moved[1], zeros, self.bits, moved[2])  # pyright: ignore[reportArgumentType]
-
     def expand(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
         """The numbers of outputs `first` to `stop`: `[stop - first, inputs]` in `dtype`, contiguous."""
         inputs = self.shape[1]
@@ -145,9 +139,3 @@ def _fused(x: Tensor, matrix: GroupedMatrix) -> Tensor:
     if values.dtype == torch.float8_e4m3fn:
         values, kind = values.view(torch.uint8), FLOAT8
     return product_triton(x.contiguous(), values, kind, matrix.scales, matrix.zeros, matrix.group_of)
-
-
-def pack_nibbles(values: Tensor) -> Tensor:
-    """`[outputs, inputs]` whole numbers from 0 to 15, of an even number of inputs, as `GroupedMatrix` holds them."""
-    values = values.to(torch.uint8)
-    return values[:, 0::2] | values[:, 1::2] << 4

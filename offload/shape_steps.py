@@ -46,6 +46,20 @@ class RandomWeights:
         parts = [len(range(size)[part or slice(None)]) for size, part in zip(shape, (rows, columns), strict=False)]
         return torch.randn(parts, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor beside those that a format always has: none."""
+        return False
+
+    def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """A tensor of a quantised matrix: any whole numbers, or scales that are all the same."""
+        dtype, where = dtypes[0], self.device
+        if dtype == torch.float8_e4m3fn:
+            return torch.randn(shape, device=where).to(dtype)
+        if dtype.is_floating_point:
+            return torch.full(shape, 2**-9, dtype=dtype, device=where)
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, shape, dtype=dtype, device=where)
+
     def check_all_read(self) -> None:
         pass
 

@@ -55,7 +55,7 @@ class Projection:
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             return source.read(f"{name}.weight", self.outputs, self.inputs, rows=self.rows, columns=self.columns)
         whole = quantisation.read(source, name, self.outputs, self.inputs)
-        return part_of(whole, self.rows, self.columns).to(source.device)
+        return part_of(whole, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,6 @@ class Matrix:
 
 class WeightSource(StoredTensors, Protocol):
     """The part of `checkpoint.Checkpoint` that is needed here; see there."""
-
-    @property
-    def device(self) -> torch.device: ...
 
     def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 

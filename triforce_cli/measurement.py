@@ -22,7 +22,7 @@ from ..tp.errors import UsageError
 from ..tp.parallel.place import Place
 from ..tp.weights.registry import find_pair
 from .call import Call
-from .options import CONTEXT, MEASURED_SETTINGS, MEASURING, TextOptions, option
+from .options import CONTEXT, MEASURING, WITHOUT_TIERS, TextOptions, option
 from .parameters import whole
 from .terminal.output import JsonFile, result_console
 from .terminal.stopping import Stop
@@ -50,7 +50,7 @@ NEW_TOKENS = "Tokens of each answer, which is written to the full length."
 class MeasuringOptions(TextOptions):
     """The options that `bench` and `compare` share."""
 
-    settings: Annotated[Settings, MEASURED_SETTINGS] = Settings()  # noqa: RUF009 - frozen
+    settings: Annotated[Settings, WITHOUT_TIERS] = Settings()  # noqa: RUF009 - frozen
     context: Annotated[str | None, CONTEXT] = None
 
 
@@ -99,7 +99,7 @@ def subject_of(options: MeasuringOptions, call: Call) -> Iterator[Subject]:
     with call.signals.delayed(release=False):  # importing PyTorch may swallow what a signal raises
         from .session.open import open_pair
 
-        yield Subject(source, *directories, *open_pair(directories))
+        yield Subject(source, *directories, *open_pair(directories, None, options.settings.rope_scaling))
 
 
 def questions_about(text: Sequence[int], count: int) -> list[list[int]]:

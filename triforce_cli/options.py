@@ -291,7 +291,7 @@ SETTINGS_OPTIONS = {
 }
 """Fields of `Settings` (of which --draft says `lookup`)."""
 
-MEASURED_SETTINGS = {name: one for name, one in SETTINGS_OPTIONS.items() if name not in ("tiers", "rope_scaling")}
+WITHOUT_TIERS = {name: one for name, one in SETTINGS_OPTIONS.items() if name != "tiers"}
 
 
 def some_settings(*names: str) -> dict[str, Any]:

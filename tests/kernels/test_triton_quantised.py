@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from quantised import FORMATS
-from quantised_matrices import matrix_of
+from quantised_matrices import matrix_of, moved
 from triforce.kernels.quantised import quantised_linear
 from triforce.kernels.selection import use_kernels
 from triton_runs import DTYPES, both, compiled_table
@@ -35,7 +35,7 @@ def test_products_are_those_with_the_numbers(device, name, dtype):
     x, bias = rows(5, inputs, dtype, device), rows(1, outputs, dtype, device, 2)[0]
     want = x.double() @ numbers.to(dtype).double().T.to(device) + bias.double()
     size = x.double().abs() @ numbers.abs().double().T.to(device)
-    got = product(x, matrix.to(torch.device(device)), bias=bias).double()
+    got = product(x, moved(matrix, device), bias=bias).double()
     error = torch.finfo(dtype).eps * want.abs() + 2e-6 * size + 1e-6
     assert ((got - want).abs() <= error).all()
 
@@ -44,7 +44,7 @@ def test_products_are_those_with_the_numbers(device, name, dtype):
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8"])
 def test_a_row_has_the_same_bits_alone_and_in_company(device, name):
     matrix, _ = matrix_of(name, 48, 192)
-    matrix, x = matrix.to(torch.device(device)), rows(70, 192, torch.bfloat16, device)
+    matrix, x = moved(matrix, device), rows(70, 192, torch.bfloat16, device)
     together = product(x, matrix)
     for n in (1, 2, 13, 33):
         assert torch.equal(product(x[:n], matrix), together[:n])
@@ -56,7 +56,7 @@ def test_every_byte_of_float8_is_read(device):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     matrix, _ = matrix_of("float8", 256, 32)
     values = every.view(torch.uint8).view(256, 1).expand(256, 32).contiguous().view(torch.float8_e4m3fn)
-    matrix = replace(matrix, values=values, scales=torch.ones(256, 1, dtype=torch.float16)).to(torch.device(device))
+    matrix = moved(replace(matrix, values=values, scales=torch.ones(256, 1, dtype=torch.float16)), device)
     one = torch.zeros(1, 32, device=device)
     one[0, 3] = 1.0
     want = every.float().to(device)
@@ -84,7 +84,7 @@ def test_what_lies_behind_a_matrix_counts_for_nothing(device, name):
     first = replace(matrix, values=matrix.values[:24], scales=matrix.scales[:24], zeros=zeros)
     x = rows(3, 64, torch.float32, device)
     want = x.double() @ numbers[:24].double().T.to(device)
-    torch.testing.assert_close(product(x, first.to(torch.device(device))).double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(product(x, moved(first, device)).double(), want, atol=1e-5, rtol=1e-5)
 
 
 @both
@@ -92,5 +92,5 @@ def test_a_scale_that_is_no_number_gives_none(device):
     """Whatever its bits are."""
     matrix, _ = matrix_of("fp8", 32, 64)
     matrix.scales.view(torch.int32)[3] = 0x7FFFFFFF
-    found = product(rows(3, 64, torch.bfloat16, device), matrix.to(torch.device(device)))
+    found = product(rows(3, 64, torch.bfloat16, device), moved(matrix, device))
     assert found[:, 3].isnan().all() and found.isfinite().sum() == 3 * 31

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,3 +35,9 @@ def matrix_of(name: str, outputs: int = 48, inputs: int = 96, seed: int = 0) -> 
     """A random matrix in one of `FORMATS` as it is read, and its numbers."""
     stored = FORMATS[name].store(np.random.default_rng(seed), outputs, inputs)
     return quantisation(name).read(Tensors(stored.tensors), "it", outputs, inputs), torch.from_numpy(stored.numbers)
+
+
+def moved(matrix: GroupedMatrix, device: str) -> GroupedMatrix:
+    """The same on a device."""
+    held = {name: value.to(device) for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
+    return replace(matrix, **held)

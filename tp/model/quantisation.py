@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.quantised import GroupedMatrix, pack_nibbles
+from ...kernels.quantised import GroupedMatrix
 from ..errors import ModelError
 
 SUPPORTED = (
@@ -32,7 +32,8 @@ _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredTensors(Protocol):
-    """The part of `checkpoint.Checkpoint` that is needed here."""
+    """The part of `checkpoint.Checkpoint` that is needed here. Tensors are brought to where they are used first, so
+    that it is a GPU that puts them in order."""
 
     def has(self, name: str) -> bool: ...
 
@@ -116,7 +117,7 @@ class Quantisation(ABC):
         inputs, groups = values.shape[1] * 8 // self.bits, scales.shape[1]
         if scales.dtype == torch.float32 and self.scale_bytes == 2 and torch.equal(scales.half().float(), scales):
             scales = scales.half()
-        neighbours = torch.arange(inputs) // (self.group_size or inputs)
+        neighbours = torch.arange(inputs, device=values.device) // (self.group_size or inputs)
         if group_of is None or torch.equal(group_of, neighbours):
             group_of = neighbours if inputs % groups or inputs // groups != (self.group_size or inputs) else None
         if isinstance(zeros, Tensor):
@@ -180,8 +181,11 @@ class Awq(Quantisation):
         words = source.stored(f"{name}.qweight", inputs, outputs // 8, dtypes=_INT32)
         zeros = source.stored(f"{name}.qzeros", groups, outputs // 8, dtypes=_INT32)
         scales = source.stored(f"{name}.scales", groups, outputs, dtypes=_SCALES)
-        values, zeros = (_fields(x, 4).unflatten(1, (-1, 8))[:, :, _AWQ_FIELDS].flatten(1).T for x in (words, zeros))
-        return self._matrix(pack_nibbles(values), scales.T, zeros)
+        found = words.view(torch.uint8).view(inputs, -1, 4)
+        even, odd = found[0::2], found[1::2]  # inputs, which share bytes in what is held
+        fields = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), dim=-1).flatten(2)
+        values = fields[:, :, _AWQ_FIELDS].flatten(1).T
+        return self._matrix(values, scales.T, _fields(zeros, 4).unflatten(1, (-1, 8))[:, :, _AWQ_FIELDS].flatten(1).T)
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,7 @@ class Fp8(Quantisation):
         if self.block_rows:
             shape = -(-outputs // self.block_rows), self.groups(inputs)
             blocks = source.stored(f"{name}.weight_scale_inv", *shape, dtypes=_SCALES)
-            return self._matrix(values, blocks[torch.arange(outputs) // self.block_rows])
+            return self._matrix(values, blocks[torch.arange(outputs, device=values.device) // self.block_rows])
         one = "weight_scale" if source.has(f"{name}.weight_scale") else "weight_scale_inv"
         return self._matrix(values, source.stored(f"{name}.{one}", dtypes=_SCALES).expand(outputs, 1))
 
@@ -268,7 +272,8 @@ def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) ->
         if group_of is None and first % size == 0 and stop % size == 0:
             groups = slice(first // size, stop // size)
         else:
-            group_of = (torch.arange(inputs) // size if group_of is None else group_of)[first:stop]
+            neighbours = torch.arange(inputs, device=values.device) // size
+            group_of = (neighbours if group_of is None else group_of)[first:stop]
             kept, group_of = group_of.unique(return_inverse=True)
             scales = scales[:, kept]
             zeros = zeros if isinstance(zeros, int) else zeros[:, kept]

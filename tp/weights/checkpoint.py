@@ -97,7 +97,7 @@ class Checkpoint:
             return file[name].shape
 
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """The tensor `name` as it is stored, a copy in memory.
+        """The tensor `name` as it is stored, a copy on the device.
 
         Raises:
             ModelError: it is missing, or has another shape or number format.
@@ -111,7 +111,7 @@ class Checkpoint:
             if tensor.dtype not in dtypes:
                 wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise ModelError(f"{name} in {path} is {found.dtype}; its config asks for {wanted}")
-            tensor = tensor.clone()
+            tensor = tensor.to(self.device, copy=True)
         self._unread.discard(name)
         return tensor
 

@@ -292,7 +292,7 @@ def _measure_shape(options: BenchOptions, shape: str, json_file: JsonFile, plot_
 
     set_threads(options.settings.threads)
     options = replace(options, model=shape)
-    target, draft = shapes(shape, options.wanted_draft)
+    target, draft = shapes(shape, options.wanted_draft, options.settings.rope_scaling)
     tiers = tuple(sorted({min(count, 3 if draft else 2) for count in options.tiers}))
     settings = replace(options.settings, tiers=tiers[-1]).with_defaults(published_cache(shape, 1))
     contexts = _contexts(options, target, 0)

@@ -130,6 +130,12 @@ def compare(options: CompareOptions, call: Call) -> None:
 
     chosen = _baselines(options)
     _check_batch(options, chosen)
+    others = [entry.name for entry in chosen if entry.module != TRIFORCE.module]
+    if options.settings.rope_scaling and others:
+        raise UsageError(
+            f"--rope-scaling changes the model, and {others[0]} is not given it; compare with "
+            "--baseline autoregressive alone"
+        )
     if options.audit and not options.sampling.greedy and options.sampling.seed is None:
         raise UsageError("--audit computes the tokens again, which needs --seed where --temperature is above 0")
     check_single_process("compare runs every system in one process")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from command import check_refusal, run_here, undocumented
+from quantised import FORMATS, save_quantised
 from safetensors.torch import load_file
 from tiny import save_llama
 
@@ -121,3 +122,15 @@ def test_requests_that_a_shape_cannot_meet_are_refused(shape, tmp_path, monkeypa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**20))
     outcome = refused(contexts=1000)
     assert outcome.code == 1 and "1.0 MiB is available" in outcome.err, "before any weight is made"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "packed-zeros", "fp8"])
+def test_steps_of_a_quantised_shape_are_measured_beyond_its_positions(capfd, tmp_path, name):
+    save_quantised(tmp_path, FORMATS[name], max_position_embeddings=256)
+    (tmp_path / "model.safetensors").unlink()
+    asked = ("bench", "--shape", tmp_path, "--contexts", 500, "--tiers", "1,2", "--dtype", "float32", "--json", "-")
+    check_refusal(run_here(capfd, *asked), 1, "256 positions")
+    document = json.loads(run_here(capfd, *asked, "--rope-scaling", "yarn:4").out)
+    (at,) = document["contexts"]
+    assert min(times["median"] for times in at["steps_ms"].values() if times) > 0
+    assert document["weight_bytes"] < 0.9 * 4 * document["parameters"]

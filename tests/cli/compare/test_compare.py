@@ -31,6 +31,11 @@ def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare,
     assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
 
 
+def test_a_scaling_that_others_are_not_given_is_refused(compare):
+    outcome, _ = compare("transformers", rope_scaling="yarn:2")
+    check_refusal(outcome, 2, "--rope-scaling", "transformers")
+
+
 @pytest.mark.slow
 def test_systems_in_float32_write_the_same_tokens_as_transformers_itself(compare, pair, tmp_path):
     names = ["triforce", "autoregressive", "transformers", "transformers-assisted"]

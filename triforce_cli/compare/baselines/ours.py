@@ -101,7 +101,9 @@ def _engine(job: Job) -> Engine:
     alone = job.system == "autoregressive"
     if alone:
         settings = {
-            name: value for name, value in settings.items() if name in ("resident", "exact", "pack", "host_memory")
+            name: value
+            for name, value in settings.items()
+            if name in ("resident", "exact", "pack", "host_memory", "rope_scaling")
         }
     return Engine.load(
         job.given_model,
