@@ -51,6 +51,14 @@ class GroupedMatrix:
         """Outputs and inputs."""
         return self.values.shape[0], self.values.shape[1] * 8 // self.bits
 
+    @property
+    def in_bytes(self) -> tuple[Tensor, int]:
+        """The values, float8 as uint8, and how Triton's kernels call what they hold: 0 two in a byte, 1 one in a byte,
+        2 one in e4m3."""
+        if self.values.dtype == torch.float8_e4m3fn:
+            return self.values.view(torch.uint8), 2
+        return self.values, 0 if self.bits == 4 else 1
+
     def tensors(self) -> Iterator[Tensor]:
         """What is held."""
         for held in (self.values, self.scales, self.zeros, self.group_of):
@@ -61,6 +69,13 @@ class GroupedMatrix:
         """The numbers of outputs `first` to `stop`: `[stop - first, inputs]` in `dtype`, contiguous."""
         inputs = self.shape[1]
         out = torch.empty(stop - first, inputs, dtype=dtype, device=self.values.device)
+        if "triton" in usable_packages(out.device):
+            from .triton.quantised import expand_triton  # not imported where it is not used
+
+            zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[first:stop]
+            values, kind = self.in_bytes
+            expand_triton(values[first:stop], kind, self.scales[first:stop], zeros, self.group_of, out)
+            return out
         compiled = on_cpu(out.device) and dtype in (torch.bfloat16, torch.float32) and loaded() is not None
         if compiled and selected().layers != "plain":
             self.expand_compiled(first, stop, out)
@@ -133,9 +148,6 @@ def quantised_linear(
 
 def _fused(x: Tensor, matrix: GroupedMatrix) -> Tensor:
     """The product of few rows by Triton's kernel, float32."""
-    from .triton.quantised import BYTES, FLOAT8, NIBBLES, product_triton  # not imported where it is not used
+    from .triton.quantised import product_triton  # not imported where it is not used
 
-    values, kind = matrix.values, NIBBLES if matrix.bits == 4 else BYTES
-    if values.dtype == torch.float8_e4m3fn:
-        values, kind = values.view(torch.uint8), FLOAT8
-    return product_triton(x.contiguous(), values, kind, matrix.scales, matrix.zeros, matrix.group_of)
+    return product_triton(x.contiguous(), *matrix.in_bytes, matrix.scales, matrix.zeros, matrix.group_of)

@@ -1,8 +1,9 @@
-"""Products of few rows with a matrix in four or eight bits on NVIDIA GPUs, in Triton: its numbers are made in the tile.
+"""Products of few rows with a matrix in four or eight bits on NVIDIA GPUs, in Triton: its numbers are made in the tile;
+and the numbers themselves.
 
-A program has some outputs and up to `TILE_ROWS` rows, and goes through the inputs in order, so the bits of a row do not
-depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be captured in a
-CUDA graph.
+A program of a product has some outputs and up to `TILE_ROWS` rows, and goes through the inputs in order, so the bits of
+a row do not depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,15 +19,12 @@ TILE_ROWS, TILE_OUTPUTS, TILE_INPUTS = 32, 32, 64
 NUM_WARPS, REGISTERS = 4, 168
 """Left to itself the assembler takes fewer registers and spills some."""
 
-NIBBLES, BYTES, FLOAT8 = 0, 1, 2
-"""How numbers are held: two in a byte, one in a byte, one in e4m3."""
-
 
 def product_triton(
     x: Tensor, values: Tensor, kind: int, scales: Tensor, zeros: Tensor | int, group_of: Tensor | None
 ) -> Tensor:
     """`x` `[n, inputs]`, contiguous, times the matrix that `kernels.quantised.GroupedMatrix` describes by the other
-    arguments (float8 as uint8): `[n, outputs]`, float32."""
+    arguments (`in_bytes`, and its fields): `[n, outputs]`, float32."""
     n, inputs = x.shape
     outputs, groups = scales.shape
     out = x.new_empty(n, outputs, dtype=torch.float32)
@@ -58,6 +56,34 @@ def product_triton(
             maxnreg=REGISTERS,  # pyright: ignore[reportCallIssue]
         )
     return out
+
+
+def expand_triton(
+    values: Tensor, kind: int, scales: Tensor, zeros: Tensor | int, group_of: Tensor | None, out: Tensor
+) -> None:
+    """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous; see `product_triton`."""
+    (outputs, inputs), groups = out.shape, scales.shape[1]
+    with torch.cuda.device_of(out):
+        _expand_kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inputs, TILE_INPUTS)](
+            values,
+            scales,
+            scales if isinstance(zeros, int) else zeros,
+            scales if group_of is None else group_of,
+            out,
+            float(zeros) if isinstance(zeros, int) else 0.0,
+            inputs,
+            outputs,
+            groups,
+            inputs // groups,
+            values.stride(0),
+            KIND=kind,
+            ZEROS=not isinstance(zeros, int),
+            ORDERED=group_of is not None,
+            OUTPUTS=TILE_OUTPUTS,
+            HALF=TILE_INPUTS // 2,
+            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
+            maxnreg=REGISTERS,  # pyright: ignore[reportCallIssue]
+        )
 
 
 @triton.jit
@@ -149,3 +175,41 @@ def _product_kernel(
             total = tl.dot(part, numbers, total, input_precision="ieee")
     known = (row < n)[:, None] & (output < outputs_left)[None, :]
     tl.store(out + first + row.to(tl.int64)[:, None] * outputs + output[None, :], total, mask=known)
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _expand_kernel(
+    values,  # see _product_kernel
+    scales,
+    zeros,
+    group_of,
+    out,  # [outputs, inputs]
+    zero,
+    inputs,
+    outputs,
+    groups,
+    size,
+    value_stride,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
+    values += first * value_stride
+    scales += first * groups
+    zeros += first * groups
+    out += first * inputs
+    output = tl.arange(0, OUTPUTS)
+    outputs_left = (outputs - first).to(tl.int32)
+    for odd in tl.static_range(2):
+        place = tl.program_id(1) * 2 * HALF + 2 * tl.arange(0, HALF) + odd
+        there = (place < inputs)[:, None] & (output < outputs_left)[None, :]
+        numbers = _numbers(
+            values, scales, zeros, group_of, zero, output, tl.minimum(place, inputs - 1), there, value_stride, groups,
+            size, KIND, ZEROS, ORDERED, odd == 1,
+        )  # fmt: skip
+        if out.dtype.element_ty == tl.bfloat16:
+            numbers = _rounded(numbers)
+        tl.store(out + output[None, :] * inputs + place[:, None], numbers.to(out.dtype.element_ty), mask=there)

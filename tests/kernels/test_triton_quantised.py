@@ -41,6 +41,17 @@ def test_products_are_those_with_the_numbers(device, name, dtype):
 
 
 @both
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_have_the_bits_of_the_formula(device, name, dtype):
+    (dtype, _), (matrix, want) = DTYPES[dtype], matrix_of(name, 40, 96)
+    with use_kernels(as_gpu={"triton"}):
+        whole = moved(matrix, device).expand(0, 40, dtype)
+        part = moved(matrix, device).expand(5, 38, dtype)
+    assert torch.equal(whole.cpu(), want.to(dtype)) and torch.equal(part, whole[5:38])
+
+
+@both
 @pytest.mark.parametrize("name", ["gptq-act-order", "awq", "fp8"])
 def test_a_row_has_the_same_bits_alone_and_in_company(device, name):
     matrix, _ = matrix_of(name, 48, 192)

@@ -158,7 +158,8 @@ def packing_variants(head_dim: int) -> list[Variant]:
 
 
 def product_variants(dtype: torch.dtype) -> list[Variant]:
-    """Products with matrices in four bits, in eight, and in FP8, with zeros and in any order, and without."""
+    """Products with matrices in four bits, in eight, and in FP8, with zeros and in any order, and without; and their
+    numbers."""
     sizes = {"ROWS": triton_quantised.TILE_ROWS, "OUTPUTS": triton_quantised.TILE_OUTPUTS}
     sizes |= {"HALF": triton_quantised.TILE_INPUTS // 2}
     types = {"x": POINTERS[dtype], "values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64"}
@@ -166,15 +167,11 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
     found = []
     for kind, with_zeros, ordered in itertools.product(range(3), (False, True), (False, True)):
         constants = sizes | {"KIND": kind, "ZEROS": with_zeros, "ORDERED": ordered}
-        found.append(
-            Variant(
-                triton_quantised._product_kernel,
-                constants,
-                types,
-                triton_quantised.NUM_WARPS,
-                {"maxnreg": triton_quantised.REGISTERS},
-            )
-        )
+        given = types, triton_quantised.NUM_WARPS, {"maxnreg": triton_quantised.REGISTERS}
+        found.append(Variant(triton_quantised._product_kernel, constants, *given))
+        of_numbers = {name: value for name, value in constants.items() if name != "ROWS"}
+        types_out = types | {"out": POINTERS[dtype]}
+        found.append(Variant(triton_quantised._expand_kernel, of_numbers, types_out, *given[1:]))
     return found
 
 
