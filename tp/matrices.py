@@ -51,7 +51,7 @@ class Projection:
         """See `Matrix.read`; without a bias."""
         name = prefix + self.name
         if quantisation is None or not quantisation.covers(name):
-            if any(source.has(f"{name}.{end}") for end in _ENDS):
+            if quantisation is not None and any(source.has(f"{name}.{end}") for end in _ENDS):
                 raise ModelError(f"{name} is stored in few bits, which is not supported outside a model's layers")
             return source.read(f"{name}.weight", self.outputs, self.inputs, rows=self.rows, columns=self.columns)
         whole = quantisation.read(source, name, self.outputs, self.inputs)
