@@ -203,7 +203,7 @@ def _expand_kernel(
     out += first * inputs
     output = tl.arange(0, OUTPUTS)
     outputs_left = (outputs - first).to(tl.int32)
-    for odd in tl.static_range(2):
+    for odd in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         place = tl.program_id(1) * 2 * HALF + 2 * tl.arange(0, HALF) + odd
         there = (place < inputs)[:, None] & (output < outputs_left)[None, :]
         numbers = _numbers(
