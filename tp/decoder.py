@@ -174,7 +174,7 @@ class Decoder:
         self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
         tied = DenseWeight(self._embedding[split.vocabulary])
-        self._head: Weight = matrices.head.read(checkpoint) if matrices.head else tied
+        self._head: Weight = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
         self._missing_logits = matrices.head_rows - tied.matrix.shape[0]
         self.dtype = self._embedding.dtype
         checkpoint.check_all_read()
