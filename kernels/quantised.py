@@ -7,7 +7,7 @@ that is computed in. Passes over few rows and over many multiply by the same num
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,8 @@ STEP_NUMBERS = 2**22
 FLOAT32_NUMBERS = 2**20
 """That are float32 at a time while they are expanded, in whole outputs."""
 
-
 _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-"""How the compiled kernels call values of eight bits."""
+"""See `GroupedMatrix.kind`."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,9 @@ class GroupedMatrix:
         return self.values.shape[0], self.values.shape[1] * 8 // self.bits
 
     @property
-    def in_bytes(self) -> tuple[Tensor, int]:
-        """The values, float8 as uint8, and how Triton's kernels call what they hold: 0 two in a byte, 1 one in a byte,
-        2 one in e4m3."""
-        if self.values.dtype == torch.float8_e4m3fn:
-            return self.values.view(torch.uint8), 2
-        return self.values, 0 if self.bits == 4 else 1
+    def kind(self) -> int:
+        """What kernels call the way values are held: 0 for two in a byte, 1 for uint8, 2 for int8, 3 for e4m3."""
+        return 0 if self.bits == 4 else _KINDS[self.values.dtype]
 
     def tensors(self) -> Iterator[Tensor]:
         """What is held."""
@@ -65,52 +61,56 @@ class GroupedMatrix:
             if isinstance(held, Tensor):
                 yield held
 
-    def expand(self, first: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """The numbers of outputs `first` to `stop`: `[stop - first, inputs]` in `dtype`, contiguous."""
-        inputs = self.shape[1]
-        out = torch.empty(stop - first, inputs, dtype=dtype, device=self.values.device)
+    def outputs(self, part: slice) -> GroupedMatrix:
+        """Some of its outputs, in the same memory."""
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[part]
+        return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Its numbers: `[outputs, inputs]` in `dtype`, contiguous."""
+        return self.expand_to(torch.empty(self.shape, dtype=dtype, device=self.values.device))
+
+    def expand_to(self, out: Tensor) -> Tensor:
+        """Writes its numbers to `out` `[outputs, inputs]`, contiguous."""
         if "triton" in usable_packages(out.device):
             from .triton.quantised import expand_triton  # not imported where it is not used
 
-            zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[first:stop]
-            values, kind = self.in_bytes
-            expand_triton(values[first:stop], kind, self.scales[first:stop], zeros, self.group_of, out)
+            expand_triton(self, out)
             return out
-        compiled = on_cpu(out.device) and dtype in (torch.bfloat16, torch.float32) and loaded() is not None
+        compiled = on_cpu(out.device) and out.dtype in (torch.bfloat16, torch.float32) and loaded() is not None
         if compiled and selected().layers != "plain":
-            self.expand_compiled(first, stop, out)
+            self.expand_compiled(out)
             return out
-        step = max(1, FLOAT32_NUMBERS // inputs)
-        for begin in range(first, stop, step):
-            end = min(stop, begin + step)
-            out[begin - first : end - first] = self._numbers(slice(begin, end))
+        step = max(1, FLOAT32_NUMBERS // out.shape[1])
+        for first, some in zip(range(0, len(out), step), out.split(step), strict=True):
+            some.copy_(self.outputs(slice(first, first + step))._numbers())
         return out
 
-    def expand_compiled(self, first: int, stop: int, out: Tensor, level: int | None = None) -> None:
-        """`expand` by the compiled kernels (`cpu/source/quantised.c`), in bfloat16 or float32.
+    def expand_compiled(self, out: Tensor, level: int | None = None) -> None:
+        """Writes its numbers to `out` `[outputs, inputs]`, bfloat16 or float32, by the compiled kernels
+        (`cpu/source/quantised.c`).
 
         Args: `level` is that of the instructions to use, at most `cpu_level()`, which is the default.
         """
-        kernels, values, scales = loaded(), self.values[first:stop], self.scales[first:stop].float()
-        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros[first:stop].float()
-        kind = 0 if self.bits == 4 else _KINDS[values.dtype]
+        kernels, scales = loaded(), self.scales.float()
+        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros.float()
         group_of = None if self.group_of is None else self.group_of.data_ptr()
+        level = cpu_level() if level is None else level
         assert kernels is not None
-        call(
+        failed = call(
             kernels.triforce_expand,
-            *(values.data_ptr(), kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
-            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16),
-            cpu_level() if level is None else level,
-            threads(),
+            *(self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
+            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
         )
+        if failed:
+            raise ValueError(f"this processor has not the instructions of level {level}")
 
-    def _numbers(self, outputs: slice) -> Tensor:
-        """Of some outputs, in float32."""
-        values = self.values[outputs]
+    def _numbers(self) -> Tensor:
+        """Those of it, in float32."""
+        values, scales = self.values, self.scales.float()
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
-        scales = self.scales[outputs].float()
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[outputs].float()
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.float()
         if self.group_of is not None:
             zeros = zeros if isinstance(zeros, int) else zeros[:, self.group_of]
             return (values.float() - zeros) * scales[:, self.group_of]
@@ -129,25 +129,21 @@ def quantised_linear(
     onto: Tensor | None = None,
 ) -> Tensor:
     """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
-    outputs, inputs = matrix.shape
     if x.shape[0] <= STEP_ROWS and "triton" in usable_packages(x.device):
-        product = _fused(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), matrix)
+        from .triton.quantised import product_triton  # not imported where it is not used
+
+        y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+        product = product_triton(y.contiguous(), matrix)
         product = (product if bias is None else product.add_(bias)).to(x.dtype)
         return product if onto is None else onto.add_(product)
     if x.shape[0] > STEP_ROWS:
-        return linear(x, matrix.expand(0, outputs, x.dtype), bias, norm=norm, eps=eps, onto=onto)
-    step = max(1, STEP_NUMBERS // inputs)
-    parts = []
+        return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)
+    outputs, inputs = matrix.shape
+    step, parts = min(outputs, max(1, STEP_NUMBERS // inputs)), []
+    room = x.new_empty(step, inputs)  # one for all: the system takes longer to give memory than numbers take
     for first in range(0, outputs, step):
-        stop = min(outputs, first + step)
-        of_part = None if bias is None else bias[first:stop]
-        parts.append(linear(x, matrix.expand(first, stop, x.dtype), of_part, norm=norm, eps=eps))
+        part = matrix.outputs(slice(first, first + step))
+        of_part = None if bias is None else bias[first : first + step]
+        parts.append(linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps))
     product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     return product if onto is None else onto.add_(product)
-
-
-def _fused(x: Tensor, matrix: GroupedMatrix) -> Tensor:
-    """The product of few rows by Triton's kernel, float32."""
-    from .triton.quantised import product_triton  # not imported where it is not used
-
-    return product_triton(x.contiguous(), *matrix.in_bytes, matrix.scales, matrix.zeros, matrix.group_of)

@@ -91,8 +91,18 @@ def batch_document(whole: Statistics, documents: Sequence[dict[str, Any]], warni
         warnings: a line each.
     """
     begun = [document for document in documents if "version" in document]
-    shared = ("version", "model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype")
-    shared += ("weights",)
+    shared = (
+        "version",
+        "model",
+        "draft",
+        "device",
+        "device_name",
+        "world_size",
+        "kernels",
+        "arithmetic",
+        "dtype",
+        "weights",
+    )
     return {
         **{name: begun[0][name] for name in shared if begun and name in begun[0]},
         "new_tokens": len(whole.token_ids),

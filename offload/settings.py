@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..tp.errors import UsageError
-from ..tp.model.scaling_option import parse_rope_scaling
+from ..tp.model.rope_option import parse_rope_scaling
 
 MOST_SEQUENCES = 64
 """Sequences that are decoded together at most; more rows in a pass would be computed with another arithmetic."""

@@ -8,10 +8,15 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..quantised import GroupedMatrix
 
 TILE_ROWS, TILE_OUTPUTS, TILE_INPUTS = 32, 32, 64
 """Of a program, at a time; the inputs in two halves, the even and the odd ones."""
@@ -19,71 +24,46 @@ TILE_ROWS, TILE_OUTPUTS, TILE_INPUTS = 32, 32, 64
 NUM_WARPS, REGISTERS = 4, 168
 """Left to itself the assembler takes fewer registers and spills some."""
 
+_NIBBLES: tl.constexpr = tl.constexpr(0)
+_FLOAT8: tl.constexpr = tl.constexpr(3)
+"""Of `GroupedMatrix.kind` those that are no numbers in a byte each."""
 
-def product_triton(
-    x: Tensor, values: Tensor, kind: int, scales: Tensor, zeros: Tensor | int, group_of: Tensor | None
-) -> Tensor:
-    """`x` `[n, inputs]`, contiguous, times the matrix that `kernels.quantised.GroupedMatrix` describes by the other
-    arguments (`in_bytes`, and its fields): `[n, outputs]`, float32."""
-    n, inputs = x.shape
-    outputs, groups = scales.shape
+
+def product_triton(x: Tensor, matrix: GroupedMatrix) -> Tensor:
+    """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`: `[n, outputs]`, float32."""
+    n, outputs = x.shape[0], matrix.shape[0]
     out = x.new_empty(n, outputs, dtype=torch.float32)
     if n == 0:
         return out
+    given, constants = _described(matrix)
+    kernel: Any = _product_kernel
     with torch.cuda.device_of(x):
-        _product_kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(n, TILE_ROWS)](
-            x,
-            values,
-            scales,
-            scales if isinstance(zeros, int) else zeros,
-            scales if group_of is None else group_of,
-            out,
-            float(zeros) if isinstance(zeros, int) else 0.0,
-            n,
-            inputs,
-            outputs,
-            groups,
-            inputs // groups,
-            x.stride(0),
-            values.stride(0),
-            KIND=kind,
-            ZEROS=not isinstance(zeros, int),
-            ORDERED=group_of is not None,
-            ROWS=TILE_ROWS,
-            OUTPUTS=TILE_OUTPUTS,
-            HALF=TILE_INPUTS // 2,
-            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
-            maxnreg=REGISTERS,  # pyright: ignore[reportCallIssue]
+        kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(n, TILE_ROWS)](
+            *given, x, out, n, x.stride(0), ROWS=TILE_ROWS, **constants
         )
     return out
 
 
-def expand_triton(
-    values: Tensor, kind: int, scales: Tensor, zeros: Tensor | int, group_of: Tensor | None, out: Tensor
-) -> None:
-    """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous; see `product_triton`."""
-    (outputs, inputs), groups = out.shape, scales.shape[1]
+def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
+    """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
+    outputs, inputs = matrix.shape
+    given, constants = _described(matrix)
+    kernel: Any = _expand_kernel
     with torch.cuda.device_of(out):
-        _expand_kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inputs, TILE_INPUTS)](
-            values,
-            scales,
-            scales if isinstance(zeros, int) else zeros,
-            scales if group_of is None else group_of,
-            out,
-            float(zeros) if isinstance(zeros, int) else 0.0,
-            inputs,
-            outputs,
-            groups,
-            inputs // groups,
-            values.stride(0),
-            KIND=kind,
-            ZEROS=not isinstance(zeros, int),
-            ORDERED=group_of is not None,
-            OUTPUTS=TILE_OUTPUTS,
-            HALF=TILE_INPUTS // 2,
-            num_warps=NUM_WARPS,  # pyright: ignore[reportCallIssue]
-            maxnreg=REGISTERS,  # pyright: ignore[reportCallIssue]
-        )
+        kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inputs, TILE_INPUTS)](*given, out, **constants)
+
+
+def _described(matrix: GroupedMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
+    (outputs, inputs), groups = matrix.shape, matrix.scales.shape[1]
+    values = matrix.values.view(torch.uint8) if matrix.values.dtype == torch.float8_e4m3fn else matrix.values
+    zeros, group_of, scales = matrix.zeros, matrix.group_of, matrix.scales
+    same = isinstance(zeros, int)
+    places = values, scales, scales if same else zeros, scales if group_of is None else group_of
+    sizes = inputs, outputs, groups, inputs // groups, values.stride(0)
+    constants = {"KIND": matrix.kind, "ZEROS": not same, "ORDERED": group_of is not None}
+    tile = {"OUTPUTS": TILE_OUTPUTS, "HALF": TILE_INPUTS // 2, "num_warps": NUM_WARPS, "maxnreg": REGISTERS}
+    return (*places, float(zeros) if same else 0.0, *sizes), constants | tile
 
 
 @triton.jit
@@ -110,13 +90,13 @@ def _numbers(
     KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, ODD: tl.constexpr,
 ):  # fmt: skip
     """Of some inputs and outputs, `[inputs, outputs]` in float32; of no use where they are not `there`."""
-    if KIND == 0:
+    if KIND == _NIBBLES:
         byte = tl.load(values + outputs[None, :] * value_stride + (inputs // 2)[:, None], mask=there, other=0)
         byte = byte.to(tl.int32)
         value = ((byte >> 4) if ODD else (byte & 15)).to(tl.float32)
     else:
         held = tl.load(values + outputs[None, :] * value_stride + inputs[:, None], mask=there, other=0)
-        value = _float8(held.to(tl.int32)) if KIND == 2 else held.to(tl.float32)
+        value = _float8(held.to(tl.int32)) if KIND == _FLOAT8 else held.to(tl.float32)
     group = tl.load(group_of + inputs).to(tl.int32) if ORDERED else inputs // size
     place = outputs[None, :] * groups + group[:, None]
     scale = tl.load(scales + place, mask=there, other=0.0).to(tl.float32)
@@ -127,20 +107,20 @@ def _numbers(
 
 @triton.jit(do_not_specialize=["zero", "n"])
 def _product_kernel(
-    x,  # [n, inputs]
     values,  # see GroupedMatrix
     scales,  # [outputs, groups]
     zeros,  # [outputs, groups], if ZEROS
     group_of,  # [inputs], if ORDERED
-    out,  # [n, outputs]
     zero,
-    n,
     inputs,
     outputs,
     groups,
     size,
-    row_stride,
     value_stride,
+    x,  # [n, inputs]
+    out,  # [n, outputs]
+    n,
+    row_stride,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -183,13 +163,13 @@ def _expand_kernel(
     scales,
     zeros,
     group_of,
-    out,  # [outputs, inputs]
     zero,
     inputs,
     outputs,
     groups,
     size,
     value_stride,
+    out,  # [outputs, inputs]
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     ORDERED: tl.constexpr,

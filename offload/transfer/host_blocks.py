@@ -240,5 +240,5 @@ class PackedBlocks(HostBlocks):
 
 
 def slot_in(buffer: Tensor, slot_bytes: int) -> Tensor:
-    """Room for a slot `[slot_bytes]` uint8 in a buffer that is larger."""
+    """Room for a slot, or several, `[slot_bytes]` uint8 in a buffer that is larger."""
     return buffer.view(torch.uint8).view(-1)[:slot_bytes]

@@ -14,11 +14,10 @@ from itertools import islice
 from math import prod
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from ...kernels.packing import unpack
-from .host_blocks import HostBlocks
+from .host_blocks import HostBlocks, slot_in
 from .link import Arrival, Link
 from .staging import Source, Staged, StagedCopy, Staging
 
@@ -119,10 +118,8 @@ class Ring:
             self._under_way.append((buffer, source.place, source))
             return
         comes = source.place if isinstance(source, Staged) else source
-        if comes.dtype == buffer.dtype:
-            place = self._one(buffer)
-        else:
-            place = buffer.view(torch.uint8).view(-1)[: comes.numel()].view(comes.shape)
+        slots = comes.dtype != buffer.dtype
+        place = slot_in(buffer, comes.numel()).view(comes.shape) if slots else self._one(buffer)
         if isinstance(source, Staged):
             assert self._staging
             arrival: Arrival = StagedCopy(self._link, self._staging, source, place)

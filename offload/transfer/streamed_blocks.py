@@ -89,9 +89,9 @@ class StreamedBlocks:
         # Of each layer, the position of the first token of the open stretch; all before is in whole blocks. They differ
         # while a pass over many tokens is under way, and once it was broken off.
         self._bases = [0] * config.num_layers
-        together = 2, config.num_kv_heads, placement.together * block_size, config.head_dim
-        unpacked = on_device(*together) if placement.packed else None
-        buffers = [on_device(*together) for _ in range(placement.ring_buffers)]
+        buffer = 2, config.num_kv_heads, placement.together * block_size, config.head_dim
+        unpacked = on_device(*buffer) if placement.packed else None
+        buffers = [on_device(*buffer) for _ in range(placement.ring_buffers)]
         self._ring = Ring(link, buffers, unpacked, self._staging, placement.together)
         self._workspace: Tensor | None = None  # [2, num_kv_heads, tokens, head_dim]
         self._worked = -1  # the layer in the workspace

@@ -165,7 +165,7 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
     types = {"x": POINTERS[dtype], "values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64"}
     types |= {"out": "*fp32", "zero": "fp32"}
     found = []
-    for kind, with_zeros, ordered in itertools.product(range(3), (False, True), (False, True)):
+    for kind, with_zeros, ordered in itertools.product((0, 1, 3), (False, True), (False, True)):
         constants = sizes | {"KIND": kind, "ZEROS": with_zeros, "ORDERED": ordered}
         given = types, triton_quantised.NUM_WARPS, {"maxnreg": triton_quantised.REGISTERS}
         found.append(Variant(triton_quantised._product_kernel, constants, *given))

@@ -36,8 +36,8 @@ def test_numbers_are_the_formula_in_float32_rounded_once(name, shape):
     matrix, want = matrix_of(name, *shape)
     assert matrix.shape == shape
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(matrix.expand(0, shape[0], dtype), want.to(dtype))
-    assert torch.equal(matrix.expand(5, 19, torch.bfloat16), want[5:19].bfloat16())
+        assert torch.equal(matrix.expand(dtype), want.to(dtype))
+    assert torch.equal(matrix.outputs(slice(5, 19)).expand(torch.bfloat16), want[5:19].bfloat16())
 
 
 @pytest.mark.parametrize("level", [level for level in Level if level <= cpu_level()])
@@ -47,14 +47,14 @@ def test_compiled_kernels_give_the_same_bits(name, dtype, level):
     """Also where scales are none that a model would have."""
     matrix, want = matrix_of(name, 40, 192)
     out = torch.empty(33, 192, dtype=dtype)
-    matrix.expand_compiled(5, 38, out, level)
+    matrix.outputs(slice(5, 38)).expand_compiled(out, level)
     assert torch.equal(out, want[5:38].to(dtype))
     odd = torch.tensor([float("nan"), float("inf"), -0.0, 6e-8, 3e4]).to(matrix.scales.dtype)
     matrix = replace(matrix, scales=odd.repeat(matrix.scales.numel())[: matrix.scales.numel()].view_as(matrix.scales))
     with use_kernels(layers="plain"):
-        want = matrix.expand(0, 40, dtype)
+        want = matrix.expand(dtype)
     out = torch.empty_like(want)
-    matrix.expand_compiled(0, 40, out, level)
+    matrix.expand_compiled(out, level)
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
@@ -77,7 +77,7 @@ def test_a_matrix_takes_what_is_planned_and_little_more_than_in_the_file(name):
 def test_a_rank_has_the_numbers_of_its_part(name, columns):
     matrix, want = matrix_of(name)
     part = part_of(matrix, slice(16, 32), columns)
-    assert torch.equal(part.expand(0, 16, torch.float32), want[16:32, columns or slice(None)])
+    assert torch.equal(part.expand(torch.float32), want[16:32, columns or slice(None)])
 
 
 def test_a_part_that_begins_within_a_byte_is_refused():
@@ -285,7 +285,7 @@ def test_any_tensors_are_refused_in_a_line_or_read(tmp_path, name):
         except ModelError as error:
             assert "it" in str(error) and "\n" not in str(error)
         else:
-            assert matrix.expand(0, given[0], torch.float32).shape == given
+            assert matrix.expand(torch.float32).shape == given
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "packed-zeros", "fp8", "int8-zeros"])

@@ -12,8 +12,8 @@ import torch
 from ..errors import ModelError, UsageError
 from .families import FAMILIES, Family, plain_positions, sliding_windows
 from .quantisation import Quantisation, quantisation_of
+from .rope_option import parse_rope_scaling
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
-from .scaling_option import parse_rope_scaling
 
 
 @dataclass(frozen=True)

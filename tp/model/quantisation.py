@@ -90,7 +90,7 @@ class Quantisation(ABC):
 
     def covers(self, name: str) -> bool:
         """Whether the matrix of the projection `name` is stored so."""
-        return name.startswith("model.layers.") and not any(_names(part, name) for part in self.left_out)
+        return name.startswith("model.layers.") and not any(_matches(part, name) for part in self.left_out)
 
     def groups(self, inputs: int) -> int:
         """Scales of an output."""
@@ -260,9 +260,8 @@ def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) ->
     rows, columns = rows or slice(None), columns or slice(None)
     (_, inputs), per_byte = matrix.shape, 8 // matrix.bits
     first, stop, _ = columns.indices(inputs)
-    values, scales, zeros = matrix.values[rows], matrix.scales[rows], matrix.zeros
-    zeros = zeros if isinstance(zeros, int) else zeros[rows]
-    group_of, groups = matrix.group_of, slice(None)
+    some = matrix.outputs(rows)
+    values, scales, zeros, group_of, groups = some.values, some.scales, some.zeros, some.group_of, slice(None)
     if (first, stop) != (0, inputs):
         if first % per_byte or stop % per_byte:
             raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.bits} bits are no whole bytes; "
@@ -380,9 +379,8 @@ def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
     symmetric, ordered = _yes(weights, "symmetric", True), bool(weights.get("actorder"))
     ignored, one_scale = _listed(given, "ignore"), strategy == "tensor"
     _refuse("compressed-tensors with one zero point for a whole matrix", one_scale and not symmetric)
-    return CompressedTensors(
-        bits, size, symmetric, ignored, ordered, bool(inputs or outputs), kind=kind, one_scale=one_scale
-    )  # fmt: skip
+    activations = bool(inputs or outputs)
+    return CompressedTensors(bits, size, symmetric, ignored, ordered, activations, kind=kind, one_scale=one_scale)
 
 
 def _refuse(what: str, refused: bool) -> None:
@@ -431,7 +429,8 @@ def _listed(given: dict[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _names(part: str, name: str) -> bool:
+def _matches(part: str, name: str) -> bool:
+    """Whether `part`, one of `Quantisation.left_out`, means the matrix of this name."""
     if part.startswith("re:"):
         return re.match(part[3:], name) is not None
     return name == part or name.startswith(f"{part}.") or name.endswith(part) or f".{part}." in name

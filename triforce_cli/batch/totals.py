@@ -15,7 +15,16 @@ from .lines import RequestLine
 from .requests_file import RequestsFile
 
 _SHARED = (
-    *("model", "draft", "device", "device_name", "world_size", "kernels", "arithmetic", "dtype", "weights", "settings"),
+    "model",
+    "draft",
+    "device",
+    "device_name",
+    "world_size",
+    "kernels",
+    "arithmetic",
+    "dtype",
+    "weights",
+    "settings",
 )
 _TRAFFIC = ("bytes_streamed", "bytes_written_back", "busy_s", "waited_s")
 

@@ -84,7 +84,7 @@ def engine_in_words(engine: Engine, model: str) -> str:
     stored = target.config.quantisation
     if stored is not None:
         dtype = f"weights in {stored.name}, computed in {dtype}"
-        dtype += " (activations are not quantised, as the checkpoint asks for)" if stored.activations else ""
+        dtype += " (the checkpoint asks for quantised activations, which is not done)" if stored.activations else ""
     return f"{model}, {num_parameters(target.config) / 1e6:,.1f} M parameters, {dtype} on {where}"
 
 

@@ -5,6 +5,21 @@
 #define TRIFORCE_CPU_H
 
 #include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+/* The nearest bfloat16, ties to even, as PyTorch rounds. */
+INLINE uint16_t bfloat16_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)

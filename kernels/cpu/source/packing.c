@@ -11,12 +11,6 @@
 #define FARTHEST 15 /* below it, without being an exception */
 #define SMALL_WORK ((int64_t)1 << 17) /* values below which starting other threads takes longer than it saves */
 
-#if defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
-#else
-#define INLINE static inline
-#endif
-
 typedef struct {
     const Packing *call;
     uint16_t *values; /* the tile's first value; tokens are `call->token_stride` apart */

@@ -3,7 +3,6 @@
 #include "cpu.h"
 
 #include <math.h>
-#include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -11,12 +10,6 @@
 #endif
 
 #define SMALL_WORK ((int64_t)1 << 16) /* numbers below which starting other threads takes longer than it saves */
-
-#if defined(__GNUC__)
-#define INLINE static inline __attribute__((always_inline))
-#else
-#define INLINE static inline
-#endif
 
 /* A row of a matrix, and where its numbers go. */
 typedef struct {
@@ -36,15 +29,6 @@ INLINE float value_of(const Row *row, int kind, int64_t i)
     case VALUES_INT8: return (float)(int8_t)row->values[i];
     default: return row->float8[row->values[i]];
     }
-}
-
-/* Rounds to the nearest, ties to even, as PyTorch does. */
-INLINE uint16_t bfloat16_of(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
 INLINE void put(const Row *row, int is_bf16, int64_t i, float number)

@@ -161,7 +161,7 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
         for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down):
             for one in matrix.projections:
                 found = one.read(checkpoint, layer_prefix(layer), config.quantisation)
-                numbers = found if isinstance(found, Tensor) else found.expand(0, one.outputs, dtype)
+                numbers = found if isinstance(found, Tensor) else found.expand(dtype)
                 read[f"{layer_prefix(layer)}{one.name}.weight"] = numbers
     names = [*checkpoint.unread(), *([] if config.tie_word_embeddings else ["lm_head.weight"])]
     read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in names}

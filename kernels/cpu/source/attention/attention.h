@@ -111,14 +111,10 @@ static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t row_stride(int64_t head_dim) { return head_dim + 16; }
 static inline int64_t num_tiles(const Attention *call) { return (call->m + TILE - 1) / TILE; }
 
-/* Rounds to the nearest bfloat16, to even ones in the middle, as PyTorch does. */
 static inline void round_to_bf16(const float *from, uint16_t *to, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, from + i, 4);
-        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
+    for (int64_t i = 0; i < n; i++)
+        to[i] = bfloat16_of(from[i]);
 }
 
 /* The keys that position `i` of the query sees: from *start to before *stop. */

@@ -8,8 +8,6 @@
 
 #include <math.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
 #define AT_A_TIME 6 /* rows that are computed together at most: their sums stay in registers */
 
 /* `step(rows, ...)` compiled for each number of `rows` up to AT_A_TIME. */

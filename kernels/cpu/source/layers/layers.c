@@ -16,8 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Bytes that a matrix is prefetched ahead of the products: its rows are too short for the processor's own prefetching. */
 #define FETCH_AHEAD (16 * 1024)
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import UsageError
 
 MOST_FACTOR = 1024
+"""By which positions are multiplied at most."""
 
 
 def parse_rope_scaling(text: str, max_positions: int) -> dict[str, Any]:
