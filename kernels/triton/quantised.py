@@ -137,7 +137,7 @@ def _product_kernel(
     outputs_left = (outputs - first).to(tl.int32)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, inputs, 2 * HALF):
-        for odd in tl.static_range(2):
+        for odd in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
             place = start + 2 * tl.arange(0, HALF) + odd
             inside = place < inputs
             last = tl.minimum(place, inputs - 1)  # what is behind it is read from there, and multiplied by 0
