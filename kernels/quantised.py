@@ -6,7 +6,7 @@ that is computed in. Passes over few rows and over many multiply by the same num
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +19,8 @@ from .layers import linear
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
-STEP_NUMBERS = 2**22
-"""Of a matrix that a pass over few rows expands at a time, in whole outputs; one over many expands all of it."""
+STEP_NUMBERS, MANY_NUMBERS = 2**22, 2**26
+"""Of a matrix that a pass over few rows, and over many, expands at a time, in whole outputs."""
 
 FLOAT32_NUMBERS = 2**20
 """That are float32 at a time while they are expanded, in whole outputs."""
@@ -119,6 +119,25 @@ class GroupedMatrix:
         return ((grouped - zeros) * scales.unsqueeze(-1)).flatten(1)
 
 
+def joined(matrices: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
+    """Those of the same inputs whose outputs follow one another: one, where their groups are the same, or as they are
+    given."""
+    first, *others = matrices
+    like = [
+        (one.kind, one.scales.shape[1], one.scales.dtype, one.zeros if isinstance(one.zeros, int) else one.zeros.dtype)
+        for one in matrices
+    ]
+    orders = [one.group_of for one in matrices]
+    same_order = all(order is None for order in orders) or all(
+        order is not None and torch.equal(order, orders[0]) for order in orders
+    )
+    if not others or len(set(like)) > 1 or not same_order:
+        return list(matrices)
+    zeros = first.zeros if isinstance(first.zeros, int) else torch.cat([one.zeros for one in matrices])
+    values, scales = torch.cat([one.values for one in matrices]), torch.cat([one.scales for one in matrices])
+    return [replace(first, values=values, scales=scales, zeros=zeros)]
+
+
 def quantised_linear(
     x: Tensor,
     matrix: GroupedMatrix,
@@ -133,17 +152,15 @@ def quantised_linear(
         from .triton.quantised import product_triton  # not imported where it is not used
 
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
-        product = product_triton(y.contiguous(), matrix)
-        product = (product if bias is None else product.add_(bias)).to(x.dtype)
-        return product if onto is None else onto.add_(product)
-    if x.shape[0] > STEP_ROWS:
-        return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)
+        return product_triton(y.contiguous(), matrix, bias, onto)
     outputs, inputs = matrix.shape
-    step, parts = min(outputs, max(1, STEP_NUMBERS // inputs)), []
-    room = x.new_empty(step, inputs)  # one for all: the system takes longer to give memory than numbers take
-    for first in range(0, outputs, step):
-        part = matrix.outputs(slice(first, first + step))
-        of_part = None if bias is None else bias[first : first + step]
-        parts.append(linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps))
-    product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    at_once = max(1, (STEP_NUMBERS if x.shape[0] <= STEP_ROWS else MANY_NUMBERS) // inputs)
+    if outputs <= at_once:
+        return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)
+    product = x.new_empty(x.shape[0], outputs)
+    room = x.new_empty(at_once, inputs)  # one for all: the system takes longer to give memory than numbers take
+    for first in range(0, outputs, at_once):
+        some = slice(first, first + at_once)
+        part, of_part = matrix.outputs(some), None if bias is None else bias[some]
+        product[:, some] = linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps)
     return product if onto is None else onto.add_(product)

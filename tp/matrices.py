@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
-from ..kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
+from ..kernels.quantised import FLOAT32_NUMBERS, MANY_NUMBERS, STEP_NUMBERS, GroupedMatrix, joined, quantised_linear
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.quantisation import Quantisation, StoredTensors, part_of
@@ -101,7 +101,8 @@ class Matrix:
         dense = [part for part in parts if isinstance(part, Tensor)]
         if len(dense) == len(parts):
             return DenseWeight(_joined(dense), bias)
-        return QuantisedWeight(tuple(parts), bias)
+        few_bits = [part for part in parts if isinstance(part, GroupedMatrix)]
+        return QuantisedWeight(tuple(joined(few_bits) if len(few_bits) == len(parts) else parts), bias)
 
 
 class WeightSource(StoredTensors, Protocol):
@@ -290,12 +291,11 @@ class ModelMatrices:
         return saved
 
     def expansion_bytes(self, dtype: torch.dtype, *, is_step: bool) -> int:
-        """What the products of a pass take for numbers of a matrix that is stored in fewer bits: for all of one, or in
-        a step over few rows for some."""
+        """What the products of a pass take for numbers of a matrix that is stored in fewer bits."""
         if self.quantisation is None:
             return 0
-        largest = max(prod(one.held) for matrix in self._of_layer for one in matrix.projections)
-        expanded = min(largest, STEP_NUMBERS) if is_step else largest
+        largest = max(prod(matrix.shape) for matrix in self._of_layer)
+        expanded = min(largest, STEP_NUMBERS if is_step else MANY_NUMBERS)
         return expanded * dtype.itemsize + 4 * 4 * min(largest, FLOAT32_NUMBERS)
 
 

@@ -1,13 +1,16 @@
 """Products of few rows with a matrix in four or eight bits on NVIDIA GPUs, in Triton: its numbers are made in the tile;
 and the numbers themselves.
 
-A program of a product has some outputs and up to `TILE_ROWS` rows, and goes through the inputs in order, so the bits of
-a row do not depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be
+A program of a product has some outputs, up to `TILE_ROWS` rows and a part of the inputs, which it goes through in
+order; another kernel adds up the parts, in order. Which parts there are depends on the matrix alone, so the bits of a
+row do not depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be
 captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,30 +21,63 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ..quantised import GroupedMatrix
 
-TILE_ROWS, TILE_OUTPUTS, TILE_INPUTS = 32, 32, 64
-"""Of a program, at a time; the inputs in two halves, the even and the odd ones."""
+TILE_ROWS = 16
+TILE_OUTPUTS, TILE_BYTES = 128, 64
+"""Of a program, at a time: outputs, and bytes of inputs."""
+SMALL_OUTPUTS, SMALL_BYTES, SMALL_REGISTERS = 64, 32, 208
+"""Where tiles are not full or have inputs of several groups, as what says so takes registers; left to itself the
+assembler takes fewer and spills some."""
+LEAST_BYTES = 16
+"""Of a tile whose inputs are of one group."""
 
-NUM_WARPS, REGISTERS = 4, 168
-"""Left to itself the assembler takes fewer registers and spills some."""
+PROGRAMS, LEAST_INPUTS = 640, 512
+"""As many programs have the outputs and parts of the inputs of a product with a large matrix, for a GPU to have work
+on all its multiprocessors; but a part has at least so many inputs."""
+
+ROWS_AT_ONCE = 32
+"""Whose sums of parts are in memory together."""
+
+NUM_WARPS, NUM_STAGES = 4, 2
+TILE_SUMS = 1024
+"""Outputs of a program that adds up parts."""
 
 _NIBBLES: tl.constexpr = tl.constexpr(0)
+_INT8: tl.constexpr = tl.constexpr(2)
 _FLOAT8: tl.constexpr = tl.constexpr(3)
-"""Of `GroupedMatrix.kind` those that are no numbers in a byte each."""
+"""Of `GroupedMatrix.kind` those that are not a number from 0 to 255 in each byte."""
+
+_INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def product_triton(x: Tensor, matrix: GroupedMatrix) -> Tensor:
-    """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`: `[n, outputs]`, float32."""
-    n, outputs = x.shape[0], matrix.shape[0]
-    out = x.new_empty(n, outputs, dtype=torch.float32)
-    if n == 0:
-        return out
-    given, constants = _described(matrix)
-    kernel: Any = _product_kernel
-    with torch.cuda.device_of(x):
-        kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(n, TILE_ROWS)](
-            *given, x, out, n, x.stride(0), ROWS=TILE_ROWS, **constants
-        )
+def product_triton(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+    """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`, with a bias `[outputs]`, in `x`'s dtype; see
+    `layers.linear` for `onto`."""
+    out = x.new_empty(x.shape[0], matrix.shape[0]) if onto is None else onto
+    for some, out_of_some in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        _product_of_some(some, matrix, bias, out_of_some, add=onto is not None)
     return out
+
+
+def _product_of_some(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+    n, (outputs, inputs) = x.shape[0], matrix.shape
+    given, constants = _described(matrix)
+    tiles = triton.cdiv(outputs, constants["OUTPUTS"])
+    part = triton.cdiv(triton.cdiv(inputs, triton.cdiv(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
+    sums = torch.empty(triton.cdiv(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
+    if n == 0:
+        return
+    pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
+    product: Any = _product_kernel
+    finish: Any = _finish_kernel
+    with torch.cuda.device_of(x):
+        product[tiles, triton.cdiv(n, TILE_ROWS), len(sums)](
+            *given, pairs, sums, n, pairs.stride(0), ROWS=TILE_ROWS, PART=part, DTYPE=_TYPES[x.dtype], **constants
+        )
+        finish[triton.cdiv(outputs, TILE_SUMS), n](
+            sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), len(sums),
+            BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
+        )  # fmt: skip
 
 
 def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
@@ -50,20 +86,25 @@ def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
     given, constants = _described(matrix)
     kernel: Any = _expand_kernel
     with torch.cuda.device_of(out):
-        kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inputs, TILE_INPUTS)](*given, out, **constants)
+        tiles = triton.cdiv(outputs, constants["OUTPUTS"]), triton.cdiv(inputs, constants["INPUTS"])
+        kernel[tiles](*given, out, **constants)
 
 
 def _described(matrix: GroupedMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
     (outputs, inputs), groups = matrix.shape, matrix.scales.shape[1]
     values = matrix.values.view(torch.uint8) if matrix.values.dtype == torch.float8_e4m3fn else matrix.values
-    zeros, group_of, scales = matrix.zeros, matrix.group_of, matrix.scales
-    same = isinstance(zeros, int)
-    places = values, scales, scales if same else zeros, scales if group_of is None else group_of
-    sizes = inputs, outputs, groups, inputs // groups, values.stride(0)
-    constants = {"KIND": matrix.kind, "ZEROS": not same, "ORDERED": group_of is not None}
-    tile = {"OUTPUTS": TILE_OUTPUTS, "HALF": TILE_INPUTS // 2, "num_warps": NUM_WARPS, "maxnreg": REGISTERS}
-    return (*places, float(zeros) if same else 0.0, *sizes), constants | tile
+    zeros, group_of, scales, size = matrix.zeros, matrix.group_of, matrix.scales, inputs // groups
+    same, ordered = isinstance(zeros, int), group_of is not None
+    places = values, scales, scales if same else zeros, group_of if ordered else scales
+    of_group = 1 if ordered else math.gcd(size * matrix.bits // 8, TILE_BYTES)
+    whole = of_group >= LEAST_BYTES and outputs % TILE_OUTPUTS == 0
+    tile = (TILE_OUTPUTS, of_group) if whole else (SMALL_OUTPUTS, SMALL_BYTES)
+    constants = {"KIND": matrix.kind, "ZEROS": not same, "ORDERED": ordered, "WHOLE": whole, "OUTPUTS": tile[0]}
+    constants |= {"INPUTS": tile[1] * 8 // matrix.bits, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
+    constants |= {} if whole else {"maxnreg": SMALL_REGISTERS}
+    sizes = inputs, outputs, groups, size, values.stride(0)
+    return (*places, float(zeros) if same else 0.0, *sizes), constants
 
 
 @triton.jit
@@ -77,32 +118,70 @@ def _float8(byte):
 
 
 @triton.jit
-def _rounded(x):
-    """The nearest bfloat16, ties to even, in float32. Triton's interpreter cuts off what a GPU rounds."""
-    bits = x.to(tl.uint32, bitcast=True)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)  # all bits of a NaN may be set
+def _rounded(x, DTYPE: tl.constexpr):
+    """The nearest numbers of a dtype, ties to even. Triton's interpreter cuts off what a GPU rounds to bfloat16."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)  # all bits of a NaN may be set
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _loaded(pointers, there, WHOLE: tl.constexpr):
+    """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
+    if WHOLE:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=there, other=0)
+    return found
 
 
 @triton.jit
 def _numbers(
-    values, scales, zeros, group_of, zero, outputs, inputs, there, value_stride, groups, size,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, ODD: tl.constexpr,
+    held, scales, zeros, group_of, zero, output, input, there, start, inputs, groups, size,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, WHOLE: tl.constexpr, ODD: tl.constexpr,
 ):  # fmt: skip
-    """Of some inputs and outputs, `[inputs, outputs]` in float32; of no use where they are not `there`."""
-    if KIND == _NIBBLES:
-        byte = tl.load(values + outputs[None, :] * value_stride + (inputs // 2)[:, None], mask=there, other=0)
-        byte = byte.to(tl.int32)
-        value = ((byte >> 4) if ODD else (byte & 15)).to(tl.float32)
+    """Those that `held` `[outputs, inputs]` stands for, in float32; 0 times a scale where they are not `there`.
+
+    Args:
+        start: the first input.
+        ODD: of two in a byte, asks for that of the odd input.
+        WHOLE: the inputs are of one group, and all outputs and inputs are there.
+    """
+    if WHOLE:
+        place = output * groups + start // size
+    elif ORDERED:
+        place = output[:, None] * groups + tl.load(group_of + input, mask=input < inputs, other=0).to(tl.int32)[None, :]
     else:
-        held = tl.load(values + outputs[None, :] * value_stride + inputs[:, None], mask=there, other=0)
-        value = _float8(held.to(tl.int32)) if KIND == _FLOAT8 else held.to(tl.float32)
-    group = tl.load(group_of + inputs).to(tl.int32) if ORDERED else inputs // size
-    place = outputs[None, :] * groups + group[:, None]
-    scale = tl.load(scales + place, mask=there, other=0.0).to(tl.float32)
+        place = output[:, None] * groups + (input // size)[None, :]
+    scale = _loaded(scales + place, there, WHOLE).to(tl.float32)
     if ZEROS:
-        return (value - tl.load(zeros + place, mask=there, other=0).to(tl.float32)) * scale
+        zero = _loaded(zeros + place, there, WHOLE).to(tl.float32)
+    if KIND == _FLOAT8:
+        value = _float8(held.to(tl.int32))
+    elif KIND == _INT8:
+        value = held.to(tl.float32)
+    else:
+        if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
+            held = (held >> 4) if ODD else (held & 15)
+        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 more: exact, and faster than to convert it
+        zero += 8388608.0
+    if WHOLE:
+        scale = scale[:, None]
+        if ZEROS:
+            zero = zero[:, None]
     return (value - zero) * scale
+
+
+@triton.jit
+def _half_of(pair, ODD: tl.constexpr, DTYPE: tl.constexpr):
+    """Of two neighbours that were loaded as one integer, the first or the second."""
+    if DTYPE.primitive_bitwidth == 16:
+        bits = ((pair >> 16) if ODD else pair).to(tl.int16)
+    else:
+        bits = ((pair >> 32) if ODD else pair).to(tl.int32)
+    return bits.to(DTYPE, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["zero", "n"])
@@ -117,44 +196,78 @@ def _product_kernel(
     groups,
     size,
     value_stride,
-    x,  # [n, inputs]
-    out,  # [n, outputs]
+    x,  # [n, inputs] in DTYPE, or where values are two in a byte [n, inputs / 2], two in an integer
+    sums,  # [parts, n, outputs]
     n,
     row_stride,
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     ORDERED: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    HALF: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PART: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
+    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1
     first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
     values += first * value_stride
     scales += first * groups
     zeros += first * groups
     output = tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     outputs_left = (outputs - first).to(tl.int32)
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in range(0, inputs, 2 * HALF):
-        for odd in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
-            place = start + 2 * tl.arange(0, HALF) + odd
-            inside = place < inputs
-            last = tl.minimum(place, inputs - 1)  # what is behind it is read from there, and multiplied by 0
-            there = inside[:, None] & (output < outputs_left)[None, :]
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    begin = tl.program_id(2) * PART
+    for start in range(begin, tl.minimum(begin + PART, inputs), INPUTS):
+        byte = start // IN_A_BYTE + tl.arange(0, INPUTS // IN_A_BYTE)
+        inside = byte * IN_A_BYTE < inputs
+        there = (output < outputs_left)[:, None] & inside[None, :]
+        held = _loaded(values + output[:, None] * value_stride + byte[None, :], there, WHOLE)
+        of_rows = (row < n)[None, :] if WHOLE else inside[:, None] & (row < n)[None, :]
+        taken = tl.load(x + row[None, :] * row_stride + byte[:, None], mask=of_rows, other=0)
+        for odd in tl.static_range(IN_A_BYTE):  # pyright: ignore[reportGeneralTypeIssues]
             numbers = _numbers(
-                values, scales, zeros, group_of, zero, output, last, there, value_stride, groups, size,
-                KIND, ZEROS, ORDERED, odd == 1,
+                held, scales, zeros, group_of, zero, output, byte * IN_A_BYTE + odd, there, start, inputs, groups,
+                size, KIND, ZEROS, ORDERED, WHOLE, odd == 1,
             )  # fmt: skip
-            known = (row < n)[:, None] & inside[None, :]
-            part = tl.load(x + row[:, None] * row_stride + place[None, :], mask=known, other=0.0)
-            numbers = tl.where(there, numbers, 0.0)
-            if part.dtype == tl.bfloat16:
-                numbers = _rounded(numbers)
-            numbers = numbers.to(part.dtype)
-            total = tl.dot(part, numbers, total, input_precision="ieee")
-    known = (row < n)[:, None] & (output < outputs_left)[None, :]
-    tl.store(out + first + row.to(tl.int64)[:, None] * outputs + output[None, :], total, mask=known)
+            of_them = _half_of(taken, odd == 1, DTYPE) if KIND == _NIBBLES else taken
+            total = tl.dot(_rounded(numbers, DTYPE), of_them, total, input_precision="ieee")
+    sums += tl.program_id(2).to(tl.int64) * n * outputs + first
+    known = (output < outputs_left)[:, None] & (row < n)[None, :]
+    tl.store(sums + row.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _finish_kernel(
+    sums,  # [parts, n, outputs]
+    bias,  # [outputs], if BIAS
+    out,  # [n, outputs]
+    outputs,
+    part_stride,
+    row_stride,
+    parts,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = output < outputs
+    total = tl.zeros([OUTPUTS], tl.float32)
+    sums += row * outputs
+    for _ in range(parts):
+        total += tl.load(sums + output, mask=there, other=0.0)
+        sums += part_stride
+    if BIAS:
+        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    product = _rounded(total, DTYPE)
+    if ADD:
+        before = tl.load(out + row * row_stride + output, mask=there, other=0.0).to(tl.float32)
+        product = _rounded(before + product.to(tl.float32), DTYPE)
+    tl.store(out + row * row_stride + output, product, mask=there)
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -173,9 +286,12 @@ def _expand_kernel(
     KIND: tl.constexpr,
     ZEROS: tl.constexpr,
     ORDERED: tl.constexpr,
+    WHOLE: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    HALF: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
+    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1
+    DTYPE: tl.constexpr = out.dtype.element_ty
     first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
     values += first * value_stride
     scales += first * groups
@@ -183,13 +299,20 @@ def _expand_kernel(
     out += first * inputs
     output = tl.arange(0, OUTPUTS)
     outputs_left = (outputs - first).to(tl.int32)
-    for odd in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
-        place = tl.program_id(1) * 2 * HALF + 2 * tl.arange(0, HALF) + odd
-        there = (place < inputs)[:, None] & (output < outputs_left)[None, :]
-        numbers = _numbers(
-            values, scales, zeros, group_of, zero, output, tl.minimum(place, inputs - 1), there, value_stride, groups,
-            size, KIND, ZEROS, ORDERED, odd == 1,
-        )  # fmt: skip
-        if out.dtype.element_ty == tl.bfloat16:
-            numbers = _rounded(numbers)
-        tl.store(out + output[None, :] * inputs + place[:, None], numbers.to(out.dtype.element_ty), mask=there)
+    start = tl.program_id(1) * INPUTS
+    byte = start // IN_A_BYTE + tl.arange(0, INPUTS // IN_A_BYTE)
+    input = byte * IN_A_BYTE
+    there = (output < outputs_left)[:, None] & (input < inputs)[None, :]
+    held = _loaded(values + output[:, None] * value_stride + byte[None, :], there, WHOLE)
+    numbers = _rounded(_numbers(
+        held, scales, zeros, group_of, zero, output, input, there, start, inputs, groups,
+        size, KIND, ZEROS, ORDERED, WHOLE, False,
+    ), DTYPE)  # fmt: skip
+    if KIND == _NIBBLES:
+        numbers = tl.interleave(numbers, _rounded(_numbers(
+            held, scales, zeros, group_of, zero, output, input + 1, there, start, inputs, groups,
+            size, KIND, ZEROS, ORDERED, WHOLE, True,
+        ), DTYPE))  # fmt: skip
+        input = start + tl.arange(0, INPUTS)
+        there = (output < outputs_left)[:, None] & (input < inputs)[None, :]
+    tl.store(out + output[:, None] * inputs + input[None, :], numbers, mask=there)

@@ -41,6 +41,25 @@ def test_products_are_those_with_the_numbers(device, name, dtype):
 
 
 @both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "int8", "fp8"])
+def test_a_product_of_several_parts_of_the_inputs(device, name, dtype):
+    """In tiles that are full, where groups leave them; with a bias, added to rows with a stride."""
+    (dtype, _), outputs, inputs = DTYPES[dtype], 128, 1152
+    matrix, numbers = matrix_of(name, outputs, inputs)
+    x, bias = rows(35, inputs, dtype, device), rows(1, outputs, dtype, device, 2)[0]
+    onto = rows(35, 2 * outputs, dtype, device, 3)[:, :outputs]
+    before = onto.double()
+    product_of = x.double() @ numbers.to(dtype).double().T.to(device) + bias.double()
+    want = product_of.to(dtype).double() + before
+    got = product(x, moved(matrix, device), bias=bias, onto=onto)
+    assert got.data_ptr() == onto.data_ptr()
+    size = x.double().abs() @ numbers.abs().double().T.to(device)
+    error = torch.finfo(dtype).eps * (product_of.abs() + want.abs()) + 2e-6 * size
+    assert ((got.double() - want).abs() <= error).all()
+
+
+@both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_have_the_bits_of_the_formula(device, name, dtype):

@@ -159,19 +159,26 @@ def packing_variants(head_dim: int) -> list[Variant]:
 
 def product_variants(dtype: torch.dtype) -> list[Variant]:
     """Products with matrices in four bits, in eight, and in FP8, with zeros and in any order, and without; and their
-    numbers."""
-    sizes = {"ROWS": triton_quantised.TILE_ROWS, "OUTPUTS": triton_quantised.TILE_OUTPUTS}
-    sizes |= {"HALF": triton_quantised.TILE_INPUTS // 2}
-    types = {"x": POINTERS[dtype], "values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64"}
-    types |= {"out": "*fp32", "zero": "fp32"}
-    found = []
-    for kind, with_zeros, ordered in itertools.product((0, 1, 3), (False, True), (False, True)):
-        constants = sizes | {"KIND": kind, "ZEROS": with_zeros, "ORDERED": ordered}
-        given = types, triton_quantised.NUM_WARPS, {"maxnreg": triton_quantised.REGISTERS}
-        found.append(Variant(triton_quantised._product_kernel, constants, *given))
-        of_numbers = {name: value for name, value in constants.items() if name != "ROWS"}
-        types_out = types | {"out": POINTERS[dtype]}
-        found.append(Variant(triton_quantised._expand_kernel, of_numbers, types_out, *given[1:]))
+    numbers; and adding up a product's parts."""
+    of = triton_quantised
+    pairs = "*i32" if dtype.itemsize == 2 else "*i64"
+    types = {"values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64", "zero": "fp32", "sums": "*fp32"}
+    warps, found = triton_quantised.NUM_WARPS, []
+    small, large = (of.SMALL_OUTPUTS, of.SMALL_BYTES), (of.TILE_OUTPUTS, of.TILE_BYTES)
+    tiles = (False, True, large), (False, True, (of.TILE_OUTPUTS, of.LEAST_BYTES)), (False, False, small), (True, False, small)
+    for kind, zeros, (ordered, whole, tile) in itertools.product((0, 1, 3), (False, True), tiles):
+        constants = {"KIND": kind, "ZEROS": zeros, "ORDERED": ordered, "WHOLE": whole}
+        constants |= {"OUTPUTS": tile[0], "INPUTS": tile[1] * (2 if kind == 0 else 1)}
+        of_product = constants | {"ROWS": of.TILE_ROWS, "PART": of.LEAST_INPUTS, "DTYPE": triton_quantised._TYPES[dtype]}
+        of_rows = types | {"x": POINTERS[dtype] if kind else pairs}
+        options = {"num_stages": of.NUM_STAGES} | ({} if whole else {"maxnreg": of.SMALL_REGISTERS})
+        found.append(Variant(triton_quantised._product_kernel, of_product, of_rows, warps, options))
+        numbers = types | {"out": POINTERS[dtype]}
+        found.append(Variant(triton_quantised._expand_kernel, constants, numbers, warps, options))
+    types |= dict.fromkeys(("bias", "out"), POINTERS[dtype])
+    for bias, add in itertools.product((False, True), repeat=2):
+        constants = {"BIAS": bias, "ADD": add, "OUTPUTS": triton_quantised.TILE_SUMS}
+        found.append(Variant(triton_quantised._finish_kernel, constants, types, warps))
     return found
 
 
