@@ -120,20 +120,18 @@ class GroupedMatrix:
 
 
 def joined(matrices: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
-    """Those of the same inputs whose outputs follow one another: one, where their groups are the same, or as they are
-    given."""
+    """Those of the same inputs whose outputs follow one another: one, where all are held alike and groups are
+    neighbours; or as they are given."""
     first, *others = matrices
-    like = [
+    ways = {
         (one.kind, one.scales.shape[1], one.scales.dtype, one.zeros if isinstance(one.zeros, int) else one.zeros.dtype)
         for one in matrices
-    ]
-    orders = [one.group_of for one in matrices]
-    same_order = all(order is None for order in orders) or all(
-        order is not None and torch.equal(order, orders[0]) for order in orders
-    )
-    if not others or len(set(like)) > 1 or not same_order:
+    }
+    if not others or len(ways) > 1 or any(one.group_of is not None for one in matrices):
         return list(matrices)
-    zeros = first.zeros if isinstance(first.zeros, int) else torch.cat([one.zeros for one in matrices])
+    zeros = first.zeros
+    if isinstance(zeros, Tensor):
+        zeros = torch.cat([one.zeros for one in matrices if isinstance(one.zeros, Tensor)])
     values, scales = torch.cat([one.values for one in matrices]), torch.cat([one.scales for one in matrices])
     return [replace(first, values=values, scales=scales, zeros=zeros)]
 

@@ -165,7 +165,9 @@ def _numbers(
     else:
         if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
             held = (held >> 4) if ODD else (held & 15)
-        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 more: exact, and faster than to convert it
+        value = (held.to(tl.int32) | 0x4B000000).to(
+            tl.float32, bitcast=True
+        )  # 2^23 more: exact, and faster than to convert it
         zero += 8388608.0
     if WHOLE:
         scale = scale[:, None]

@@ -15,11 +15,11 @@ from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_llama
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
-from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, quantised_linear
+from triforce.kernels.quantised import FLOAT32_NUMBERS, STEP_NUMBERS, GroupedMatrix, quantised_linear
 from triforce.offload import Engine, Sampling
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
-from triforce.tp.matrices import ModelMatrices, layer_prefix
+from triforce.tp.matrices import ModelMatrices, QuantisedWeight, layer_prefix
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.model.quantisation import part_of, quantisation_of
 from triforce.tp.parallel.ranks import Ranks
@@ -299,6 +299,20 @@ def test_each_rank_holds_what_its_plan_counts(tmp_path, name, rank):
         weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
         held = sum(tensor.nbytes for tensor in weight.tensors())
         assert held == matrix.num_bytes(torch.bfloat16, config.quantisation, layer_prefix(0))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("awq", 1), ("int8", 1), ("gptq-act-order", 3), ("fp8", 3)])
+def test_projections_with_groups_of_neighbours_are_one_matrix(tmp_path, name, parts):
+    save_quantised(tmp_path, FORMATS[name])
+    config, checkpoint = ModelConfig.load(tmp_path), Checkpoint(tmp_path, torch.float32, CPU)
+    matrix = ModelMatrices.of(config).qkv
+    weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
+    assert isinstance(weight, QuantisedWeight) and len(weight.parts) == parts
+    one_by_one = [part.read(checkpoint, layer_prefix(0), config.quantisation) for part in matrix.projections]
+    for form in (torch.float32, torch.bfloat16):
+        want = torch.cat([part.expand(form) for part in one_by_one if isinstance(part, GroupedMatrix)])
+        found = [part.expand(form) for part in weight.parts if isinstance(part, GroupedMatrix)]
+        assert torch.equal(torch.cat(found), want)
 
 
 def test_a_quantised_output_head_is_refused(tmp_path):
