@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..partials import EMPTY, new_running
 from ..selection import KEYS_PER_SPLIT, MOST_PARTS
+from .launch import launch
 
 LARGEST_HEAD_DIM = 256
 """Larger heads would not fit in shared memory with these tiles."""
@@ -78,59 +79,62 @@ def attend_triton(
         m = min(m, max(0, diagonal + n))
     keys_per_split = KEYS_PER_SPLIT if split else max(1, m)
     floats = out.numel() + 2 * lse.numel()
-    first, stop, launch = splits_to_launch(m, diagonal, window, keys_per_split, floats, most_parts)
-    if running is None and stop - first > launch:
+    first, stop, at_once = splits_to_launch(m, diagonal, window, keys_per_split, floats, most_parts)
+    if running is None and stop - first > at_once:
         running = new_running(q)
     merges = split or running is not None
-    for begin in range(first, stop, launch):
-        splits = min(launch, stop - begin)
+    for begin in range(first, stop, at_once):
+        splits = min(at_once, stop - begin)
         parts = out.new_empty(splits, num_heads, n, head_dim) if merges else out
         peaks = lse.new_empty(splits, num_heads, n) if merges else lse
         totals = torch.empty_like(peaks)
-        with torch.cuda.device_of(q):
-            _attend_kernel[ceil_div(n * group, tile_rows), num_kv_heads, splits](
-                q,
-                k,
-                v,
+        launch(
+            _attend_kernel,
+            (ceil_div(n * group, tile_rows), num_kv_heads, splits),
+            q,
+            k,
+            v,
+            parts,
+            peaks,
+            totals,
+            diagonal,
+            window or 0,
+            n,
+            m,
+            begin,
+            keys_per_split,
+            scale * math.log2(math.e),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            TILE_ROWS=tile_rows,
+            TILE_KEYS=tile_keys,
+            TILE_DIM=tile_dim,
+            WINDOWED=window is not None,
+            ON_DEVICE=isinstance(diagonal, Tensor),
+            WHOLE=not merges,
+            num_warps=warps_of(tile_rows, tile_keys, tile_dim),
+            num_stages=_NUM_STAGES,
+        )
+        if merges:
+            launch(
+                _merge_kernel,
+                (num_heads * n,),
                 parts,
                 peaks,
                 totals,
-                diagonal,
-                window or 0,
-                n,
-                m,
-                begin,
-                keys_per_split,
-                scale * math.log2(math.e),
-                *q.stride()[:2],
-                *k.stride()[:2],
-                *v.stride()[:2],
-                GROUP=group,
+                out if running is None else running,
+                out,
+                lse,
+                num_heads * n,
+                splits,
                 HEAD_DIM=head_dim,
-                TILE_ROWS=tile_rows,
-                TILE_KEYS=tile_keys,
                 TILE_DIM=tile_dim,
-                WINDOWED=window is not None,
-                ON_DEVICE=isinstance(diagonal, Tensor),
-                WHOLE=not merges,
-                num_warps=warps_of(tile_rows, tile_keys, tile_dim),  # pyright: ignore[reportCallIssue]
-                num_stages=_NUM_STAGES,  # pyright: ignore[reportCallIssue]
+                RUNNING=running is not None,
+                num_warps=1,
             )
-            if merges:
-                _merge_kernel[num_heads * n,](
-                    parts,
-                    peaks,
-                    totals,
-                    out if running is None else running,
-                    out,
-                    lse,
-                    num_heads * n,
-                    splits,
-                    HEAD_DIM=head_dim,
-                    TILE_DIM=tile_dim,
-                    RUNNING=running is not None,
-                    num_warps=1,  # pyright: ignore[reportCallIssue]
-                )
     return out, lse
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import ceil_div, power_of_two, tile_sizes
+from .launch import launch
 
 
 def chunk_mass_triton(
@@ -37,30 +38,31 @@ def chunk_mass_triton(
     group = num_heads // num_kv_heads
     tile_rows, tile_keys, tile_dim = tile_sizes(group, head_dim, q.dtype)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    with torch.cuda.device_of(q):
-        # A million keys may be more tiles than the 65,535 programs that there can be in any but the first dimension.
-        _mass_kernel[ceil_div(m, tile_keys), num_kv_heads, ceil_div(n * group, tile_rows)](
-            q,
-            k,
-            lse.contiguous(),
-            mass,
-            m - 1 if diagonal is None else diagonal,
-            window or 0,
-            n,
-            m,
-            scale * math.log2(math.e),
-            *q.stride()[:2],
-            *k.stride()[:2],
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            CHUNK=m // mass.shape[-1],
-            TILE_ROWS=tile_rows,
-            TILE_KEYS=tile_keys,
-            TILE_DIM=tile_dim,
-            WINDOWED=window is not None,
-            ON_DEVICE=isinstance(diagonal, Tensor),
-            num_warps=4,  # pyright: ignore[reportCallIssue]
-        )
+    # A million keys may be more tiles than the 65,535 programs that there can be in any but the first dimension.
+    launch(
+        _mass_kernel,
+        (ceil_div(m, tile_keys), num_kv_heads, ceil_div(n * group, tile_rows)),
+        q,
+        k,
+        lse.contiguous(),
+        mass,
+        m - 1 if diagonal is None else diagonal,
+        window or 0,
+        n,
+        m,
+        scale * math.log2(math.e),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        CHUNK=m // mass.shape[-1],
+        TILE_ROWS=tile_rows,
+        TILE_KEYS=tile_keys,
+        TILE_DIM=tile_dim,
+        WINDOWED=window is not None,
+        ON_DEVICE=isinstance(diagonal, Tensor),
+        num_warps=4,
+    )
 
 
 def takes_chunks(chunk_size: int, group: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -74,20 +76,21 @@ def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Te
     _, _, block_size, head_dim = blocks.shape
     blocks = blocks if blocks.stride(-1) == 1 else blocks.contiguous()
     out = blocks.new_empty(num_kv_heads, count * chunk_size, head_dim)
-    with torch.cuda.device_of(blocks):
-        _gather_kernel[count, num_kv_heads](
-            blocks,
-            indices.contiguous(),
-            out,
-            count,
-            block_size // chunk_size,
-            *blocks.stride()[:3],
-            CHUNK=chunk_size,
-            HEAD_DIM=head_dim,
-            TILE_CHUNK=power_of_two(chunk_size),
-            TILE_DIM=power_of_two(head_dim),
-            num_warps=2,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _gather_kernel,
+        (count, num_kv_heads),
+        blocks,
+        indices.contiguous(),
+        out,
+        count,
+        block_size // chunk_size,
+        *blocks.stride()[:3],
+        CHUNK=chunk_size,
+        HEAD_DIM=head_dim,
+        TILE_CHUNK=power_of_two(chunk_size),
+        TILE_DIM=power_of_two(head_dim),
+        num_warps=2,
+    )
     return out
 
 
@@ -96,23 +99,24 @@ def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: 
     num_kv_heads, count = chunks.shape
     _, _, m, head_dim = block.shape
     assert k.stride() == v.stride() and k.stride(-1) == block.stride(-1) == 1
-    with torch.cuda.device_of(block):
-        _copy_kernel[count, num_kv_heads, 2](
-            block,
-            chunks.contiguous(),
-            k,
-            v,
-            count,
-            first,
-            m // chunk_size,
-            *block.stride()[:3],
-            *k.stride()[:2],
-            CHUNK=chunk_size,
-            HEAD_DIM=head_dim,
-            TILE_CHUNK=power_of_two(chunk_size),
-            TILE_DIM=power_of_two(head_dim),
-            num_warps=2,  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _copy_kernel,
+        (count, num_kv_heads, 2),
+        block,
+        chunks.contiguous(),
+        k,
+        v,
+        count,
+        first,
+        m // chunk_size,
+        *block.stride()[:3],
+        *k.stride()[:2],
+        CHUNK=chunk_size,
+        HEAD_DIM=head_dim,
+        TILE_CHUNK=power_of_two(chunk_size),
+        TILE_DIM=power_of_two(head_dim),
+        num_warps=2,
+    )
 
 
 @triton.jit(do_not_specialize=["diagonal", "window", "n", "m"])

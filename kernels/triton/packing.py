@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..slots import FARTHEST, GROUP, Layout
 from .attention import power_of_two
+from .launch import launch
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _FARTHEST: tl.constexpr = tl.constexpr(FARTHEST)
@@ -25,27 +26,30 @@ def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
     programs = (len(blocks) * layout.tiles,)
     words[:, layout.exceptions // 4 :] = 0  # the largest exponents, behind the exceptions, are written after that
     starts = words[:, layout.starts // 4 : layout.exceptions // 4]
-    with torch.cuda.device_of(blocks):
-        _pack_kernel[programs](
-            bits,
-            slots,
-            words,
-            *places,
-            HEAD_DIM=layout.head_dim,
-            TILE_DIM=tile_dim,
-            num_warps=warps_of(tile_dim),  # pyright: ignore[reportCallIssue]
-        )
-        starts[:, :1] = 0
-        starts.copy_(starts.cumsum(1, dtype=torch.int32))
-        _exceptions_kernel[programs](
-            bits,
-            slots,
-            words,
-            *places,
-            HEAD_DIM=layout.head_dim,
-            TILE_DIM=tile_dim,
-            num_warps=warps_of(tile_dim),  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _pack_kernel,
+        (programs,),
+        bits,
+        slots,
+        words,
+        *places,
+        HEAD_DIM=layout.head_dim,
+        TILE_DIM=tile_dim,
+        num_warps=warps_of(tile_dim),
+    )
+    starts[:, :1] = 0
+    starts.copy_(starts.cumsum(1, dtype=torch.int32))
+    launch(
+        _exceptions_kernel,
+        (programs,),
+        bits,
+        slots,
+        words,
+        *places,
+        HEAD_DIM=layout.head_dim,
+        TILE_DIM=tile_dim,
+        num_warps=warps_of(tile_dim),
+    )
 
 
 def unpack_triton(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
@@ -53,16 +57,17 @@ def unpack_triton(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
     bits, words = blocks.view(torch.int16), slots.view(torch.int32)
     places = _places(blocks, slots, layout)
     tile_dim = power_of_two(layout.head_dim)
-    with torch.cuda.device_of(blocks):
-        _unpack_kernel[len(blocks) * layout.tiles,](
-            bits,
-            slots,
-            words,
-            *places,
-            HEAD_DIM=layout.head_dim,
-            TILE_DIM=tile_dim,
-            num_warps=warps_of(tile_dim),  # pyright: ignore[reportCallIssue]
-        )
+    launch(
+        _unpack_kernel,
+        (len(blocks) * layout.tiles,),
+        bits,
+        slots,
+        words,
+        *places,
+        HEAD_DIM=layout.head_dim,
+        TILE_DIM=tile_dim,
+        num_warps=warps_of(tile_dim),
+    )
 
 
 def _places(blocks: Tensor, slots: Tensor, layout: Layout) -> tuple[int, ...]:

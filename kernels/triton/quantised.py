@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 if TYPE_CHECKING:
     from ..quantised import GroupedMatrix
 
@@ -68,26 +70,23 @@ def _product_of_some(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out:
     if n == 0:
         return
     pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
-    product: Any = _product_kernel
-    finish: Any = _finish_kernel
-    with torch.cuda.device_of(x):
-        product[tiles, triton.cdiv(n, TILE_ROWS), len(sums)](
-            *given, pairs, sums, n, pairs.stride(0), ROWS=TILE_ROWS, PART=part, DTYPE=_TYPES[x.dtype], **constants
-        )
-        finish[triton.cdiv(outputs, TILE_SUMS), n](
-            sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), len(sums),
-            BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
-        )  # fmt: skip
+    launch(
+        _product_kernel, (tiles, triton.cdiv(n, TILE_ROWS), len(sums)),
+        *given, pairs, sums, n, pairs.stride(0), ROWS=TILE_ROWS, PART=part, DTYPE=_TYPES[x.dtype], **constants,
+    )  # fmt: skip
+    launch(
+        _finish_kernel, (triton.cdiv(outputs, TILE_SUMS), n),
+        sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), len(sums),
+        BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
+    )  # fmt: skip
 
 
 def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
     outputs, inputs = matrix.shape
     given, constants = _described(matrix)
-    kernel: Any = _expand_kernel
-    with torch.cuda.device_of(out):
-        tiles = triton.cdiv(outputs, constants["OUTPUTS"]), triton.cdiv(inputs, constants["INPUTS"])
-        kernel[tiles](*given, out, **constants)
+    tiles = triton.cdiv(outputs, constants["OUTPUTS"]), triton.cdiv(inputs, constants["INPUTS"])
+    launch(_expand_kernel, tiles, *given, out, **constants)
 
 
 def _described(matrix: GroupedMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:

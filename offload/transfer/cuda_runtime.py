@@ -28,10 +28,10 @@ class CudaRuntime:
         """Within, operations on the device go to `stream`."""
         return torch.cuda.stream(stream)
 
-    def record_event(self) -> torch.cuda.Event:
-        """An event with a time, behind what the current stream was given so far."""
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event with a time, behind what `stream` was given so far."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self.current_stream())
+        event.record(stream)
         return event
 
     def synchronize(self) -> None:

@@ -149,8 +149,8 @@ class SimulatedRuntime:
         finally:
             self.simulator.current = before
 
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent(self.simulator.current)
+    def record_event(self, stream: SimulatedStream) -> SimulatedEvent:
+        return SimulatedEvent(stream)
 
     def synchronize(self) -> None:
         self.simulator.synchronize()

@@ -96,8 +96,8 @@ class _Event(SimulatedEvent):
 
 
 class _Runtime(SimulatedRuntime):
-    def record_event(self) -> SimulatedEvent:
-        return _Event(self.simulator.current)
+    def record_event(self, stream: SimulatedStream) -> SimulatedEvent:
+        return _Event(stream)
 
 
 def _handler(stream: SimulatedStream) -> EventHandler:
