@@ -1,4 +1,4 @@
-"""Products of rows with a matrix that is held in four or eight bits.
+"""Products of rows with a matrix that is held in four to eight bits.
 
 Its numbers are what the format's formula gives in float32, scales widened and never narrowed, rounded once to the dtype
 that is computed in. Passes over few rows and over many multiply by the same numbers.
@@ -6,8 +6,10 @@ that is computed in. Passes over few rows and over many multiply by the same num
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,73 @@ _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """See `GroupedMatrix.kind`."""
 
 
+class QuantisedMatrix(ABC):
+    """`[outputs, inputs]` whose numbers are the formula of a format."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+
+    def outputs(self, part: slice) -> Self:
+        """Some of its outputs, in the same memory."""
+        return self._of(part)
+
+    def rows(self, ids: Tensor) -> Self:
+        """A copy of the outputs `ids`, int64 `[n]`, in their order."""
+        return self._of(ids)
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Its numbers: `[outputs, inputs]` in `dtype`, contiguous."""
+        return self.expand_to(torch.empty(self.shape, dtype=dtype, device=next(self.tensors()).device))
+
+    def expand_to(self, out: Tensor) -> Tensor:
+        """Writes its numbers to `out` `[outputs, inputs]`, contiguous."""
+        if "triton" in usable_packages(out.device):
+            self._expand_triton(out)
+            return out
+        compiled = on_cpu(out.device) and out.dtype in (torch.bfloat16, torch.float32) and loaded() is not None
+        if compiled and selected().layers != "plain":
+            self.expand_compiled(out)
+            return out
+        step = max(1, FLOAT32_NUMBERS // out.shape[1])
+        for first, some in zip(range(0, len(out), step), out.split(step), strict=True):
+            some.copy_(self.outputs(slice(first, first + step))._numbers())
+        return out
+
+    def expand_compiled(self, out: Tensor, level: int | None = None) -> None:
+        """Writes its numbers to `out` `[outputs, inputs]`, bfloat16 or float32, by the compiled kernels.
+
+        Args: `level` is that of the instructions to use, at most `cpu_level()`, which is the default.
+        """
+        kernels, level = loaded(), cpu_level() if level is None else level
+        assert kernels is not None
+        if self._call_compiled(kernels, out, level):
+            raise ValueError(f"this processor has not the instructions of level {level}")
+
+    @abstractmethod
+    def _of(self, part: slice | Tensor) -> Self:
+        """Those of its outputs."""
+
+    @abstractmethod
+    def _numbers(self) -> Tensor:
+        """Those of it, in float32."""
+
+    @abstractmethod
+    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
+        """Expands to `out`; what the kernel returns."""
+
+    @abstractmethod
+    def _expand_triton(self, out: Tensor) -> None:
+        """Expands to `out`."""
+
+
 @dataclass(frozen=True)
-class GroupedMatrix:
+class GroupedMatrix(QuantisedMatrix):
     """`[outputs, inputs]` of `scale * (value - zero)`, where a group of inputs of an output has one scale and zero."""
 
     values: Tensor
@@ -47,7 +114,6 @@ class GroupedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         return self.values.shape[0], self.values.shape[1] * 8 // self.bits
 
     @property
@@ -56,57 +122,15 @@ class GroupedMatrix:
         return 0 if self.bits == 4 else _KINDS[self.values.dtype]
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
         for held in (self.values, self.scales, self.zeros, self.group_of):
             if isinstance(held, Tensor):
                 yield held
 
-    def outputs(self, part: slice) -> GroupedMatrix:
-        """Some of its outputs, in the same memory."""
+    def _of(self, part: slice | Tensor) -> Self:
         zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[part]
         return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
 
-    def expand(self, dtype: torch.dtype) -> Tensor:
-        """Its numbers: `[outputs, inputs]` in `dtype`, contiguous."""
-        return self.expand_to(torch.empty(self.shape, dtype=dtype, device=self.values.device))
-
-    def expand_to(self, out: Tensor) -> Tensor:
-        """Writes its numbers to `out` `[outputs, inputs]`, contiguous."""
-        if "triton" in usable_packages(out.device):
-            from .triton.quantised import expand_triton  # not imported where it is not used
-
-            expand_triton(self, out)
-            return out
-        compiled = on_cpu(out.device) and out.dtype in (torch.bfloat16, torch.float32) and loaded() is not None
-        if compiled and selected().layers != "plain":
-            self.expand_compiled(out)
-            return out
-        step = max(1, FLOAT32_NUMBERS // out.shape[1])
-        for first, some in zip(range(0, len(out), step), out.split(step), strict=True):
-            some.copy_(self.outputs(slice(first, first + step))._numbers())
-        return out
-
-    def expand_compiled(self, out: Tensor, level: int | None = None) -> None:
-        """Writes its numbers to `out` `[outputs, inputs]`, bfloat16 or float32, by the compiled kernels
-        (`cpu/source/quantised.c`).
-
-        Args: `level` is that of the instructions to use, at most `cpu_level()`, which is the default.
-        """
-        kernels, scales = loaded(), self.scales.float()
-        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros.float()
-        group_of = None if self.group_of is None else self.group_of.data_ptr()
-        level = cpu_level() if level is None else level
-        assert kernels is not None
-        failed = call(
-            kernels.triforce_expand,
-            *(self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
-            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
-        )
-        if failed:
-            raise ValueError(f"this processor has not the instructions of level {level}")
-
     def _numbers(self) -> Tensor:
-        """Those of it, in float32."""
         values, scales = self.values, self.scales.float()
         if self.bits == 4:
             values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
@@ -117,6 +141,159 @@ class GroupedMatrix:
         zeros = zeros if isinstance(zeros, int) else zeros.unsqueeze(-1)
         grouped = values.float().unflatten(1, (scales.shape[1], -1))
         return ((grouped - zeros) * scales.unsqueeze(-1)).flatten(1)
+
+    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
+        scales = self.scales.float()
+        zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros.float()
+        group_of = None if self.group_of is None else self.group_of.data_ptr()
+        return call(
+            kernels.triforce_expand,
+            *(self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
+            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
+        )
+
+    def _expand_triton(self, out: Tensor) -> None:
+        from .triton.quantised import expand_triton  # not imported where it is not used
+
+        expand_triton(self, out)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where a block holds some bits of each of its inputs.
+
+    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them; once all bits of
+    these bytes are taken, the next bytes follow.
+    """
+
+    start: int
+    """The first byte."""
+    bits: int
+    run: int
+
+    def of(self, blocks: Tensor, inputs: int) -> Tensor:
+        """Those bits in blocks `[..., bytes]`: uint8 `[..., inputs]`."""
+        held = blocks[..., self.start : self.start + inputs * self.bits // 8].unflatten(-1, (-1, 1, self.run))
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=blocks.device).unsqueeze(-1)
+        return (held >> shifts & (1 << self.bits) - 1).flatten(-3)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """One of ggml's formats of blocks; `block_*` in ggml-common.h are their bytes."""
+
+    number: int
+    """What the compiled kernels call it."""
+    inputs: int
+    """Of a block."""
+    bytes: int
+    """Of a block."""
+    run: int
+    """Neighbouring inputs with one scale."""
+    low: Field
+    """The lower bits of values."""
+    high: Field | None = None
+    """Those above the four lower ones."""
+    zero: int = 0
+    """What is subtracted from values."""
+
+
+BLOCK_FORMS = {
+    "Q4_1": BlockForm(0, inputs=32, bytes=20, run=32, low=Field(4, 4, 16)),
+    "Q5_0": BlockForm(1, inputs=32, bytes=22, run=32, low=Field(6, 4, 16), high=Field(2, 1, 1), zero=16),
+    "Q5_1": BlockForm(2, inputs=32, bytes=24, run=32, low=Field(8, 4, 16), high=Field(4, 1, 1)),
+    "Q4_K": BlockForm(3, inputs=256, bytes=144, run=32, low=Field(16, 4, 32)),
+    "Q5_K": BlockForm(4, inputs=256, bytes=176, run=32, low=Field(48, 4, 32), high=Field(16, 1, 32)),
+    "Q6_K": BlockForm(5, inputs=256, bytes=210, run=16, low=Field(0, 4, 64), high=Field(128, 2, 32), zero=32),
+}
+"""By ggml's names."""
+
+
+@dataclass(frozen=True)
+class BlockMatrix(QuantisedMatrix):
+    """`[outputs, inputs]` in one of ggml's formats of blocks of neighbouring inputs, as a GGUF file holds it.
+
+    Its numbers are `scale * (value - zero) - least`, where neighbours have one scale and one least number; both are
+    products of numbers that the block holds.
+    """
+
+    blocks: Tensor
+    """uint8 `[outputs, bytes of a row]`."""
+    form: str
+    """One of `BLOCK_FORMS`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        form = BLOCK_FORMS[self.form]
+        return self.blocks.shape[0], self.blocks.shape[1] // form.bytes * form.inputs
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self.blocks
+
+    def _of(self, part: slice | Tensor) -> Self:
+        return replace(self, blocks=self.blocks[part])
+
+    def _numbers(self) -> Tensor:
+        form = BLOCK_FORMS[self.form]
+        blocks = self.blocks.unflatten(1, (-1, form.bytes))
+        values = form.low.of(blocks, form.inputs)
+        if form.high is not None:
+            values = values | form.high.of(blocks, form.inputs) << 4
+        scales, least = self._scales(blocks)
+        centred = values.float().unflatten(-1, (-1, form.run)) - form.zero
+        numbers = centred * scales.unsqueeze(-1)
+        return (numbers if least is None else numbers - least.unsqueeze(-1)).flatten(1)
+
+    def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scales and, of forms that have them, the least numbers of blocks `[..., bytes]`: float32
+        `[..., inputs / run]`."""
+        if self.form == "Q6_K":
+            return _float16(blocks[..., 208:210]) * blocks[..., 192:208].view(torch.int8).float(), None
+        if self.form == "Q5_0":
+            return _float16(blocks[..., :2]), None
+        scale, least = _float16(blocks[..., :2]), _float16(blocks[..., 2:4])
+        if self.form in ("Q4_1", "Q5_1"):
+            return scale, -least
+        of_scales, of_least, both = blocks[..., 4:16].split(4, dim=-1)
+        last_scales, last_least = both & 15 | of_scales >> 2 & 48, both >> 4 | of_least >> 2 & 48
+        return (
+            scale * torch.cat((of_scales & 63, last_scales), dim=-1).float(),
+            least * torch.cat((of_least & 63, last_least), dim=-1).float(),
+        )
+
+    def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
+        return call(
+            kernels.triforce_expand_blocks,
+            *(self.blocks.data_ptr(), BLOCK_FORMS[self.form].number, out.data_ptr(), len(out), self.blocks.stride(0)),
+            *(out.shape[1], out.dtype == torch.bfloat16, level, threads()),
+        )
+
+    def _expand_triton(self, out: Tensor) -> None:
+        from .triton.blocks import expand_blocks_triton  # not imported where it is not used
+
+        expand_blocks_triton(self, out)
+
+
+def _float16(pairs: Tensor) -> Tensor:
+    """What pairs of bytes `[..., 2]` stand for, float32 `[..., 1]`."""
+    return pairs.view(torch.float16).float()
+
+
+def grouped_of_blocks(blocks: Tensor, form: str) -> GroupedMatrix:
+    """A matrix in ggml's Q8_0 or Q4_0, whose blocks are groups with one scale; `blocks` is uint8
+    `[outputs, bytes of a row]`.
+
+    Raises:
+        ValueError: `form` is another.
+    """
+    if form not in ("Q8_0", "Q4_0"):
+        raise ValueError(f"blocks of {form} are no groups with one scale")
+    apart = blocks.unflatten(1, (-1, 34 if form == "Q8_0" else 18))
+    scales, held = apart[..., :2].view(torch.float16)[..., 0].contiguous(), apart[..., 2:]
+    if form == "Q8_0":
+        return GroupedMatrix(held.view(torch.int8).flatten(1), scales, 0, 8)
+    values = torch.cat((held & 15, held >> 4), dim=-1).flatten(1)
+    return GroupedMatrix(values[:, ::2] | values[:, 1::2] << 4, scales, 8, 4)
 
 
 def joined(matrices: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
@@ -138,7 +315,7 @@ def joined(matrices: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
 
 def quantised_linear(
     x: Tensor,
-    matrix: GroupedMatrix,
+    matrix: GroupedMatrix | BlockMatrix,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -146,7 +323,7 @@ def quantised_linear(
     onto: Tensor | None = None,
 ) -> Tensor:
     """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
-    if x.shape[0] <= STEP_ROWS and "triton" in usable_packages(x.device):
+    if isinstance(matrix, GroupedMatrix) and x.shape[0] <= STEP_ROWS and "triton" in usable_packages(x.device):
         from .triton.quantised import product_triton  # not imported where it is not used
 
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 12
+_ABI = 13
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -131,6 +131,7 @@ def _declare(kernels: ctypes.CDLL) -> None:
         *(count,) * 3,
         *(flag,) * 3,
     ]
+    kernels.triforce_expand_blocks.argtypes = [pointer, flag, pointer, count, count, count, flag, flag, flag]
     double = ctypes.c_double
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):

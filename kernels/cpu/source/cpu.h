@@ -29,7 +29,7 @@ INLINE uint16_t bfloat16_of(float x)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 12
+#define TRIFORCE_ABI 13
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -107,6 +107,14 @@ enum { VALUES_NIBBLES, VALUES_UINT8, VALUES_INT8, VALUES_FLOAT8 };
  * 0; 2 if this processor has not the level. */
 EXPORT int triforce_expand(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
                            void *out, int64_t rows, int64_t inputs, int64_t groups, int is_bf16, int level, int threads);
+
+/* ggml's formats of blocks that kernels/quantised.py lists. */
+enum { BLOCKS_Q4_1, BLOCKS_Q5_0, BLOCKS_Q5_1, BLOCKS_Q4_K, BLOCKS_Q5_K, BLOCKS_Q6_K };
+
+/* The numbers of a matrix in one of these formats, in float32 and rounded to bfloat16 if asked for: `rows` of `inputs`, whole
+ * blocks, `row_bytes` apart. 0; 2 if this processor has not the level. */
+EXPORT int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
+                                  int is_bf16, int level, int threads);
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is

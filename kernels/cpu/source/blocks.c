@@ -1,0 +1,226 @@
+/* The numbers of matrices in ggml's formats of blocks; kernels/quantised.py documents the formula. Products and differences
+ * are rounded one by one, never fused. */
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#include "cpu.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_AVX2
+#endif
+
+#define SMALL_WORK ((int64_t)1 << 16) /* numbers below which starting other threads takes longer than it saves */
+
+#define INPUTS 256 /* the most a block has */
+#define RUN 16     /* the fewest with one scale */
+
+/* What one block or several hold: number i is `scales[i / run] * (values[i] - zero) - least[i / run]`; not all forms have
+ * `least`. */
+typedef struct {
+    uint8_t values[INPUTS];
+    float scales[INPUTS / RUN], least[INPUTS / RUN];
+} Values;
+
+INLINE int inputs_of(int form) { return form == BLOCKS_Q4_1 || form == BLOCKS_Q5_0 || form == BLOCKS_Q5_1 ? 32 : 256; }
+
+INLINE int run_of(int form) { return form == BLOCKS_Q6_K ? 16 : 32; }
+
+INLINE int zero_of(int form) { return form == BLOCKS_Q6_K ? 32 : form == BLOCKS_Q5_0 ? 16 : 0; }
+
+INLINE int has_least(int form) { return form != BLOCKS_Q5_0 && form != BLOCKS_Q6_K; }
+
+INLINE int bytes_of(int form)
+{
+    switch (form) {
+    case BLOCKS_Q4_1: return 20;
+    case BLOCKS_Q5_0: return 22;
+    case BLOCKS_Q5_1: return 24;
+    case BLOCKS_Q4_K: return 144;
+    case BLOCKS_Q5_K: return 176;
+    default: return 210;
+    }
+}
+
+/* What the float16 in two bytes stands for. */
+INLINE float float16_at(const uint8_t *place)
+{
+    const uint32_t sign = (uint32_t)(place[1] & 0x80) << 24, magnitude = (uint32_t)(place[1] & 0x7f) << 8 | place[0];
+    const float small = (float)magnitude * 0x1p-24f; /* subnormal */
+    uint32_t bits;
+    memcpy(&bits, &small, 4);
+    if (magnitude >= 0x400)
+        bits = (magnitude << 13) + (magnitude >= 0x7c00 ? 0x70000000 : 0x38000000);
+    bits |= sign;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+#define OF_EACH UINT64_C(0x0101010101010101) /* times a byte: that byte eight times */
+
+INLINE uint64_t eight_at(const uint8_t *place)
+{
+    uint64_t eight;
+    memcpy(&eight, place, 8);
+    return eight;
+}
+
+INLINE void put_eight(uint8_t *place, uint64_t eight) { memcpy(place, &eight, 8); }
+
+/* Reads the lower four bits of values: of each `run` bytes those of the lower ones first. */
+INLINE void read_low(const uint8_t *held, int run, int inputs, uint8_t *values)
+{
+    for (int first = 0; first < inputs; first += 2 * run, held += run)
+        for (int i = 0; i < run; i += 8) {
+            put_eight(values + first + i, eight_at(held + i) & 15 * OF_EACH);
+            put_eight(values + first + run + i, eight_at(held + i) >> 4 & 15 * OF_EACH);
+        }
+}
+
+/* Adds to values what is above, `bits` of each: of each 32 bytes the lowest first. */
+INLINE void read_high(const uint8_t *held, int bits, uint8_t *values)
+{
+    const uint64_t field = ((1 << bits) - 1) * OF_EACH;
+    for (int first = 0; first < INPUTS; first += 32 * 8 / bits, held += 32)
+        for (int part = 0; part < 8 / bits; part++)
+            for (int i = 0; i < 32; i += 8) {
+                uint8_t *place = values + first + part * 32 + i;
+                put_eight(place, eight_at(place) | (eight_at(held + i) >> part * bits & field) << 4);
+            }
+}
+
+/* Adds to 32 values their fifth bits, which are one after another: those of a byte to eight values at once. */
+INLINE void read_bits(const uint8_t *held, uint8_t *values)
+{
+    for (int byte = 0; byte < 4; byte++) {
+        const uint64_t bits = held[byte] * OF_EACH & UINT64_C(0x8040201008040201); /* a bit of each */
+        const uint64_t fifth = ((bits + 127 * OF_EACH) & 128 * OF_EACH) >> 3;
+        put_eight(values + byte * 8, eight_at(values + byte * 8) | fifth);
+    }
+}
+
+/* The scales and least numbers of Q4_K and Q5_K, six bits of each times one for the block. */
+INLINE void read_scales(const uint8_t *held, float *scales, float *least)
+{
+    const float of_all = float16_at(held), least_of_all = float16_at(held + 2);
+    const uint8_t *of_scales = held + 4, *of_least = held + 8, *both = held + 12;
+    for (int i = 0; i < 4; i++) {
+        scales[i] = of_all * (float)(of_scales[i] & 63);
+        least[i] = least_of_all * (float)(of_least[i] & 63);
+        scales[4 + i] = of_all * (float)((both[i] & 15) | (of_scales[i] >> 2 & 48));
+        least[4 + i] = least_of_all * (float)(both[i] >> 4 | (of_least[i] >> 2 & 48));
+    }
+}
+
+INLINE void read_block(const uint8_t *held, int form, uint8_t *values, float *scales, float *least)
+{
+    switch (form) {
+    case BLOCKS_Q4_1:
+        read_low(held + 4, 16, 32, values);
+        scales[0] = float16_at(held);
+        least[0] = -float16_at(held + 2);
+        break;
+    case BLOCKS_Q5_0:
+        read_low(held + 6, 16, 32, values);
+        read_bits(held + 2, values);
+        scales[0] = float16_at(held);
+        break;
+    case BLOCKS_Q5_1:
+        read_low(held + 8, 16, 32, values);
+        read_bits(held + 4, values);
+        scales[0] = float16_at(held);
+        least[0] = -float16_at(held + 2);
+        break;
+    case BLOCKS_Q4_K:
+        read_low(held + 16, 32, 256, values);
+        read_scales(held, scales, least);
+        break;
+    case BLOCKS_Q5_K:
+        read_low(held + 48, 32, 256, values);
+        read_high(held + 16, 1, values);
+        read_scales(held, scales, least);
+        break;
+    default:
+        read_low(held, 64, 256, values);
+        read_high(held + 128, 2, values);
+        for (int i = 0; i < 16; i++)
+            scales[i] = float16_at(held + 208) * (float)(int8_t)held[192 + i];
+    }
+}
+
+/* Expands as much as `Values` holds at a time. Each loop goes over all of it: a load that spans several fresh stores would
+ * wait for them. */
+INLINE void expand_form(const uint8_t *row, int form, int is_bf16, void *out, int64_t inputs)
+{
+    Values some;
+    float unrounded[INPUTS];
+    const int of_block = inputs_of(form), run = run_of(form);
+    for (int64_t first = 0; first < inputs; first += INPUTS) {
+        const int count = inputs - first < INPUTS ? (int)(inputs - first) : INPUTS;
+        float *numbers = is_bf16 ? unrounded : (float *)out + first;
+        for (int i = 0; i < count; i += of_block, row += bytes_of(form))
+            read_block(row, form, some.values + i, some.scales + i / run, some.least + i / run);
+        for (int part = 0; part < count / run; part++)
+            for (int i = part * run; i < (part + 1) * run; i++) {
+                const float number = some.scales[part] * (float)(some.values[i] - zero_of(form));
+                numbers[i] = has_least(form) ? number - some.least[part] : number;
+            }
+        if (is_bf16)
+            for (int i = 0; i < count; i++)
+                ((uint16_t *)out)[first + i] = bfloat16_of(numbers[i]);
+    }
+}
+
+INLINE void expand_any(const uint8_t *row, int form, int is_bf16, void *out, int64_t inputs)
+{
+    switch (form) {
+    case BLOCKS_Q4_1: expand_form(row, BLOCKS_Q4_1, is_bf16, out, inputs); break;
+    case BLOCKS_Q5_0: expand_form(row, BLOCKS_Q5_0, is_bf16, out, inputs); break;
+    case BLOCKS_Q5_1: expand_form(row, BLOCKS_Q5_1, is_bf16, out, inputs); break;
+    case BLOCKS_Q4_K: expand_form(row, BLOCKS_Q4_K, is_bf16, out, inputs); break;
+    case BLOCKS_Q5_K: expand_form(row, BLOCKS_Q5_K, is_bf16, out, inputs); break;
+    default: expand_form(row, BLOCKS_Q6_K, is_bf16, out, inputs);
+    }
+}
+
+INLINE void expand_row(const uint8_t *row, int form, int is_bf16, void *out, int64_t inputs)
+{
+    if (is_bf16)
+        expand_any(row, form, 1, out, inputs);
+    else
+        expand_any(row, form, 0, out, inputs);
+}
+
+static void expand_plain(const uint8_t *row, int form, int is_bf16, void *out, int64_t inputs)
+{
+    expand_row(row, form, is_bf16, out, inputs);
+}
+
+#ifdef HAS_AVX2
+__attribute__((target("avx2"))) static void expand_avx2(const uint8_t *row, int form, int is_bf16, void *out, int64_t inputs)
+{
+    expand_row(row, form, is_bf16, out, inputs);
+}
+#endif
+
+int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
+                           int is_bf16, int level, int threads)
+{
+    if (level > triforce_cpu_level())
+        return 2;
+    void (*expand)(const uint8_t *, int, int, void *, int64_t) = expand_plain;
+#ifdef HAS_AVX2
+    if (level >= LEVEL_AVX2)
+        expand = expand_avx2;
+#endif
+    const int parts = rows * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
+    (void)parts;
+#pragma omp parallel for num_threads(parts)
+    for (int64_t r = 0; r < rows; r++)
+        expand((const uint8_t *)blocks + r * row_bytes, form, is_bf16, (char *)out + r * inputs * (is_bf16 ? 2 : 4), inputs);
+    return 0;
+}

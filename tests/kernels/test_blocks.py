@@ -1,0 +1,128 @@
+"""Matrices in ggml's formats of blocks: their numbers are gguf-py's, bit for bit."""
+
+import pytest
+import torch
+from gguf_blocks import blocks_of, numbers_of, random_blocks
+from quantised_matrices import matrix_of
+from triforce.kernels import Level, cpu_level, use_kernels
+from triforce.kernels.layers import linear
+from triforce.kernels.quantised import (
+    BLOCK_FORMS,
+    FLOAT32_NUMBERS,
+    STEP_NUMBERS,
+    BlockMatrix,
+    grouped_of_blocks,
+    quantised_linear,
+)
+
+GROUPED = ["Q8_0", "Q4_0"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LEVELS = [level for level in Level if level <= cpu_level()]
+
+
+def matrix_in(form, blocks):
+    return grouped_of_blocks(blocks, form) if form in GROUPED else BlockMatrix(blocks, form)
+
+
+def assert_same(found, want):
+    """To the last bit, signs of zeros too; one NaN is as good as another."""
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit() | found.isnan(), want.signbit() | want.isnan())
+
+
+@pytest.mark.parametrize("layers", ["plain", None])
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("form", [*BLOCK_FORMS, *GROUPED])
+def test_numbers_are_those_of_gguf_rounded_once(form, odd, layers):
+    """Also where scales are none that a model would have."""
+    blocks = random_blocks(form, 40, 768, odd=odd)
+    matrix, want = matrix_in(form, blocks), numbers_of(blocks, form)
+    assert matrix.shape == want.shape == (40, 768)
+    with use_kernels(layers=layers):
+        for dtype in DTYPES:
+            assert_same(matrix.expand(dtype), want.to(dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [*BLOCK_FORMS, *GROUPED])
+def test_compiled_kernels_give_the_same_bits(form, dtype, level):
+    for odd in (False, True):
+        blocks = random_blocks(form, 40, 768, seed=1, odd=odd)
+        out = torch.empty(33, 768, dtype=dtype)
+        matrix_in(form, blocks).outputs(slice(5, 38)).expand_compiled(out, level)
+        assert_same(out, numbers_of(blocks, form)[5:38].to(dtype))
+
+
+def test_a_level_that_the_processor_has_not_is_refused():
+    matrix, _ = blocks_of("Q4_K", 4, 256)
+    with pytest.raises(ValueError, match="instructions of level 99"):
+        matrix.expand_compiled(torch.empty(4, 256), 99)
+
+
+@pytest.mark.parametrize("layers", ["plain", None])
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_large_matrices_are_expanded_piece_by_piece(form, layers):
+    outputs = 2 * FLOAT32_NUMBERS // 1024 + 5
+    matrix, want = blocks_of(form, outputs, 1024)
+    with use_kernels(layers=layers):
+        assert torch.equal(matrix.expand(torch.bfloat16), want.bfloat16())
+
+
+@pytest.mark.parametrize("form", [*BLOCK_FORMS, *GROUPED])
+def test_outputs_are_a_part_in_the_same_memory_and_rows_a_choice(form):
+    blocks = random_blocks(form, 20, 512)
+    matrix, want = matrix_in(form, blocks), numbers_of(blocks, form)
+    part, ids = matrix.outputs(slice(3, 11)), torch.tensor([19, 0, 7, 7])
+    assert part.shape == (8, 512) and torch.equal(part.expand(torch.float32), want[3:11])
+    for held, of_part in zip(matrix.tensors(), part.tensors(), strict=True):
+        assert of_part.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+    assert torch.equal(matrix.rows(ids).expand(torch.float32), want[ids])
+    assert matrix.rows(ids[:0]).expand(torch.bfloat16).shape == (0, 512)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "awq", "fp8", "float8"])
+def test_rows_of_groups_are_a_choice_too(name):
+    matrix, want = matrix_of(name)
+    ids = torch.tensor([47, 0, 7, 7])
+    assert torch.equal(matrix.rows(ids).expand(torch.float32), want[ids])
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_a_part_of_the_inputs_has_its_numbers(form):
+    """Whole blocks of each row, which lie apart."""
+    matrix, want = blocks_of(form, 20, 1024)
+    num_bytes = matrix.blocks.shape[1] // 4
+    part = BlockMatrix(matrix.blocks[:, num_bytes : 3 * num_bytes], form)
+    for layers in ("plain", None):
+        with use_kernels(layers=layers):
+            assert torch.equal(part.expand(torch.float32), want[:, 256:768])
+
+
+def test_what_is_held_is_the_bytes_of_the_file():
+    blocks = random_blocks("Q5_K", 8, 512)
+    assert [held.data_ptr() for held in BlockMatrix(blocks, "Q5_K").tensors()] == [blocks.data_ptr()]
+    for form in GROUPED:
+        blocks = random_blocks(form, 8, 512)
+        assert sum(held.nbytes for held in grouped_of_blocks(blocks, form).tensors()) == blocks.nbytes
+
+
+def test_only_blocks_with_one_scale_become_groups():
+    with pytest.raises(ValueError, match="Q4_1"):
+        grouped_of_blocks(random_blocks("Q4_1", 2, 64), "Q4_1")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("form", ["Q4_K", "Q6_K", "Q5_0"])
+def test_products_are_those_with_the_numbers(form, rows):
+    """Whatever is expanded at a time."""
+    outputs, inputs = STEP_NUMBERS // 4096 + 40, 4096
+    matrix, numbers = blocks_of(form, outputs, inputs)
+    g = torch.Generator().manual_seed(1)
+    x, norm, bias = (torch.randn(*shape, generator=g) for shape in ((rows, inputs), (inputs,), (outputs,)))
+    for more in ({}, {"norm": norm, "eps": 1e-5}):
+        want = linear(x, numbers, bias, **more)
+        torch.testing.assert_close(quantised_linear(x, matrix, bias, **more), want, atol=1e-2, rtol=1e-4)
+        onto = torch.ones(rows, outputs)
+        assert quantised_linear(x, matrix, bias, onto=onto, **more) is onto
+        torch.testing.assert_close(onto, want + 1, atol=1e-2, rtol=1e-4)
