@@ -208,6 +208,9 @@ BLOCK_FORMS = {
 }
 """By ggml's names."""
 
+BLOCK_SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18)} | {name: (form.inputs, form.bytes) for name, form in BLOCK_FORMS.items()}
+"""Inputs and bytes of a block, of these and those of `grouped_of_blocks`, by ggml's names."""
+
 
 @dataclass(frozen=True)
 class BlockMatrix(QuantisedMatrix):
@@ -288,7 +291,7 @@ def grouped_of_blocks(blocks: Tensor, form: str) -> GroupedMatrix:
     """
     if form not in ("Q8_0", "Q4_0"):
         raise ValueError(f"blocks of {form} are no groups with one scale")
-    apart = blocks.unflatten(1, (-1, 34 if form == "Q8_0" else 18))
+    apart = blocks.unflatten(1, (-1, BLOCK_SIZES[form][1]))
     scales, held = apart[..., :2].view(torch.float16)[..., 0].contiguous(), apart[..., 2:]
     if form == "Q8_0":
         return GroupedMatrix(held.view(torch.int8).flatten(1), scales, 0, 8)

@@ -169,14 +169,13 @@ class Decoder:
         self.device = device
         self.rope = Rope(config.head_dim, config.rope, device)
         self.matrices = matrices = ModelMatrices.of(config, split)
-        (embedding,) = matrices.embedding.projections
-        self._embedding = checkpoint.read(f"{embedding.name}.weight", embedding.outputs, embedding.inputs)
+        self._embedding = matrices.embedding.read(checkpoint, "", config.quantisation)
         self._layers = [_read_layer(config, matrices, checkpoint, i) for i in range(config.num_layers)]
         self._norm = checkpoint.read("model.norm.weight", config.hidden_size)
-        tied = DenseWeight(self._embedding[split.vocabulary])
-        self._head: Weight = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
-        self._missing_logits = matrices.head_rows - tied.matrix.shape[0]
-        self.dtype = self._embedding.dtype
+        tied = self._embedding.outputs(split.vocabulary)
+        self._head = matrices.head.read(checkpoint, "", config.quantisation) if matrices.head else tied
+        self._missing_logits = matrices.head_rows - len(range(config.vocab_size)[split.vocabulary])
+        self.dtype = self._norm.dtype
         checkpoint.check_all_read()
 
     @classmethod
@@ -249,7 +248,7 @@ class Decoder:
         """
         start = cache.length
         cache.prepare(token_ids.shape[0])
-        hidden = self._embedding.index_select(0, token_ids)  # [n, hidden]
+        hidden = self._embedding.looked_up(token_ids, self.dtype)  # [n, hidden]
         parts = self.tiling.tiles(start, hidden.shape[0], stop)
         work = _Progress(self.config, start, hidden.shape[0], on_progress)
         yield
@@ -264,7 +263,7 @@ class Decoder:
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors on the device, by part: `weights`, and `rope` of its table."""
-        kept = [self._embedding, self._norm, *self._head.tensors()]
+        kept = [*self._embedding.tensors(), self._norm, *self._head.tensors()]
         yield from (("weights", tensor) for tensor in kept)
         yield from (("weights", tensor) for layer in self._layers for tensor in layer.tensors())
         yield from self.rope.held()

@@ -2,7 +2,7 @@
 of rows with them.
 
 What a plan counts and a decoder reads is the same list (`ModelMatrices`), so a weight that is held is planned. Numbers
-are in the dtype that is computed in, or those of a matrix of a layer are in four or eight bits
+are in the dtype that is computed in, or those of a matrix are in four to eight bits
 (`model.quantisation`).
 """
 
@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
-from ..kernels.quantised import FLOAT32_NUMBERS, MANY_NUMBERS, STEP_NUMBERS, GroupedMatrix, joined, quantised_linear
+from ..kernels.quantised import (
+    FLOAT32_NUMBERS,
+    MANY_NUMBERS,
+    STEP_NUMBERS,
+    GroupedMatrix,
+    QuantisedMatrix,
+    joined,
+    quantised_linear,
+)
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.quantisation import Quantisation, StoredTensors, part_of
@@ -47,7 +55,7 @@ class Projection:
         """Outputs and inputs that the rank holds."""
         return len(range(self.outputs)[self.rows or slice(None)]), len(range(self.inputs)[self.columns or slice(None)])
 
-    def read(self, source: WeightSource, prefix: str, quantisation: Quantisation | None) -> Tensor | GroupedMatrix:
+    def read(self, source: WeightSource, prefix: str, quantisation: Quantisation | None) -> Tensor | QuantisedMatrix:
         """See `Matrix.read`; without a bias."""
         name = prefix + self.name
         if quantisation is None or not quantisation.covers(name):
@@ -79,7 +87,7 @@ class Matrix:
         found = self.bias * self.shape[0] * dtype.itemsize
         for one in self.projections:
             if quantisation is not None and quantisation.covers(prefix + one.name):
-                found += quantisation.num_bytes(one.held[0], one.inputs, one.columns)
+                found += quantisation.num_bytes(prefix + one.name, one.held[0], one.inputs, one.columns)
             else:
                 found += prod(one.held) * dtype.itemsize
         return found
@@ -101,8 +109,8 @@ class Matrix:
         dense = [part for part in parts if isinstance(part, Tensor)]
         if len(dense) == len(parts):
             return DenseWeight(_joined(dense), bias)
-        few_bits = [part for part in parts if isinstance(part, GroupedMatrix)]
-        return QuantisedWeight(tuple(joined(few_bits) if len(few_bits) == len(parts) else parts), bias)
+        grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
+        return QuantisedWeight(tuple(joined(grouped) if len(grouped) == len(parts) else parts), bias)
 
 
 class WeightSource(StoredTensors, Protocol):
@@ -118,6 +126,14 @@ class Weight(Protocol):
         self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None
     ) -> Tensor:
         """The product of `rows` `[n, inputs]` with it, `[n, outputs]`; see `kernels.linear`."""
+        ...
+
+    def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Its numbers for some outputs, by their indices `[n]`: `[n, inputs]` in `dtype`, as an embedding is used."""
+        ...
+
+    def outputs(self, part: slice) -> Weight:
+        """Some of its outputs, in the same memory; of one without a bias."""
         ...
 
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
@@ -141,6 +157,12 @@ class DenseWeight:
     ) -> Tensor:
         return linear(rows, self.matrix, self.bias, norm=norm, eps=eps, onto=onto)
 
+    def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.matrix.index_select(0, ids).to(dtype)
+
+    def outputs(self, part: slice) -> DenseWeight:
+        return DenseWeight(self.matrix[part])
+
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
         return products_are_independent(self.matrix.device, dtype)
 
@@ -154,7 +176,7 @@ class DenseWeight:
 class QuantisedWeight:
     """One of projections of which some are in four or eight bits: their outputs follow one another."""
 
-    parts: tuple[GroupedMatrix | Tensor, ...]
+    parts: tuple[QuantisedMatrix | Tensor, ...]
     bias: Tensor | None = None
 
     def times(
@@ -167,6 +189,18 @@ class QuantisedWeight:
         both = zip(self.parts, biases, strict=True)
         product = torch.cat([_product(rows, part, bias, norm, eps) for part, bias in both], dim=1)
         return product if onto is None else onto.add_(product)
+
+    def looked_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._only.rows(ids).expand(dtype)
+
+    def outputs(self, part: slice) -> QuantisedWeight:
+        return QuantisedWeight((self._only.outputs(part),))
+
+    @property
+    def _only(self) -> QuantisedMatrix:
+        (part,) = self.parts
+        assert not isinstance(part, Tensor)
+        return part
 
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
         device = next(self.tensors()).device
@@ -182,7 +216,7 @@ class QuantisedWeight:
 
 def _product(
     rows: Tensor,
-    part: GroupedMatrix | Tensor,
+    part: QuantisedMatrix | Tensor,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -269,32 +303,42 @@ class ModelMatrices:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """What they take in memory."""
-        return self.numbers * dtype.itemsize - self._saved_bytes(dtype)
+        embedding = self._bytes_of(self.embedding, self.embedding.shape[0], dtype)
+        head = self._bytes_of(self.head, self.head_rows, dtype) if self.head else 0
+        return self._layer_bytes(dtype) + embedding + head
 
     def bytes_of_a_pass(self, dtype: torch.dtype) -> int:
-        """What of them every pass reads."""
-        return self.numbers_of_a_pass * dtype.itemsize - self._saved_bytes(dtype)
+        """What every pass reads of them."""
+        return self._layer_bytes(dtype) + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
 
     @property
     def _of_layer(self) -> tuple[Matrix, ...]:
         return self.qkv, self.o, self.gate_up, self.down
 
-    def _saved_bytes(self, dtype: torch.dtype) -> int:
-        """By matrices that are stored in four or eight bits."""
+    def _layer_bytes(self, dtype: torch.dtype) -> int:
+        """Of all layers, and of the norm behind them."""
+        found = (self.num_layers * self.vectors + self.embedding.shape[1]) * dtype.itemsize
         if self.quantisation is None:
-            return 0
-        saved = 0
-        for matrix in self._of_layer:
-            usual = matrix.numbers * dtype.itemsize
-            for layer in range(self.num_layers):
-                saved += usual - matrix.num_bytes(dtype, self.quantisation, layer_prefix(layer))
-        return saved
+            return found + self.num_layers * sum(matrix.num_bytes(dtype, None, "") for matrix in self._of_layer)
+        for layer in range(self.num_layers):
+            prefix = layer_prefix(layer)
+            found += sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in self._of_layer)
+        return found
+
+    def _bytes_of(self, matrix: Matrix, outputs: int, dtype: torch.dtype) -> int:
+        """Of so many outputs of the embedding or the output head."""
+        (one,) = matrix.projections
+        if self.quantisation is not None and self.quantisation.covers(one.name):
+            return self.quantisation.num_bytes(one.name, outputs, one.inputs)
+        return outputs * one.inputs * dtype.itemsize
 
     def expansion_bytes(self, dtype: torch.dtype, *, is_step: bool) -> int:
         """What the products of a pass take for numbers of a matrix that is stored in fewer bits."""
         if self.quantisation is None:
             return 0
-        largest = max(prod(matrix.shape) for matrix in self._of_layer)
+        head = self.head or self.embedding
+        of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
+        largest = max(prod(matrix.shape) for matrix in (*self._of_layer, *of_head))
         expanded = min(largest, STEP_NUMBERS if is_step else MANY_NUMBERS)
         return expanded * dtype.itemsize + 4 * 4 * min(largest, FLOAT32_NUMBERS)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from ...tp.errors import UsageError
+from ...tp.home import user_home
 from ...tp.units import parse_size
 from .store import ContextStore
 
 
 def contexts_root() -> Path:
     """`$TRIFORCE_HOME/contexts`, else `contexts` in the user's cache directory."""
-    home = os.environ.get("TRIFORCE_HOME")
-    return (Path(home).expanduser() if home else user_cache_path("triforce", appauthor=False)) / "contexts"
+    return user_home() / "contexts"
 
 
 def user_store() -> ContextStore:

@@ -67,7 +67,7 @@ def test_a_matrix_takes_what_is_planned_and_little_more_than_in_the_file(name):
     matrix = found.read(Tensors(stored.tensors), "it", 256, 1024)
     held = sum(tensor.nbytes for tensor in matrix.tensors())
     in_file = sum(tensor.nbytes for end, tensor in stored.tensors.items() if end not in ("g_idx", "weight_shape"))
-    assert held == found.num_bytes(256, 1024)
+    assert held == found.num_bytes("it", 256, 1024)
     order = 8 * 1024 if matrix.group_of is not None else 0  # the group of each input
     assert held - order <= 1.05 * in_file + 4 * 256
 
@@ -253,7 +253,7 @@ def test_any_configuration_is_refused_in_a_line_or_gives_a_plan(name):
             continue
         if found is not None:
             assert found.covers("model.layers.0.self_attn.q_proj") in (False, True)
-            assert 0 < found.num_bytes(4096, 14336) < 4096 * 14336 * 16
+            assert 0 < found.num_bytes("it", 4096, 14336) < 4096 * 14336 * 16
 
 
 @pytest.mark.parametrize("name", FORMATS)

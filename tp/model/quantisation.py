@@ -1,7 +1,7 @@
-"""Weights in four or eight bits as checkpoints store them: GPTQ, AWQ, compressed-tensors and FP8.
+"""Weights in four to eight bits as checkpoints store them: GPTQ, AWQ, compressed-tensors, FP8 and GGUF.
 
 Which of a model's matrices are stored so, and how, is in its `config.json`; it says what they take before a file is
-there. What is read becomes a `kernels.quantised.GroupedMatrix`. Activations are not quantised, whatever a checkpoint
+there. What is read becomes a `kernels.quantised.GroupedMatrix` or `BlockMatrix`. Activations are not quantised, whatever a checkpoint
 asks for.
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.quantised import GroupedMatrix
+from ...kernels.quantised import BLOCK_FORMS, BLOCK_SIZES, BlockMatrix, GroupedMatrix, QuantisedMatrix, grouped_of_blocks
 from ..errors import ModelError
 
 SUPPORTED = (
     "weights in float32, bfloat16 and float16; GPTQ with 4 or 8 bits; AWQ (gemm); FP8 (e4m3); compressed-tensors "
-    "(pack-quantized, int-quantized, float-quantized, naive-quantized)"
+    "(pack-quantized, int-quantized, float-quantized, naive-quantized); GGUF files"
 )
 """What messages say that can be read."""
 
@@ -40,9 +41,73 @@ class StoredTensors(Protocol):
     def stored(self, name: str, *shape: int, dtypes: tuple[torch.dtype, ...]) -> Tensor: ...
 
 
-@dataclass(frozen=True)
 class Quantisation(ABC):
-    """How matrices of a model's layers are stored."""
+    """How matrices of a model are stored that are not in a floating-point format."""
+
+    activations: bool
+    """Whether the checkpoint asks for quantised activations, which is not done."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages call it."""
+
+    @abstractmethod
+    def covers(self, name: str) -> bool:
+        """Whether the matrix of the projection `name` is stored so."""
+
+    @abstractmethod
+    def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
+        """What such a matrix takes as it is held, where scales have as many bits as is usual.
+
+        Args: `columns` are the inputs that a rank holds.
+        """
+
+    @abstractmethod
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> QuantisedMatrix:
+        """The matrix of the projection `name`.
+
+        Raises:
+            ModelError: its tensors are missing, or are not as the configuration says.
+        """
+
+
+@dataclass(frozen=True)
+class Gguf(Quantisation):
+    """In blocks of neighbouring inputs, a format for each matrix. `weight` `[outputs, bytes]`."""
+
+    forms: tuple[tuple[str, str], ...]
+    """The format of each projection."""
+    activations: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"GGUF, {' and '.join(sorted(set(self._form_of.values())))}"
+
+    def covers(self, name: str) -> bool:
+        return name in self._form_of
+
+    def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
+        in_block, num_bytes = BLOCK_SIZES[self._form_of[name]]
+        return outputs * (len(range(inputs)[columns or slice(None)]) // in_block) * num_bytes
+
+    def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> QuantisedMatrix:
+        form = self._form_of[name]
+        in_block, num_bytes = BLOCK_SIZES[form]
+        if inputs % in_block:
+            raise ModelError(f"{name} has {inputs:,} inputs, but in {form} they are multiples of {in_block}")
+        row_bytes = inputs // in_block * num_bytes
+        blocks = source.stored(f"{name}.weight", outputs, row_bytes, dtypes=(torch.uint8,))
+        return BlockMatrix(blocks, form) if form in BLOCK_FORMS else grouped_of_blocks(blocks, form)
+
+    @cached_property
+    def _form_of(self) -> dict[str, str]:
+        return dict(self.forms)
+
+
+@dataclass(frozen=True)
+class GroupedQuantisation(Quantisation):
+    """Of a model's layers, in groups of inputs."""
 
     bits: int
     """4 or 8."""
@@ -60,17 +125,7 @@ class Quantisation(ABC):
 
     scale_bytes: ClassVar[int] = 2
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What messages call it."""
-
     def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> GroupedMatrix:
-        """The matrix of the projection `name`.
-
-        Raises:
-            ModelError: its tensors are missing, or are not as the configuration says.
-        """
         of_outputs, of_inputs = self.multiples
         if outputs % of_outputs or inputs % of_inputs:
             raise ModelError(
@@ -89,18 +144,13 @@ class Quantisation(ABC):
         """See `read`."""
 
     def covers(self, name: str) -> bool:
-        """Whether the matrix of the projection `name` is stored so."""
         return name.startswith("model.layers.") and not any(_matches(part, name) for part in self.left_out)
 
     def groups(self, inputs: int) -> int:
         """Scales of an output."""
         return -(-inputs // self.group_size) if self.group_size else 1
 
-    def num_bytes(self, outputs: int, inputs: int, columns: slice | None = None) -> int:
-        """What such a matrix takes as it is held, where scales have as many bits as is usual.
-
-        Args: `columns` are the inputs that a rank holds.
-        """
+    def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
         first, stop, _ = (columns or slice(None)).indices(inputs)
         size, width = self.group_size or inputs, stop - first
         groups = -(-stop // size) - first // size
@@ -137,7 +187,7 @@ class Quantisation(ABC):
 
 
 @dataclass(frozen=True)
-class Gptq(Quantisation):
+class Gptq(GroupedQuantisation):
     """`qweight` `[inputs / fields, outputs]`, `qzeros` `[groups, outputs / fields]`, `scales` `[groups, outputs]`, and
     perhaps `g_idx` `[inputs]`. A word of 32 bits has `fields` numbers, the first in its lowest bits."""
 
@@ -164,7 +214,7 @@ class Gptq(Quantisation):
 
 
 @dataclass(frozen=True)
-class Awq(Quantisation):
+class Awq(GroupedQuantisation):
     """`qweight` `[inputs, outputs / 8]`, `qzeros` `[groups, outputs / 8]`, `scales` `[groups, outputs]`. A word of 32
     bits has the numbers of eight outputs, in an order of its own."""
 
@@ -189,7 +239,7 @@ class Awq(Quantisation):
 
 
 @dataclass(frozen=True)
-class CompressedTensors(Quantisation):
+class CompressedTensors(GroupedQuantisation):
     """`weight_packed` `[outputs, inputs / fields]`, words of 32 bits with numbers that zero is in the middle of, or
     `weight` `[outputs, inputs]`, int8 or FP8; `weight_scale` `[outputs, groups]`, or one; perhaps `weight_zero_point`
     and `weight_g_idx`."""
@@ -228,7 +278,7 @@ class CompressedTensors(Quantisation):
 
 
 @dataclass(frozen=True)
-class Fp8(Quantisation):
+class Fp8(GroupedQuantisation):
     """`weight` `[outputs, inputs]` in e4m3 and `weight_scale_inv`, by which it is multiplied, for each block of outputs
     and inputs; or one scale, `weight_scale` or `weight_scale_inv`."""
 
@@ -251,15 +301,23 @@ class Fp8(Quantisation):
         return self._matrix(values, source.stored(f"{name}.{one}", dtypes=_SCALES).expand(outputs, 1))
 
 
-def part_of(matrix: GroupedMatrix, rows: slice | None, columns: slice | None) -> GroupedMatrix:
+def part_of(matrix: QuantisedMatrix, rows: slice | None, columns: slice | None) -> QuantisedMatrix:
     """A rank's part of a matrix: some outputs, and some inputs.
 
     Raises:
-        ModelError: the inputs begin or end within a byte.
+        ModelError: the inputs begin or end within a byte, or a block.
     """
     rows, columns = rows or slice(None), columns or slice(None)
-    (_, inputs), per_byte = matrix.shape, 8 // matrix.bits
-    first, stop, _ = columns.indices(inputs)
+    first, stop, _ = columns.indices(matrix.shape[1])
+    if isinstance(matrix, BlockMatrix):
+        in_block, num_bytes = BLOCK_SIZES[matrix.form]
+        if first % in_block or stop % in_block:
+            raise ModelError(f"inputs {first:,} to {stop:,} of a matrix in {matrix.form} are no whole blocks of "
+                             f"{in_block}; give another number of --gpus")  # fmt: skip
+        part = slice(first // in_block * num_bytes, stop // in_block * num_bytes)
+        return BlockMatrix(matrix.blocks[rows, part].contiguous(), matrix.form)
+    assert isinstance(matrix, GroupedMatrix)
+    inputs, per_byte = matrix.shape[1], 8 // matrix.bits
     some = matrix.outputs(rows)
     values, scales, zeros, group_of, groups = some.values, some.scales, some.zeros, some.group_of, slice(None)
     if (first, stop) != (0, inputs):
@@ -294,7 +352,7 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
     if not isinstance(given, dict):
         raise ModelError(f"{path} gives a quantization_config that is not an object")
     method = str(given.get("quant_method") or "unknown")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gguf": _gguf}
     try:
         if method not in readers:
             raise _Unsupported(f"quantised weights of the kind {method!r}")
@@ -307,6 +365,13 @@ def quantisation_of(raw: dict[str, Any], path: Any) -> Quantisation | None:
 
 class _Unsupported(Exception):
     """Something of a `quantization_config` that is not read."""
+
+
+def _gguf(given: dict[str, Any]) -> Quantisation:
+    forms = given["forms"]
+    for name, form in forms.items():
+        _refuse(f"{name} in {form}", form not in BLOCK_SIZES)
+    return Gguf(tuple(sorted(forms.items())))
 
 
 def _gptq(given: dict[str, Any]) -> Quantisation:

@@ -1,9 +1,10 @@
-"""Reads weights in safetensors or PyTorch's format, one file or shards: tensor by tensor, of each the part that a rank
-holds."""
+"""Reads weights in safetensors, GGUF or PyTorch's format, one file or shards: tensor by tensor, of each the part that a
+rank holds."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import pickle
 import re
@@ -11,13 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelError
-from .weight_files import weight_files
+from .gguf_header import DENSE_FORMS, form_bytes
+from .weight_files import GGUF_INDEX, weight_files
 
 _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 """Number formats that can be read, by their names in safetensors and in PyTorch."""
@@ -54,6 +58,8 @@ class Checkpoint:
         self.device = device
         self._directory, self._dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
+        index = directory / GGUF_INDEX
+        self._gguf = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else None
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
             with self._opened(path) as stored:
@@ -145,7 +151,11 @@ class Checkpoint:
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
         """The tensors in a file, which is open and mapped only within the context."""
-        if path.suffix == ".safetensors":
+        if self._gguf is not None:
+            number = self._gguf["files"].index(str(path))
+            with _gguf_tensors(path, self._gguf["tensors"], number) as tensors:
+                yield tensors
+        elif path.suffix == ".safetensors":
             try:
                 with safe_open(str(path), framework="pt") as file:
                     yield _SafetensorsFile(file)
@@ -200,6 +210,44 @@ class _SafetensorsFile(Mapping[str, _Stored]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+@contextmanager
+def _gguf_tensors(path: Path, described: Mapping[str, Any], number: int) -> Iterator[Mapping[str, _Stored]]:
+    """The tensors in one of the files that an index of `gguf_model` describes. Of one in blocks the rows are bytes."""
+    try:
+        content = np.memmap(path, np.uint8, "c")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    try:
+        yield {
+            name: _gguf_tensor(content, path, **{key: value for key, value in one.items() if key != "file"})
+            for name, one in described.items()
+            if one["file"] == number
+        }
+    finally:
+        del content
+
+
+def _gguf_tensor(content: np.ndarray, path: Path, offset: int, form: str, shape: list[int], heads: int) -> _Stored:
+    num_bytes = form_bytes(form, tuple(shape))
+
+    def part(wanted: tuple[slice, ...]) -> Tensor:
+        stored = torch.from_numpy(content[offset : offset + num_bytes])
+        if stored.numel() != num_bytes:
+            raise ModelError(f"{path} is shorter than it was; download it again")
+        if form in DENSE_FORMS:
+            stored = stored.view(_GGUF_DTYPES[form])
+        stored = stored.view(rows)
+        if heads:  # the two of a rotated pair, which are neighbours, are to be half a head apart
+            stored = stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return stored[wanted]
+
+    rows = tuple(shape) if form in DENSE_FORMS else (*shape[:-1], form_bytes(form, (shape[-1],)))
+    return _Stored(rows, form, part)
+
+
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _is_zip(path: Path) -> bool:

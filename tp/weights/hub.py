@@ -59,6 +59,70 @@ def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
         raise explained from error
 
 
+def fetch_gguf(name: str, form: str, note: Callable[[str], None] | None = None) -> Path:
+    """The GGUF file of a hub model, or its first shard, whose name ends in a quantisation such as `Q4_K_M`.
+
+    Args: as `fetch`.
+
+    Raises:
+        ModelError: as `fetch`, or there is none of that quantisation, or several.
+    """
+    try:
+        return cached_gguf(name, form) or _download_gguf(name, form, note)
+    except ModelError:
+        raise
+    except Exception as error:
+        explained = _explained(name, error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def cached_gguf(name: str, form: str) -> Path | None:
+    """As `fetch_gguf`, of a model that is in the cache with all its shards."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    for snapshot in sorted(folder.glob("*")):
+        there = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
+        shards = _gguf_of(there, form)
+        if len(shards) == 1 and all(file in there for file in shards[0]):
+            found = try_to_load_from_cache(name, shards[0][0], revision=snapshot.name)
+            return Path(found) if isinstance(found, str) else snapshot / shards[0][0]
+    return None
+
+
+def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import HfApi, constants, hf_hub_download
+
+    info = HfApi().model_info(name, files_metadata=True)
+    there = [file.rfilename for file in info.siblings or [] if file.rfilename.endswith(".gguf")]
+    found = _gguf_of(there, form)
+    if len(found) != 1:
+        which = "several GGUF files" if found else "no GGUF file"
+        listed = ", ".join(sorted(there)[:8]) or "none"
+        raise ModelError(f"{name} on the hub has {which} in {form!r}; it has: {listed}")
+    (files,) = found
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    needed = _check_room(name, info, files, cache)
+    if note:
+        note(f"downloading {name}, {gib(needed)}, to {cache}")
+    return [Path(hf_hub_download(name, file, revision=info.sha)) for file in files][0]
+
+
+def _gguf_of(files: list[str], form: str) -> list[list[str]]:
+    """Of GGUF files those in a quantisation: for each model its shards, in order."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        shard = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", file)
+        stem, count = (shard[1], int(shard[3])) if shard else (file.removesuffix(".gguf"), 1)
+        if re.fullmatch(rf"(.*[-_./])?{re.escape(form)}", stem, re.IGNORECASE) and count < 1000:
+            shards = [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)] if shard else [file]
+            found[stem] = shards
+    return list(found.values())
+
+
 def find_cached(name: str) -> Path | None:
     """The directory of a hub model in the cache, if its configuration, tokenizer and all weights are there."""
     from huggingface_hub import try_to_load_from_cache
@@ -96,7 +160,7 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
     ModelConfig.load(directory)
     weights = [single] if single in there else shard_names(directory / index)
     missing = [file for file in weights if not (directory / file).is_file()]
-    needed = _check_room(name, info, missing, directory)
+    needed = _check_room(name, info, missing, directory.parents[2])
     if note and missing:
         note(f"downloading {name}, {gib(needed)}, to {directory.parents[2]}")
     for file in missing:
@@ -104,13 +168,13 @@ def _download(name: str, note: Callable[[str], None] | None) -> Path:
     return directory
 
 
-def _check_room(name: str, info: ModelInfo, files: list[str], directory: Path) -> int:
-    """Bytes of `files`; raises `ModelError` if the disk has no room for them."""
+def _check_room(name: str, info: ModelInfo, files: list[str], cache: Path) -> int:
+    """Bytes of `files`; raises `ModelError` if the disk of the cache has no room for them."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     needed = sum(sizes.get(file, 0) for file in files)
-    free = shutil.disk_usage(directory).free
+    free = shutil.disk_usage(cache).free
     if needed > free:
-        raise ModelError(f"{name} needs {gib(needed)} more, but {_full_disk(directory.parents[2], free)}")
+        raise ModelError(f"{name} needs {gib(needed)} more, but {_full_disk(cache, free)}")
     return needed
 
 

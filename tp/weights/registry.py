@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
-from .hub import fetch, find_cached, is_hub_name
+from .hub import cached_gguf, fetch, fetch_gguf, find_cached, is_hub_name
 
 if TYPE_CHECKING:
     from ..model.config import ModelConfig
@@ -135,19 +135,38 @@ def published_cache(model: str | Path, gpus: int) -> dict[str, int]:
 
 
 def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> Path:
-    """The directory of a model: `model` itself, or that of a hub model, which is downloaded if necessary.
+    """The directory of a model: `model` itself, that of a GGUF file (see `gguf_model`), or that of a hub model, which
+    is downloaded if necessary.
 
     Raises:
-        ModelError: `model` is a file, does not exist, or cannot be downloaded.
+        ModelError: `model` is another file, does not exist, or cannot be downloaded.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return _of_gguf(path)
     if path.exists():
-        raise ModelError(f"{model} is a file; a model is a directory with config.json and its weights")
-    if is_hub_name(str(model)):
-        return fetch(str(model), note)
+        raise ModelError(f"{model} is a file; a model is a directory with config.json and its weights, or a GGUF file")
+    name, _, form = str(model).partition(":")
+    if is_hub_name(name):
+        return _of_gguf(fetch_gguf(name, form, note)) if form else fetch(name, note)
     raise ModelError(
         f"no model {str(model)!r}: neither a directory, nor one of the presets ({', '.join(PRESETS)}), "
-        "nor a name on the hub (owner/name)"
+        "nor a GGUF file, nor a name on the hub (owner/name, or owner/name:Q4_K_M for a GGUF file)"
     )
+
+
+def find_here(model: str) -> Path | None:
+    """As `find_model`, of a hub model that is whole in the hub's cache; `None` for one that is not."""
+    name, _, form = model.partition(":")
+    if not form:
+        return find_cached(name)
+    path = cached_gguf(name, form)
+    return path and _of_gguf(path)
+
+
+def _of_gguf(path: Path) -> Path:
+    from .gguf_model import gguf_directory  # imports PyTorch
+
+    return gguf_directory(path)

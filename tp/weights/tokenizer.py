@@ -24,8 +24,11 @@ _PLAIN_KEYS = {
     "eos_token",
     "is_local",
     "model_max_length",
+    "pad_token",
     "tokenizer_class",
+    "unk_token",
 }
+_SPECIAL = "bos_token", "eos_token", "unk_token", "pad_token"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -106,7 +109,7 @@ def _load_plain(directory: Path) -> Tokenizer | None:
 
     backend = Backend.from_file(str(path))
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    special_tokens = {name: config[name] for name in ("bos_token", "eos_token") if config.get(name) is not None}
+    special_tokens = {name: config[name] for name in _SPECIAL if config.get(name) is not None}
     if not all(isinstance(token, str) and token in known for token in special_tokens.values()):
         return None
     source = config.get("chat_template")

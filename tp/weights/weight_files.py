@@ -12,13 +12,23 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
 """Names of the single file or the index of shards, in the order in which they are looked for."""
 
+GGUF_INDEX = "model.gguf.index.json"
+"""Of the directory of a GGUF file: says where that is, and what is in it (`gguf_model`)."""
+
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with a model directory's weights: safetensors, or PyTorch's format if there are none.
+    """The files with a model directory's weights: those of a GGUF model, safetensors, or PyTorch's format if there are
+    none.
 
     Raises:
         ModelError: there are none, or the index cannot be read or names a file that does not exist.
     """
+    if (directory / GGUF_INDEX).is_file():
+        files = [Path(file) for file in json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["files"]]
+        gone = [str(file) for file in files if not file.is_file()]
+        if gone:
+            raise ModelError(f"{gone[0]} is gone; give the GGUF file where it is now")
+        return files
     for single, index in LAYOUTS:
         if (directory / single).is_file():
             return [directory / single]

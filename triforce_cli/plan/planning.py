@@ -16,8 +16,8 @@ from ...offload.planning.run_plan import RunPlan, make_plan
 from ...offload.vocabulary import check_draft
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
-from ...tp.weights.hub import find_cached, is_hub_name
-from ...tp.weights.registry import find_model, find_preset, parse_draft
+from ...tp.weights.hub import is_hub_name
+from ...tp.weights.registry import find_here, find_model, find_preset, parse_draft
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
@@ -205,8 +205,8 @@ def shapes(model: str, draft: str | None, rope_scaling: str | None = None) -> tu
 
 
 def _shape(model: str) -> ModelConfig:
-    if is_hub_name(model) and not Path(model).expanduser().exists():
-        cached = find_cached(model)
+    if is_hub_name(model.partition(":")[0]) and not Path(model).expanduser().exists():
+        cached = find_here(model)
         if cached is None:
             raise ModelError(
                 f"{model} is not on this machine, and plan downloads nothing; its shape is enough: "

@@ -1,0 +1,159 @@
+"""GGUF files of random models, written by the package `gguf`, and transformers' models with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Form
+from tiny import save_family
+from transformers import PreTrainedModel
+
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "eos_token_id": 298}
+"""Differences from `tiny.tiny_shape`: rows of whole blocks of 256, and a token for each byte."""
+
+BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""Those that stand for themselves in the vocabularies of byte-level BPE."""
+
+
+def vocabulary(size: int = 300) -> dict[str, Any]:
+    """A tokenizer's keys: a token for each byte, some of two letters, and two control tokens, the last."""
+    others = [byte for byte in range(256) if byte not in BYTES]
+    letters = [chr(byte) if byte in BYTES else chr(256 + others.index(byte)) for byte in range(256)]
+    pairs = [(first, second) for first in "theorn" for second in "haeiours"][: size - 258]
+    tokens = [*letters, *(first + second for first, second in pairs), "<|end|>", "<|im_end|>"]
+    kinds = [1] * (size - 2) + [3, 3]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [f"{first} {second}" for first, second in pairs],
+        "tokenizer.ggml.eos_token_id": size - 2,
+    }
+
+
+def gguf_name(name: str) -> str:
+    """Of one of transformers' weights."""
+    stem, _, end = name.rpartition(".")
+    if stem in ENDS:
+        return f"{ENDS[stem]}.{end}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{PARTS[part]}.{end}"
+
+
+def random_blocks(form: Form, rows: int, inputs: int, rng: np.random.Generator) -> np.ndarray:
+    """Bytes `[rows, bytes]` of blocks whose scales are small finite numbers."""
+    in_block, size = gguf.GGML_QUANT_SIZES[form]
+    blocks = rng.integers(0, 256, (rows, inputs // in_block, size), dtype=np.uint8)
+    scales = rng.uniform(0.001, 0.004, (rows, inputs // in_block, 2)).astype("<f2").view(np.uint8)
+    at = {Form.Q6_K: [208]}.get(form, [0, 2] if form in (Form.Q4_1, Form.Q5_1, Form.Q4_K, Form.Q5_K) else [0])
+    for i, place in enumerate(at):
+        blocks[:, :, place : place + 2] = scales[:, :, 2 * i : 2 * i + 2]
+    return blocks.reshape(rows, -1)
+
+
+def pairs_to_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of heads in the order of rotated pairs, in transformers' order."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def halves_to_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def save_gguf(
+    directory: Path,
+    family: str,
+    form_of: Callable[[str], Form],
+    *,
+    seed: int = 0,
+    keys: Mapping[str, Any] | None = None,
+    rope_freqs: bool = False,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Writes a random model to `directory` as a checkpoint, and to `directory.gguf` as a GGUF file; returns
+    transformers' model with the numbers of the file.
+
+    Args:
+        form_of: how a matrix of this name (transformers') is stored.
+        keys: further ones, or others.
+        rope_freqs: whether the scaling of RoPE is written as divisors of its frequencies.
+        changes: of the configuration.
+    """
+    model = save_family(directory, family, seed, **(SMALL | changes))
+    config, rng = model.config, np.random.default_rng(seed)
+    architecture = "qwen3" if family.startswith("qwen3") else "qwen2" if family.startswith("qwen2") else "llama"
+    writer = gguf.GGUFWriter(directory.with_suffix(".gguf"), architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (vocabulary(config.vocab_size) | dict(keys or {})).items():
+        _add(writer, key.format(arch=architecture), value)
+    if rope_freqs:
+        scaled = model.get_submodule("model.rotary_emb").inv_freq
+        plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        form = form_of(name) if tensor.dim() > 1 else Form.F32
+        stored = numbers = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
+        heads = heads if architecture == "llama" else 0
+        if form == Form.BF16:
+            stored = tensor.bfloat16().view(torch.uint8).numpy()
+            numbers = tensor.bfloat16().float().numpy()
+        elif form == Form.F16:
+            stored = stored.astype(np.float16)
+            numbers = stored.astype(np.float32)
+        elif form != Form.F32:
+            stored = random_blocks(form, *tensor.shape, rng)
+            numbers = gguf.quants.dequantize(stored, form)
+        stored = halves_to_pairs(stored, heads) if heads else stored
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored), raw_dtype=form)
+        model.get_parameter(name).data = torch.from_numpy(np.ascontiguousarray(numbers))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)

@@ -1,0 +1,258 @@
+"""GGUF files as models: texts are transformers' with the file's numbers; damaged files are refused in one line."""
+
+import json
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+from spmd import run_jobs
+from tiny import LLAMA3, greedy_oracle, save_llama
+
+gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
+
+from gguf import GGMLQuantizationType as Form  # noqa: E402
+from gguf_files import SMALL, save_gguf, vocabulary  # noqa: E402
+from triforce.offload import Engine, Sampling  # noqa: E402
+from triforce.tp.decoder import Decoder  # noqa: E402
+from triforce.tp.errors import ModelError  # noqa: E402
+from triforce.tp.matrices import ModelMatrices  # noqa: E402
+from triforce.tp.model.config import ModelConfig  # noqa: E402
+from triforce.tp.weights.checkpoint import Checkpoint  # noqa: E402
+from triforce.tp.weights.gguf_header import GgufHeader  # noqa: E402
+from triforce.tp.weights.registry import find_model  # noqa: E402
+from triforce.tp.weights.tokenizer import Tokenizer  # noqa: E402
+from triforce.tp.weights.weight_files import GGUF_INDEX  # noqa: E402
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(290, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+FORMS = [Form.Q8_0, Form.Q4_0, Form.Q4_1, Form.Q5_0, Form.Q5_1, Form.Q4_K, Form.Q5_K, Form.Q6_K, Form.F16, Form.BF16]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+
+
+def mixed(name: str) -> Form:
+    """As files of the kind Q4_K_M are: another format for some matrices, the embedding and the head in few bits."""
+    if name == "lm_head.weight" or "down_proj" in name:
+        return Form.Q6_K
+    return Form.Q5_K if "v_proj" in name else Form.Q4_K
+
+
+def all_in(form: Form):
+    return lambda name: form
+
+
+@pytest.mark.parametrize(
+    ("family", "form_of"),
+    [("llama", all_in(form)) for form in FORMS]
+    + [("llama", mixed), ("llama-tied", mixed), ("mistral", mixed), ("qwen2", mixed), ("qwen3", mixed)]
+    + [("llama-bias", all_in(Form.Q8_0)), ("llama", all_in(Form.F32))],
+)
+def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, form_of):
+    """Of one to three tiers, in memory and streamed."""
+    model = save_gguf(tmp_path / "target", family, form_of, seed=1, head_dim=32)
+    save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
+    want = greedy_oracle(model, PROMPT, 30)
+    target = find_model(tmp_path / "target.gguf")
+    for tiers, resident in ((1, None), (2, 0.0), (3, None)):
+        engine = Engine.load(
+            target, tmp_path / "draft", device="cpu", dtype="float32", tiers=tiers, resident=resident, budget=64
+        )
+        assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == want
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3,
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
+        {"rope_type": "default", "rope_theta": 5e5},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_is_scaled_as_the_file_says(tmp_path, rope):
+    keys: dict = {}
+    if rope["rope_type"] in ("linear", "yarn"):
+        keys = {"{arch}.rope.scaling.type": rope["rope_type"], "{arch}.rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        keys["{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    model = save_gguf(
+        tmp_path / "target", "llama", mixed, keys=keys, rope_parameters=rope, rope_freqs=rope["rope_type"] == "llama3"
+    )
+    config = ModelConfig.load(find_model(tmp_path / "target.gguf"))
+    twin = ModelConfig.load(tmp_path / "target")
+    assert config.rope == twin.rope and config.max_position_embeddings == twin.max_position_embeddings
+    engine = Engine.load(find_model(tmp_path / "target.gguf"), device="cpu", dtype="float32", tiers=1)
+    assert engine.generate(PROMPT, Sampling(0.0), 20).token_ids == greedy_oracle(model, PROMPT, 20)
+
+
+def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
+    """Configuration, ends of generation, tokenizer and template, and weights within 5 % of the file's bytes."""
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    keys = {"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 299}
+    save_gguf(tmp_path / "some-model", "qwen3", mixed, keys=keys)
+    directory = find_model(tmp_path / "some-model.gguf")
+    assert directory == find_model(tmp_path / "some-model.gguf") and directory.name == "some-model"
+    config, twin = ModelConfig.load(directory), ModelConfig.load(tmp_path / "some-model")
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm"):
+        assert getattr(config, name) == getattr(twin, name), name
+    assert config.eos_token_ids == (298, 299) and config.dtype == torch.bfloat16
+    assert config.quantisation is not None and config.quantisation.name == "GGUF, Q4_K and Q5_K and Q6_K"
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.decode(tokenizer.encode("the other hour, 12", True)) == "the other hour, 12"
+    assert tokenizer.chat is not None and tokenizer.chat("hi", None) == "<|im_start|>user\nhi<|im_end|>\n"
+    held = sum(tensor.nbytes for part, tensor in Decoder.load(directory, dtype=torch.bfloat16, device=CPU).held()
+               if part == "weights")  # fmt: skip
+    in_file = sum(tensor.num_bytes for tensor in GgufHeader.read(tmp_path / "some-model.gguf").tensors)
+    assert held == ModelMatrices.of(config).num_bytes(torch.bfloat16) <= 1.05 * in_file
+
+
+def test_a_model_in_shards(tmp_path):
+    model = save_gguf(tmp_path / "whole", "llama", mixed)
+    reader = gguf.GGUFReader(tmp_path / "whole.gguf")
+    for number, tensors in enumerate((reader.tensors[:5], reader.tensors[5:]), 1):
+        writer = gguf.GGUFWriter(tmp_path / f"m-{number:05}-of-00002.gguf", "llama")
+        if number == 1:
+            for key, value in vocabulary().items():
+                add = writer.add_array if isinstance(value, list) else writer.add_uint32
+                (writer.add_string if isinstance(value, str) else add)(key, value)
+            for key in reader.fields:
+                if key.startswith("llama."):
+                    value = reader.fields[key].contents()
+                    (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    target = find_model(tmp_path / "m-00001-of-00002.gguf")
+    assert target.name == "m"
+    engine = Engine.load(target, device="cpu", dtype="float32", tiers=1)
+    assert engine.generate(PROMPT, Sampling(0.0), 10).token_ids == greedy_oracle(model, PROMPT, 10)
+    with pytest.raises(ModelError, match="later part"):
+        find_model(tmp_path / "m-00002-of-00002.gguf")
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    with pytest.raises(ModelError, match="lacks m-00002-of-00002"):
+        find_model(tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(ModelError, match="is gone"):
+        Checkpoint(target, torch.float32, CPU)
+
+
+def test_two_ranks(tmp_path):
+    """The rows of heads and the blocks of inputs are split."""
+    model = save_gguf(tmp_path / "target", "llama", mixed, hidden_size=512, intermediate_size=1024)
+    job = {"model": str(find_model(tmp_path / "target.gguf")), "draft": None, "device": "cpu", "dtype": "float32"}
+    job |= {"prompt": PROMPT, "new_tokens": 20, "settings": {"tiers": 2, "budget": 64}}
+    (reports,) = run_jobs([job], 2)
+    assert all(report["token_ids"] == greedy_oracle(model, PROMPT, 20) for report in reports)
+
+
+def test_ranks_that_would_split_a_block_are_refused(tmp_path):
+    save_gguf(tmp_path / "target", "llama", mixed)
+    directory = find_model(tmp_path / "target.gguf")
+    config = ModelConfig.load(directory)
+    from triforce.tp.parallel.ranks import Ranks
+    from triforce.tp.parallel.split import Split
+
+    matrices = ModelMatrices.of(config, Split.of(config, Ranks(0, 2, 2)))
+    with pytest.raises(ModelError, match="no whole blocks of 256"):
+        matrices.o.read(Checkpoint(directory, torch.float32, CPU), "model.layers.0.", config.quantisation)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"general.architecture": "gpt2"}, "architecture 'gpt2', which is not supported; supported: llama"),
+        ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn"),
+        ({"llama.rope.dimension_count": 8}, "the size of a head, is supported"),
+        ({"llama.block_count": "three"}, "a whole number above 0"),
+        ({"llama.attention.layer_norm_rms_epsilon": True}, "a number belongs there"),
+        ({"tokenizer.ggml.model": "bert"}, "bert"),
+    ],
+)
+def test_keys_that_are_not_read_are_named(tmp_path, changed, message):
+    save_gguf(tmp_path / "m", "llama", all_in(Form.Q8_0))
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    keys = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(tmp_path / "n.gguf", str(changed.get("general.architecture", "llama")))
+    for key, value in ((keys | changed) | vocabulary() | {k: v for k, v in changed.items() if "ggml" in k}).items():
+        if key != "general.architecture":
+            kinds = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32, list: writer.add_array}
+            kinds.get(type(value), writer.add_uint32)(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=message):
+        find_model(tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize(("name", "form", "message"), [
+    ("blk.0.attn_sinks.weight", Form.F32, "attn_sinks.weight' .F32., which the models that are computed here"),
+    ("blk.0.ffn_down.scale", Form.F32, "ffn_down.scale"),
+    ("mtp.weight", Form.Q8_0, "mtp.weight' .Q8_0."),
+    ("blk.0.attn_q.weight", Form.IQ4_NL, "as IQ4_NL, which is not read; supported: F32"),
+])  # fmt: skip
+def test_tensors_that_are_not_read_are_named(tmp_path, name, form, message):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    rows = np.zeros((2, gguf.GGML_QUANT_SIZES[form][1] * 4), np.uint8) if form != Form.F32 else np.zeros((2, 32), "f4")
+    writer.add_tensor(name, rows, raw_dtype=form)
+    for key in ("head_count", "head_count_kv"):
+        writer.add_uint32(f"llama.attention.{key}", 4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=message):
+        find_model(tmp_path / "m.gguf")
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path):
+    """Cut off anywhere, with bytes changed, and with lengths of 2^63."""
+    save_gguf(tmp_path / "m", "llama", mixed, num_hidden_layers=1)
+    whole = (tmp_path / "m.gguf").read_bytes()
+    header = len(whole) - sum(tensor.num_bytes for tensor in GgufHeader.read(tmp_path / "m.gguf").tensors)
+    rng, refused = random.Random(1), 0
+    for case in range(1000):
+        damaged = bytearray(whole)
+        at = rng.randrange(header)
+        if case % 4 == 0:
+            damaged = damaged[: rng.randrange(len(whole))]
+        elif case % 4 == 1:
+            damaged[at : at + 8] = struct.pack("<Q", rng.choice([2**63, 2**64 - 1, 2**40, 0, 2**31]))
+        else:
+            for _ in range(rng.randrange(1, 4)):
+                damaged[rng.randrange(header)] = rng.randrange(256)
+        path = tmp_path / "damaged.gguf"
+        path.write_bytes(damaged)
+        try:
+            directory = find_model(path)
+            config = ModelConfig.load(directory)
+            Decoder.load(directory, config, dtype=torch.float32, device=CPU)
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 700
+    assert refused > 400
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    for content in (b"", b"GGUF", b"GGML" + bytes(100), b"GGUF" + struct.pack("<I", 9) + bytes(100)):
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(ModelError, match="GGUF"):
+            find_model(tmp_path / "m.gguf")
+
+
+def test_the_index_says_where_tensors_are(tmp_path):
+    save_gguf(tmp_path / "m", "llama", mixed)
+    directory = find_model(tmp_path / "m.gguf")
+    index = json.loads((directory / GGUF_INDEX).read_text())
+    assert index["files"] == [str(tmp_path / "m.gguf")] and SMALL["vocab_size"] == 300
+    assert index["tensors"]["model.layers.0.self_attn.q_proj.weight"]["heads"] == 4

@@ -1,0 +1,277 @@
+"""A GGUF file as a model directory: configuration, tokenizer and where each tensor is, in Hugging Face's names.
+
+The directory is made in the user's cache when a file is first used, and found again as long as the file is the same. It
+holds no weights: `model.gguf.index.json` says where they are. What differs from a checkpoint of Hugging Face: names of
+tensors; rows of queries and keys of Llama, which llama.cpp rotates in neighbouring pairs; Llama 3's RoPE scaling, which
+is a divisor for each frequency.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..errors import ModelError
+from ..home import user_home
+from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor
+from .gguf_tokenizer import tokenizer_files
+from .weight_files import GGUF_INDEX
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Of `config.json`, by those of GGUF; Mistral's is `llama`."""
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Within a layer, those of Hugging Face by those of GGUF."""
+
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_DIVISORS = "rope_freqs.weight"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_FORMAT = 1
+"""Of the directories: another one is made anew."""
+
+
+def gguf_directory(path: Path) -> Path:
+    """The directory of the model in a GGUF file, or in its first shard.
+
+    Raises:
+        ModelError: it is none that can be read, or a shard is missing.
+    """
+    files = _shards(path)
+    stats = [file.stat() for file in files]
+    known = f"{_FORMAT} " + " ".join(
+        f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(files, stats, strict=True)
+    )
+    shard = _SHARD.fullmatch(path.name)
+    directory = user_home() / "gguf" / xxhash.xxh3_64_hexdigest(known.encode()) / (shard[1] if shard else path.stem)
+    if directory.is_dir():
+        return directory
+    contents = _contents(files)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        for name, content in contents.items():
+            (made / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
+        made.rename(directory)
+    except OSError as error:
+        if not directory.is_dir():  # or another process was faster
+            raise ModelError(f"{directory}, which says what is in {path}, cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return directory
+
+
+def _shards(path: Path) -> list[Path]:
+    found = _SHARD.fullmatch(path.name)
+    if found is None:
+        return [path]
+    if int(found[2]) != 1:
+        raise ModelError(f"{path} is a later part of a model; give its first, {found[1]}-00001-of-{found[3]}.gguf")
+    files = [path.with_name(f"{found[1]}-{number:05}-of-{found[3]}.gguf") for number in range(1, int(found[3]) + 1)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(f"{path.parent} lacks {', '.join(missing[:3])}, parts of the same model; download them again")
+    return files
+
+
+def _contents(files: list[Path]) -> dict[str, Any]:
+    """What the directory's files hold, by name."""
+    path, headers = files[0], [GgufHeader.read(file) for file in files]
+    tensors: dict[str, tuple[int, GgufTensor]] = {}
+    for number, header in enumerate(headers):
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                raise ModelError(f"{files[number]} has {tensor.name[:80]!r}, which was there before")
+            tensors[tensor.name] = number, tensor
+    config = _Configuration(headers[0].metadata, path)
+    divisors = tensors.pop(_ROPE_DIVISORS, None)
+    placed = {
+        _name_of(tensor, path): {
+            "file": number,
+            "offset": tensor.offset,
+            "form": tensor.form,
+            "shape": tensor.shape,
+            "heads": config.turned_heads(tensor.name),
+        }
+        for number, tensor in tensors.values()
+    }
+    raw = config.raw(placed, None if divisors is None else _read_floats(files[divisors[0]], divisors[1]))
+    few_bits = {
+        name.removesuffix(".weight"): one["form"] for name, one in placed.items() if one["form"] not in DENSE_FORMS
+    }
+    if few_bits:
+        raw["quantization_config"] = {"quant_method": "gguf", "forms": few_bits}
+    return {
+        "config.json": raw,
+        GGUF_INDEX: {"files": [str(file.resolve()) for file in files], "tensors": placed},
+        **tokenizer_files(headers[0].metadata, path),
+    }
+
+
+def _name_of(tensor: GgufTensor, path: Path) -> str:
+    """In Hugging Face's names."""
+    stem, _, end = tensor.name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem)
+    name = f"model.layers.{int(layer[1])}.{LAYER_NAMES.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
+    if end not in ("weight", "bias") or not name or name.endswith("."):
+        raise ModelError(
+            f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which the models that are computed here do "
+            "not have"
+        )
+    return f"{name}.{end}"
+
+
+def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
+    if tensor.form != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**16:
+        raise ModelError(f"{path} has {tensor.name!r} of the shape {tensor.shape} in {tensor.form}; it is a row of F32")
+    return np.fromfile(path, "<f4", tensor.shape[0], offset=tensor.offset)
+
+
+class _Configuration:
+    """What a file's keys say of its model."""
+
+    def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
+        self._metadata, self._path = metadata, path
+        self._architecture = str(metadata.get("general.architecture"))
+        if self._architecture not in ARCHITECTURES:
+            raise ModelError(
+                f"{path} has the architecture {self._architecture[:80]!r}, which is not supported; supported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        self._heads = self._whole("attention.head_count")
+        self._kv_heads = self._whole("attention.head_count_kv", self._heads)
+
+    def turned_heads(self, name: str) -> int:
+        """Of queries or keys whose rows are in the order of pairs; 0: rows are as in Hugging Face's checkpoints."""
+        part = name.split(".")[-2] if self._architecture == "llama" and name.startswith("blk.") else ""
+        return {"attn_q": self._heads, "attn_k": self._kv_heads}.get(part, 0)
+
+    def raw(self, tensors: Mapping[str, Mapping[str, Any]], divisors: np.ndarray | None) -> dict[str, Any]:
+        """A `config.json`.
+
+        Args: `divisors` are by what RoPE's frequencies are divided.
+        """
+        hidden, layers = self._whole("embedding_length"), self._whole("block_count")
+        size = self._whole("attention.key_length", hidden // max(1, self._heads))
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._whole(key, size) != size:
+                raise self._odd(key, f"{self._whole(key)}; {size}, the size of a head, is supported")
+        embedding = tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise ModelError(f"{self._path} lacks the tensor token_embd.weight")
+        forms = {one["form"] for one in tensors.values() if len(one["shape"]) > 1}
+        base = self._float("rope.freq_base", 10000.0)
+        return {
+            "architectures": [ARCHITECTURES[self._architecture]],
+            "model_type": self._architecture,
+            "vocab_size": embedding["shape"][0],
+            "hidden_size": hidden,
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": self._heads,
+            "num_key_value_heads": self._kv_heads,
+            "head_dim": size,
+            "hidden_act": "silu",
+            "max_position_embeddings": self._whole("context_length"),
+            "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
+            "rope_theta": base,
+            "rope_scaling": self._scaling(divisors, base, size),
+            "tie_word_embeddings": "lm_head.weight" not in tensors,
+            "attention_bias": self._architecture != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in tensors,
+            "use_sliding_window": False,
+            "torch_dtype": {"F32": "float32", "F16": "float16"}.get(*forms) if len(forms) == 1 else "bfloat16",
+            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._ends(embedding["shape"][0]),
+        }
+
+    def _ends(self, vocabulary: int) -> list[int]:
+        """The tokens that end a generation: of a sequence, a turn, a message; the last two by their texts where the
+        file does not name them, as older ones do not."""
+        found = [self._metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        texts = self._metadata.get("tokenizer.ggml.tokens")
+        if isinstance(texts, list):
+            wanted = "<|eot_id|>", "<|eom_id|>", "<|im_end|>"
+            found += [texts.index(text) for text in wanted if text in texts]
+        return sorted({token for token in found if type(token) is int and 0 <= token < vocabulary})
+
+    def _scaling(self, divisors: np.ndarray | None, base: float, size: int) -> dict[str, Any] | None:
+        """`rope_scaling` of a `config.json`."""
+        kind = str(self._metadata.get(f"{self._architecture}.rope.scaling.type", "none"))
+        if divisors is not None:
+            if kind != "none":
+                raise self._odd("rope.scaling.type", f"{kind!r} beside {_ROPE_DIVISORS}")
+            return self._divided(divisors, base, size)
+        if kind == "none":
+            return None
+        if kind not in ("linear", "yarn"):
+            raise self._odd("rope.scaling.type", f"{kind[:80]!r}; none, linear and yarn are supported")
+        found: dict[str, Any] = {"rope_type": kind, "factor": self._float("rope.scaling.factor")}
+        if kind == "yarn":
+            original = self._whole("rope.scaling.original_context_length")
+            found |= {"original_max_position_embeddings": original}
+            for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+                if f"{self._architecture}.rope.scaling.{theirs}" in self._metadata:
+                    found[ours] = self._float(f"rope.scaling.{theirs}")
+            attention = self._float("rope.scaling.attn_factor", 1.0)
+            if attention != 1.0:
+                found["attention_factor"] = attention * (1.0 + 0.1 * math.log(found["factor"]))
+        return found
+
+    def _divided(self, divisors: np.ndarray, base: float, size: int) -> dict[str, Any] | None:
+        """The scaling that has these divisors of RoPE's frequencies: Llama 3's, or the same for all of them."""
+        if len(divisors) != size // 2 or not np.isfinite(divisors).all() or divisors.min() <= 0:
+            raise ModelError(f"{self._path} has {len(divisors)} numbers in {_ROPE_DIVISORS}, or such as divide nothing")
+        factor = float(divisors.max())
+        factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
+        if np.allclose(divisors, factor, rtol=1e-4):
+            return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+        wavelengths = 2 * math.pi * base ** (np.arange(0, size, 2, dtype=np.float64) / size)
+        for original in (2**power for power in range(5, 21)):
+            kept = np.clip((original / wavelengths - 1.0) / 3.0, 0.0, 1.0)
+            if np.allclose(divisors, 1.0 / (kept + (1.0 - kept) / factor), rtol=1e-4):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": original,
+                }
+        raise ModelError(
+            f"{self._path} divides RoPE's frequencies ({_ROPE_DIVISORS}) in a way that is not Llama 3's, which is not "
+            "supported"
+        )
+
+    def _whole(self, key: str, default: int | None = None) -> int:
+        found = self._metadata.get(f"{self._architecture}.{key}", default)
+        if type(found) is not int or not 0 < found < 2**31:
+            raise self._odd(key, f"{str(found)[:80]!r}; a whole number above 0 belongs there")
+        return found
+
+    def _float(self, key: str, default: float | None = None) -> float:
+        found = self._metadata.get(f"{self._architecture}.{key}", default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            raise self._odd(key, f"{str(found)[:80]!r}; a number belongs there")
+        return float(found)
+
+    def _odd(self, key: str, found: str) -> ModelError:
+        return ModelError(f"{self._path} gives {self._architecture}.{key} as {found}")
