@@ -256,8 +256,11 @@ def test_the_configuration_names_what_the_file_does(tmp_path: Path) -> None:
     assert tokenizer_files(metadata, PATH)["tokenizer_config.json"] == want
     padded = metadata | {"tokenizer.ggml.padding_token_id": padding}
     assert tokenizer_files(padded, PATH)["tokenizer_config.json"] == want | {"pad_token": "<s>"}
-    ordinary = metadata | {"tokenizer.ggml.padding_token_id": metadata["tokenizer.ggml.tokens"].index("a")}
-    assert tokenizer_files(ordinary, PATH)["tokenizer_config.json"] == want
+    letter = metadata["tokenizer.ggml.tokens"].index("a")
+    ordinary = metadata | {"tokenizer.ggml.padding_token_id": letter, "tokenizer.ggml.unknown_token_id": letter}
+    files = tokenizer_files(ordinary, PATH)
+    assert files["tokenizer_config.json"] == want, "a letter that is named as padding stays a letter"
+    assert files["tokenizer.json"] == tokenizer_files(metadata, PATH)["tokenizer.json"]
     plain = saved(metadata, tmp_path)
     with_transformers = saved(padded, tmp_path)
     for text in texts(100, 2):
@@ -274,6 +277,13 @@ def test_the_file_says_which_ends_are_added(name: str) -> None:
             said = {"tokenizer.ggml.add_bos_token": begins, "tokenizer.ggml.add_eos_token": np.bool_(ends)}
             want = [*[bos] * begins, *plain, *[eos] * ends]
             assert backend_of(metadata | said).encode("Why?").ids == want
+
+
+@pytest.mark.parametrize("name", ["tekken", "sentencepiece"])
+def test_merges_are_those_of_transformers_in_their_order(name: str) -> None:
+    twin = twin_of(name)
+    model = tokenizer_files(twin.metadata, PATH)["tokenizer.json"]["model"]
+    assert model["merges"] == json.loads(twin.backend.to_str())["model"]["merges"]
 
 
 def test_roles_of_sentencepiece_are_known_without_keys() -> None:
@@ -299,6 +309,7 @@ REFUSED = [
     ("qwen2", {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "is true, but"),
     ("qwen2", {"tokenizer.ggml.add_bos_token": 1}, "is 1, not true or false"),
     ("qwen2", {"tokenizer.ggml.token_type": np.ones(5, np.int32)}, "has 5 values for"),
+    ("qwen2", {"llama.context_length": 0}, "llama.context_length is 0; at least one token must fit"),
     ("qwen2", {"llama.context_length": "long"}, "llama.context_length is 'long', not a whole number"),
     ("sentencepiece", {"tokenizer.ggml.scores": None}, "tokenizer.ggml.scores is missing"),
     ("sentencepiece", {"tokenizer.ggml.scores": np.ones(5, np.float32)}, "tokenizer.ggml.scores has 5 values for"),
@@ -346,7 +357,8 @@ def damaged(metadata: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         near = [value + "x"] if isinstance(value, str) else [value + 1] if isinstance(value, int) else []
         changed = draw.choice(strange + near)
     else:
-        changed = value.copy()
+        numbers: Any = value
+        changed: Any = value.copy()
         at, other, how = draw.randrange(len(value)), draw.randrange(len(value)), draw.randrange(4)
         if how == 0:
             changed = changed[:at]
@@ -356,8 +368,8 @@ def damaged(metadata: dict[str, Any], draw: random.Random) -> dict[str, Any]:
             changed[at], changed[other] = value[other], value[at]
         elif isinstance(changed, list):
             changed[at] = draw.choice(["", " ", "a", "a b", "\ud800", "x" * 5000, " a", "Ġ", 3, None])
-        elif value.dtype.kind in "if":
-            changed = draw.choice([value * np.nan, value - 1, value.astype("U"), value[::-1], value[None]])
+        elif numbers.dtype.kind in "if":
+            changed = draw.choice([numbers * np.nan, numbers - 1, numbers.astype("U"), numbers[::-1], numbers[None]])
     return metadata | {key: changed}
 
 

@@ -23,9 +23,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 0 is undefined."""
 
 _MAX_LENGTH = 256
-"""Characters of a token that is cut in two everywhere, or found in texts as a whole. Published ones have up to 128."""
+"""Characters of a token that is cut in two everywhere, or found in texts as a whole: work grows with their square."""
 _MERGES_PER_TOKEN = 16
-"""So many follow from a vocabulary at most. It is 2 for published ones."""
+"""So many may follow from a vocabulary with scores."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
         raise given.error("tokenizer.ggml.token_type", f"has {strange}, which is no type")
 
     def is_marked(number: int) -> bool:
-        return types is None or types[number] in (_UNKNOWN, _CONTROL)
+        return is_sentencepiece if types is None else types[number] in (_UNKNOWN, _CONTROL)
 
     def role(name: str, default: int) -> int | None:
         """Where the file names none, SentencePiece has those that llama.cpp takes, if they are what they should be."""
@@ -215,7 +215,7 @@ def _read_vocabulary(given: _Metadata, *, is_sentencepiece: bool) -> _Vocabulary
         if not 0 <= number < len(tokens):
             raise given.error(key, f"is {_shown(number)}, but there are {len(tokens)} tokens")
         if not tokens[number]:
-            raise given.error(key, f"is {number}, a token without letters")
+            raise given.error(key, f"is {number}, an empty token")
         return number
 
     bos, eos, unknown = role("bos", 1), role("eos", 2), role("unknown", 0)
@@ -394,10 +394,10 @@ def _config(given: _Metadata, vocabulary: _Vocabulary) -> dict[str, Any]:
     template = given.text("tokenizer.chat_template")
     if template is not None:
         config["chat_template"] = template
-    key = f"{given.text('general.architecture')}.context_length"
+    key = f"{given.text('general.architecture') or ''}.context_length"
     length = given.number(key)
     if length is not None:
         if length < 1:
-            raise given.error(key, f"is {_shown(length)}")
+            raise given.error(key, f"is {_shown(length)}; at least one token must fit")
         config["model_max_length"] = length
     return config
