@@ -172,8 +172,8 @@ class ReportOptions:
 TARGET = option(
     MACHINE,
     MODEL,
-    "A preset ([bold]triforce models[/] lists them), a directory, or a model of the Hugging Face hub (owner/name), "
-    "which is downloaded once.",
+    "A preset ([bold]triforce models[/] lists them), a directory, a GGUF file, or a model of the Hugging Face hub "
+    "(owner/name, or owner/name:Q4_K_M for a GGUF file), which is downloaded once.",
 )
 DTYPE = option(
     MACHINE,

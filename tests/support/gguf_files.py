@@ -27,7 +27,7 @@ PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "eos_token_id": 298}
+SMALL = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "eos_token_id": 298}
 """Differences from `tiny.tiny_shape`: rows of whole blocks of 256, and a token for each byte."""
 
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]

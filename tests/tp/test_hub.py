@@ -180,6 +180,29 @@ def test_shards_are_downloaded_and_no_second_format(hub, run, tmp_path, kind):
     assert fetched == sorted(file.name for file in served.iterdir() if "model" in file.name) and len(fetched) == 4
 
 
+def test_a_gguf_file_is_downloaded_once_by_its_quantisation(hub, run, tmp_path):
+    """Without the other quantisations that are there."""
+    pytest.importorskip("gguf", reason="the package gguf writes the file")
+    from gguf import GGMLQuantizationType as Form
+    from gguf_files import save_gguf
+
+    served = tmp_path / "served" / "few-bits"
+    served.mkdir()
+    save_gguf(tmp_path / "m", "llama", lambda name: Form.Q4_K)
+    for name in ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "sub/m-Q6_K-00001-of-00002.gguf", "sub/m-Q6_K-00002-of-00002.gguf"):
+        (served / name).parent.mkdir(exist_ok=True)
+        (served / name).write_bytes((tmp_path / "m.gguf").read_bytes())
+    hub.models["tiny/few-bits"] = served
+    home = {"TRIFORCE_HOME": str(tmp_path / "triforce")}
+    check_refusal(run("--model", "tiny/few-bits:Q5_K_M", **home), 1, "no GGUF file in 'Q5_K_M'", "m-Q8_0.gguf")
+    first = run("--model", "tiny/few-bits:q4_k_m", "--json", "-", **home)
+    assert first.code == 0, first
+    assert "downloading tiny/few-bits, " in first.err
+    assert [file for file in hub.log if "gguf" in file] == ["m-Q4_K_M.gguf"]
+    again = run("--model", "tiny/few-bits:Q4_K_M", "--json", "-", HF_HUB_OFFLINE="1", **home)
+    assert json.loads(again.out)["token_ids"] == json.loads(first.out)["token_ids"]
+
+
 @pytest.mark.slow
 def test_a_download_that_breaks_off_is_said_and_goes_on_later(hub, run):
     hub.cut = "model.safetensors"

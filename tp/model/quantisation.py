@@ -82,7 +82,7 @@ class Gguf(Quantisation):
 
     @property
     def name(self) -> str:
-        return f"GGUF, {' and '.join(sorted(set(self._form_of.values())))}"
+        return f"GGUF ({', '.join(sorted(set(self._form_of.values())))})"
 
     def covers(self, name: str) -> bool:
         return name in self._form_of

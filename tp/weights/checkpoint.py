@@ -4,7 +4,6 @@ rank holds."""
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import pickle
 import re
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .gguf_header import DENSE_FORMS, form_bytes
-from .weight_files import GGUF_INDEX, weight_files
+from .weight_files import gguf_index, weight_files
 
 _FORMATS = ("F16", "BF16", "F32", "F64", "float16", "bfloat16", "float32", "float64")
 """Number formats that can be read, by their names in safetensors and in PyTorch."""
@@ -58,8 +57,7 @@ class Checkpoint:
         self.device = device
         self._directory, self._dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
-        index = directory / GGUF_INDEX
-        self._gguf = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else None
+        self._gguf = gguf_index(directory)
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
             with self._opened(path) as stored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import ModelError
 
@@ -23,8 +24,9 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ModelError: there are none, or the index cannot be read or names a file that does not exist.
     """
-    if (directory / GGUF_INDEX).is_file():
-        files = [Path(file) for file in json.loads((directory / GGUF_INDEX).read_text(encoding="utf-8"))["files"]]
+    gguf = gguf_index(directory)
+    if gguf is not None:
+        files = [Path(file) for file in gguf["files"]]
         gone = [str(file) for file in files if not file.is_file()]
         if gone:
             raise ModelError(f"{gone[0]} is gone; give the GGUF file where it is now")
@@ -39,6 +41,13 @@ def weight_files(directory: Path) -> list[Path]:
     raise ModelError(
         f"{directory} has no weights: none of {', '.join(name for layout in LAYOUTS for name in layout)}{hint}"
     )
+
+
+def gguf_index(directory: Path) -> dict[str, Any] | None:
+    """Which GGUF files the model of a directory is in (`files`), and where its tensors are in them (`tensors`); `None`
+    for a directory of another kind."""
+    path = directory / GGUF_INDEX
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def shard_names(index: Path) -> list[str]:

@@ -208,9 +208,9 @@ def _shape(model: str) -> ModelConfig:
     if is_hub_name(model.partition(":")[0]) and not Path(model).expanduser().exists():
         cached = find_here(model)
         if cached is None:
-            raise ModelError(
-                f"{model} is not on this machine, and plan downloads nothing; its shape is enough: "
-                f"hf download {model} config.json --local-dir DIR, then give DIR"
-            )
+            name, _, form = model.partition(":")
+            wanted = f"its shape is enough: hf download {name} config.json --local-dir DIR, then give DIR"
+            wanted = f"download its GGUF file first: hf download {name} FILE --local-dir DIR" if form else wanted
+            raise ModelError(f"{model} is not on this machine, and plan downloads nothing; {wanted}")
         return ModelConfig.load(cached)
     return ModelConfig.load(find_model(model))

@@ -31,6 +31,20 @@ def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare,
     assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
 
 
+def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch):
+    pytest.importorskip("gguf", reason="the package gguf writes the file")
+    from gguf import GGMLQuantizationType as Form
+    from gguf_files import save_gguf
+
+    monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
+    save_gguf(tmp_path / "target", "qwen3", lambda name: Form.Q6_K if "embed" in name else Form.Q4_K)
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", model=tmp_path / "target.gguf")
+    assert outcome.code == 0, outcome
+    ours, theirs = document["systems"]
+    assert theirs["failure"] is None and theirs["first_difference"] is None
+    assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
+
+
 def test_a_scaling_that_others_are_not_given_is_refused(compare):
     outcome, _ = compare("transformers", rope_scaling="yarn:2")
     check_refusal(outcome, 2, "--rope-scaling", "transformers")

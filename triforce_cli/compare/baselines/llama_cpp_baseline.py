@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python, on a GGUF file written from the same weights.
+"""llama.cpp through llama-cpp-python, on the model's GGUF file, or one written from the same weights.
 
 Everything between token ids in and token ids out is llama.cpp's own, its sampling too, in the order of the other
 systems. PyTorch is imported only to write the file, in another process, so that it does not count in this one's memory.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import llama_cpp  # pyright: ignore[reportMissingImports]
 
+from ....tp.weights.weight_files import gguf_index
 from .protocol import Job, Timed
 
 _KV_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
@@ -34,7 +35,7 @@ the other."""
 
 
 def prepare(job: Job) -> str:
-    """Writes the file that `load` reads, and returns its path.
+    """Writes the file that `load` reads, unless the model is such a file, and returns its path.
 
     Raises:
         ModelError: see `write_gguf`.
@@ -42,7 +43,8 @@ def prepare(job: Job) -> str:
     from ....tp.weights.gguf_file import write_gguf
 
     path = _path(job)
-    write_gguf(Path(job.model), path, job.dtype)
+    if not path.is_file():
+        write_gguf(Path(job.model), path, job.dtype)
     return str(path)
 
 
@@ -82,10 +84,15 @@ class LlamaCpp:
         if not flash:
             self._model = self._opened(flash)
         self.ran = (
-            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, weights (GGUF) and {self.kv_cache} in one "
-            f"format, flash attention {'on' if flash else 'off'}, the faster of both at {len(text):,} tokens, "
-            f"{job.conditions}"
+            f"llama.cpp through llama-cpp-python {llama_cpp.__version__}, {self._weights} flash attention "
+            f"{'on' if flash else 'off'}, the faster of both at {len(text):,} tokens, {job.conditions}"
         )
+
+    @property
+    def _weights(self) -> str:
+        if gguf_index(Path(self._job.model)) is None:
+            return f"weights (GGUF) and {self.kv_cache} in one format,"
+        return f"the same GGUF file, activations rounded to 8 bits in its products, {self.kv_cache} in 16 or 32 bits,"
 
     def _opened(self, flash: bool) -> Any:
         if self._model is not None:
@@ -260,4 +267,5 @@ def _sampler(job: Job, sequence: int = 0) -> Any:
 
 
 def _path(job: Job) -> Path:
-    return Path(job.folder) / "model.gguf"
+    gguf = gguf_index(Path(job.model))
+    return Path(gguf["files"][0]) if gguf else Path(job.folder) / "model.gguf"

@@ -157,14 +157,17 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     dtype, read = getattr(torch, job.dtype), {}
     checkpoint = Checkpoint(directory, dtype, torch.device("cpu"))
     matrices = ModelMatrices.of(config)
-    for layer in range(config.num_layers):
-        for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down):
-            for one in matrix.projections:
-                found = one.read(checkpoint, layer_prefix(layer), config.quantisation)
-                numbers = found if isinstance(found, Tensor) else found.expand(dtype)
-                read[f"{layer_prefix(layer)}{one.name}.weight"] = numbers
-    names = [*checkpoint.unread(), *([] if config.tie_word_embeddings else ["lm_head.weight"])]
-    read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in names}
+    of_layers = [
+        (layer_prefix(layer), one)
+        for layer in range(config.num_layers)
+        for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down)
+        for one in matrix.projections
+    ]
+    ends = [("", one) for matrix in (matrices.embedding, matrices.head) if matrix for one in matrix.projections]
+    for prefix, one in (*of_layers, *ends):
+        found = one.read(checkpoint, prefix, config.quantisation)
+        read[f"{prefix}{one.name}.weight"] = found if isinstance(found, Tensor) else found.expand(dtype)
+    read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in checkpoint.unread()}
     theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if hasattr(theirs, "quantization_config"):
         del theirs.quantization_config

@@ -54,7 +54,7 @@ def all_in(form: Form):
 )
 def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, form_of):
     """Of one to three tiers, in memory and streamed."""
-    model = save_gguf(tmp_path / "target", family, form_of, seed=1, head_dim=32)
+    model = save_gguf(tmp_path / "target", family, form_of, seed=1)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
     want = greedy_oracle(model, PROMPT, 30)
     target = find_model(tmp_path / "target.gguf")
@@ -102,7 +102,7 @@ def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
     for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm"):
         assert getattr(config, name) == getattr(twin, name), name
     assert config.eos_token_ids == (298, 299) and config.dtype == torch.bfloat16
-    assert config.quantisation is not None and config.quantisation.name == "GGUF, Q4_K and Q5_K and Q6_K"
+    assert config.quantisation is not None and config.quantisation.name == "GGUF (Q4_K, Q5_K, Q6_K)"
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.decode(tokenizer.encode("the other hour, 12", True)) == "the other hour, 12"
     assert tokenizer.chat is not None and tokenizer.chat("hi", None) == "<|im_start|>user\nhi<|im_end|>\n"
@@ -146,7 +146,7 @@ def test_a_model_in_shards(tmp_path):
 
 def test_two_ranks(tmp_path):
     """The rows of heads and the blocks of inputs are split."""
-    model = save_gguf(tmp_path / "target", "llama", mixed, hidden_size=512, intermediate_size=1024)
+    model = save_gguf(tmp_path / "target", "llama", mixed, head_dim=128)
     job = {"model": str(find_model(tmp_path / "target.gguf")), "draft": None, "device": "cpu", "dtype": "float32"}
     job |= {"prompt": PROMPT, "new_tokens": 20, "settings": {"tiers": 2, "budget": 64}}
     (reports,) = run_jobs([job], 2)
@@ -246,7 +246,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
 def test_a_file_that_is_none_is_refused(tmp_path):
     for content in (b"", b"GGUF", b"GGML" + bytes(100), b"GGUF" + struct.pack("<I", 9) + bytes(100)):
         (tmp_path / "m.gguf").write_bytes(content)
-        with pytest.raises(ModelError, match="GGUF"):
+        with pytest.raises(ModelError, match="GGUF|truncated"):
             find_model(tmp_path / "m.gguf")
 
 
