@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import triton
 import triton.knobs
+from triforce.kernels.quantised import BLOCK_FORMS
 from triforce.kernels.triton import attention as triton_attention
+from triforce.kernels.triton import blocks as triton_blocks
 from triforce.kernels.triton import chunks as triton_chunks
 from triforce.kernels.triton import packing as triton_packing
 from triforce.kernels.triton import quantised as triton_quantised
@@ -191,6 +193,15 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
     return found
 
 
+def block_variants(dtype: torch.dtype) -> list[Variant]:
+    """The numbers of matrices in blocks of each format."""
+    types = {"blocks": "*u8", "halves": "*fp16", "out": POINTERS[dtype]}
+    of = triton_blocks
+    options = {"enable_fp_fusion": False}
+    kernel, warps = of._expand_blocks_kernel, of.NUM_WARPS
+    return [Variant(kernel, of.constants_of(form), types, warps, options) for form in BLOCK_FORMS]
+
+
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
     """All that runs of usual models use, each with its name. Of attention: steps on the full cache, steps that are
     captured, without a window and with one, and a prefill with a window."""
@@ -206,6 +217,8 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
     for dtype in dtypes:
         for variant in product_variants(dtype):
             yield "products of quantised matrices", variant
+        for variant in block_variants(dtype):
+            yield "numbers of blocks", variant
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
         yield "merge", merge_variant(head_dim, running=True)

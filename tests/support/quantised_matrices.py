@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from quantised import FORMATS
-from triforce.kernels.quantised import GroupedMatrix
+from triforce.kernels.quantised import BlockMatrix, GroupedMatrix
 from triforce.tp.model.quantisation import quantisation_of
+
+Held = TypeVar("Held", GroupedMatrix, BlockMatrix)
 
 
 class Tensors:
@@ -37,7 +39,7 @@ def matrix_of(name: str, outputs: int = 48, inputs: int = 96, seed: int = 0) -> 
     return quantisation(name).read(Tensors(stored.tensors), "it", outputs, inputs), torch.from_numpy(stored.numbers)
 
 
-def moved(matrix: GroupedMatrix, device: str) -> GroupedMatrix:
+def moved(matrix: Held, device: str) -> Held:
     """The same on a device."""
     held = {name: value.to(device) for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
     return replace(matrix, **held)
