@@ -162,8 +162,8 @@ class GroupedMatrix(QuantisedMatrix):
 class Field:
     """Where a block holds some bits of each of its inputs.
 
-    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them; once all bits of
-    these bytes are taken, the next bytes follow.
+    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them; once all bits
+    of these bytes are taken, the next bytes follow.
     """
 
     start: int
@@ -208,7 +208,8 @@ BLOCK_FORMS = {
 }
 """By ggml's names."""
 
-BLOCK_SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18)} | {name: (form.inputs, form.bytes) for name, form in BLOCK_FORMS.items()}
+BLOCK_SIZES = {"Q8_0": (32, 34), "Q4_0": (32, 18)}
+BLOCK_SIZES |= {name: (form.inputs, form.bytes) for name, form in BLOCK_FORMS.items()}
 """Inputs and bytes of a block, of these and those of `grouped_of_blocks`, by ggml's names."""
 
 

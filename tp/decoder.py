@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.layers import rows_are_independent
 from ..kernels.selection import STEP_ROWS
-from .matrices import DenseWeight, GatedMlp, Matrix, ModelMatrices, Weight, layer_prefix, num_parameters
+from .matrices import GatedMlp, Matrix, ModelMatrices, Weight, layer_prefix, num_parameters
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split

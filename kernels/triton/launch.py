@@ -15,8 +15,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Starts `grid` programs of a kernel on the GPU of its first argument.
 
-    What Triton compiled is kept by what it was compiled for. Its own look-up does the same with each argument, and takes
-    the host of an H200 20 µs more for a launch, of which a streamed verification has a thousand.
+    What Triton compiled is kept by what it was compiled for. Its own look-up does the same with each argument, and
+    takes the host of an H200 20 µs more for a launch, of which a streamed verification has a thousand.
 
     Args:
         args: all that are no constants; the first is a tensor. Triton distinguishes 1, multiples of 16 and what needs

@@ -28,7 +28,7 @@ def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
     starts = words[:, layout.starts // 4 : layout.exceptions // 4]
     launch(
         _pack_kernel,
-        (programs,),
+        programs,
         bits,
         slots,
         words,
@@ -41,7 +41,7 @@ def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
     starts.copy_(starts.cumsum(1, dtype=torch.int32))
     launch(
         _exceptions_kernel,
-        (programs,),
+        programs,
         bits,
         slots,
         words,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention import ceil_div
 from .launch import launch
 
 if TYPE_CHECKING:
@@ -64,18 +65,18 @@ def product_triton(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None = None,
 def _product_of_some(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
     n, (outputs, inputs) = x.shape[0], matrix.shape
     given, constants = _described(matrix)
-    tiles = triton.cdiv(outputs, constants["OUTPUTS"])
-    part = triton.cdiv(triton.cdiv(inputs, triton.cdiv(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
-    sums = torch.empty(triton.cdiv(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
+    tiles = ceil_div(outputs, constants["OUTPUTS"])
+    part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
+    sums = torch.empty(ceil_div(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
     if n == 0:
         return
     pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
     launch(
-        _product_kernel, (tiles, triton.cdiv(n, TILE_ROWS), len(sums)),
+        _product_kernel, (tiles, ceil_div(n, TILE_ROWS), len(sums)),
         *given, pairs, sums, n, pairs.stride(0), ROWS=TILE_ROWS, PART=part, DTYPE=_TYPES[x.dtype], **constants,
     )  # fmt: skip
     launch(
-        _finish_kernel, (triton.cdiv(outputs, TILE_SUMS), n),
+        _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
         sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), len(sums),
         BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
     )  # fmt: skip
@@ -85,7 +86,7 @@ def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
     outputs, inputs = matrix.shape
     given, constants = _described(matrix)
-    tiles = triton.cdiv(outputs, constants["OUTPUTS"]), triton.cdiv(inputs, constants["INPUTS"])
+    tiles = ceil_div(outputs, constants["OUTPUTS"]), ceil_div(inputs, constants["INPUTS"])
     launch(_expand_kernel, tiles, *given, out, **constants)
 
 
@@ -119,7 +120,7 @@ def _float8(byte):
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     """The nearest numbers of a dtype, ties to even. Triton's interpreter cuts off what a GPU rounds to bfloat16."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)  # all bits of a NaN may be set
@@ -129,7 +130,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def _loaded(pointers, there, WHOLE: tl.constexpr):
     """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
-    if WHOLE:
+    if WHOLE:  # noqa: SIM108: Triton compiles both sides of an expression
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=there, other=0)
@@ -178,7 +179,7 @@ def _numbers(
 @triton.jit
 def _half_of(pair, ODD: tl.constexpr, DTYPE: tl.constexpr):
     """Of two neighbours that were loaded as one integer, the first or the second."""
-    if DTYPE.primitive_bitwidth == 16:
+    if DTYPE.primitive_bitwidth == 16:  # pyright: ignore[reportAttributeAccessIssue]
         bits = ((pair >> 16) if ODD else pair).to(tl.int16)
     else:
         bits = ((pair >> 32) if ODD else pair).to(tl.int32)
@@ -211,7 +212,7 @@ def _product_kernel(
     PART: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1
+    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
     first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
     values += first * value_stride
     scales += first * groups
@@ -291,7 +292,7 @@ def _expand_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1
+    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
     DTYPE: tl.constexpr = out.dtype.element_ty
     first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
     values += first * value_stride

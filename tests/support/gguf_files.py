@@ -134,7 +134,7 @@ def save_gguf(
             stored = stored.astype(np.float16)
             numbers = stored.astype(np.float32)
         elif form != Form.F32:
-            stored = random_blocks(form, *tensor.shape, rng)
+            stored = random_blocks(form, tensor.shape[0], tensor.shape[1], rng)
             numbers = gguf.quants.dequantize(stored, form)
         stored = halves_to_pairs(stored, heads) if heads else stored
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored), raw_dtype=form)

@@ -246,7 +246,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
 def test_a_file_that_is_none_is_refused(tmp_path):
     for content in (b"", b"GGUF", b"GGML" + bytes(100), b"GGUF" + struct.pack("<I", 9) + bytes(100)):
         (tmp_path / "m.gguf").write_bytes(content)
-        with pytest.raises(ModelError, match="GGUF|truncated"):
+        with pytest.raises(ModelError, match=r"GGUF|truncated"):
             find_model(tmp_path / "m.gguf")
 
 

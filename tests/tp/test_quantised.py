@@ -65,6 +65,7 @@ def test_a_matrix_takes_what_is_planned_and_little_more_than_in_the_file(name):
     found = quantisation_of({"quantization_config": form.config}, "config.json")
     assert found is not None
     matrix = found.read(Tensors(stored.tensors), "it", 256, 1024)
+    assert isinstance(matrix, GroupedMatrix)
     held = sum(tensor.nbytes for tensor in matrix.tensors())
     in_file = sum(tensor.nbytes for end, tensor in stored.tensors.items() if end not in ("g_idx", "weight_shape"))
     assert held == found.num_bytes("it", 256, 1024)

@@ -1,7 +1,7 @@
 """Weights in four to eight bits as checkpoints store them: GPTQ, AWQ, compressed-tensors, FP8 and GGUF.
 
 Which of a model's matrices are stored so, and how, is in its `config.json`; it says what they take before a file is
-there. What is read becomes a `kernels.quantised.GroupedMatrix` or `BlockMatrix`. Activations are not quantised, whatever a checkpoint
+there. What is read becomes one of `kernels.quantised`'s matrices. Activations are not quantised, whatever a checkpoint
 asks for.
 """
 
@@ -16,7 +16,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.quantised import BLOCK_FORMS, BLOCK_SIZES, BlockMatrix, GroupedMatrix, QuantisedMatrix, grouped_of_blocks
+from ...kernels.quantised import (
+    BLOCK_FORMS,
+    BLOCK_SIZES,
+    BlockMatrix,
+    GroupedMatrix,
+    QuantisedMatrix,
+    grouped_of_blocks,
+)
 from ..errors import ModelError
 
 SUPPORTED = (

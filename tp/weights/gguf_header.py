@@ -1,7 +1,7 @@
-"""The header of a GGUF file: keys and values, and where its tensors are. The format is described in ggml's docs/gguf.md.
+"""The header of a GGUF file: keys and values, and where its tensors are. ggml's docs/gguf.md describes the format.
 
-The package `gguf` reads it too, but takes nine seconds for a vocabulary of 151,000 tokens, and as long as a hostile file
-says. Here nothing is read beyond the file, and nothing is taken that the file has not.
+The package `gguf` reads it too, but takes nine seconds for a vocabulary of 151,000 tokens, and as long as a hostile
+file says. Here nothing is read beyond the file, and nothing is taken that the file has not.
 """
 
 from __future__ import annotations

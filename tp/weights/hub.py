@@ -108,7 +108,8 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     needed = _check_room(name, info, files, cache)
     if note:
         note(f"downloading {name}, {gib(needed)}, to {cache}")
-    return [Path(hf_hub_download(name, file, revision=info.sha)) for file in files][0]
+    fetched = [Path(hf_hub_download(name, file, revision=info.sha)) for file in files]
+    return fetched[0]
 
 
 def _gguf_of(files: list[str], form: str) -> list[list[str]]:

@@ -38,7 +38,8 @@ def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_
 
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
     save_gguf(tmp_path / "target", "qwen3", lambda name: Form.Q6_K if "embed" in name else Form.Q4_K)
-    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", model=tmp_path / "target.gguf", draft="none")
+    of_model = {"model": tmp_path / "target.gguf", "draft": "none"}
+    outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
     assert outcome.code == 0, outcome
     ours, theirs = document["systems"]
     assert theirs["failure"] is None and theirs["first_difference"] is None
