@@ -162,7 +162,7 @@ class GroupedMatrix(QuantisedMatrix):
 class Field:
     """Where a block holds some bits of each of its inputs.
 
-    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them; once all bits
+    The first `run` inputs are in the lowest bits of as many bytes, the next ones in the bits above them. Once all bits
     of these bytes are taken, the next bytes follow.
     """
 
@@ -227,9 +227,13 @@ class BlockMatrix(QuantisedMatrix):
     """One of `BLOCK_FORMS`."""
 
     @property
+    def layout(self) -> BlockForm:
+        """Of its form."""
+        return BLOCK_FORMS[self.form]
+
+    @property
     def shape(self) -> tuple[int, int]:
-        form = BLOCK_FORMS[self.form]
-        return self.blocks.shape[0], self.blocks.shape[1] // form.bytes * form.inputs
+        return self.blocks.shape[0], self.blocks.shape[1] // self.layout.bytes * self.layout.inputs
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.blocks
@@ -238,7 +242,7 @@ class BlockMatrix(QuantisedMatrix):
         return replace(self, blocks=self.blocks[part])
 
     def _numbers(self) -> Tensor:
-        form = BLOCK_FORMS[self.form]
+        form = self.layout
         blocks = self.blocks.unflatten(1, (-1, form.bytes))
         values = form.low.of(blocks, form.inputs)
         if form.high is not None:
@@ -268,7 +272,7 @@ class BlockMatrix(QuantisedMatrix):
     def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
         return call(
             kernels.triforce_expand_blocks,
-            *(self.blocks.data_ptr(), BLOCK_FORMS[self.form].number, out.data_ptr(), len(out), self.blocks.stride(0)),
+            *(self.blocks.data_ptr(), self.layout.number, out.data_ptr(), len(out), self.blocks.stride(0)),
             *(out.shape[1], out.dtype == torch.bfloat16, level, threads()),
         )
 

@@ -6,53 +6,49 @@ waits for the GPU, so a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention import ceil_div
+from .launch import launch
 from .quantised import _rounded
 
 if TYPE_CHECKING:
-    from ..quantised import BlockMatrix, Field
+    from ..quantised import BlockForm, BlockMatrix
 
 TILE_OUTPUTS, TILE_INPUTS = 8, 256
 NUM_WARPS = 4
 
-_ONE: tl.constexpr = tl.constexpr(0)
-_ONE_AND_LEAST: tl.constexpr = tl.constexpr(1)
-_SIX_BITS_AND_LEAST: tl.constexpr = tl.constexpr(2)
-_EIGHT_BITS: tl.constexpr = tl.constexpr(3)
-"""How blocks hold scales and least numbers: one float16 of each, or times six or eight bits for each run."""
-
-_SCALES = {"Q5_0": 0, "Q4_1": 1, "Q5_1": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 3}
+_EIGHT_BITS: tl.constexpr = tl.constexpr(1)
+_ONE_AND_LEAST: tl.constexpr = tl.constexpr(2)
+_SIX_BITS_AND_LEAST: tl.constexpr = tl.constexpr(3)
+_SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
+"""How blocks hold scales: one float16, and from 2 on one of a least number; in some forms times bits of each run."""
 
 
 def expand_blocks_triton(matrix: BlockMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
     (outputs, inputs), held = matrix.shape, matrix.blocks
-    kernel: Any = _expand_blocks_kernel
-    with torch.cuda.device_of(out):
-        kernel[triton.cdiv(outputs, TILE_OUTPUTS), triton.cdiv(inputs, TILE_INPUTS)](
-            *(held, held.view(torch.float16), out, inputs, outputs, held.stride(0)),
-            **constants_of(matrix.form),
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # products and differences are rounded one by one
-        )
+    launch(
+        _expand_blocks_kernel, (ceil_div(outputs, TILE_OUTPUTS), ceil_div(inputs, TILE_INPUTS)),
+        *(held, held.view(torch.float16), out, inputs, outputs, held.stride(0)),
+        **constants_of(matrix.form, matrix.layout),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # products and differences are rounded one by one
+    )  # fmt: skip
 
 
-def constants_of(form: str) -> dict[str, int]:
+def constants_of(form: str, of: BlockForm) -> dict[str, int]:
     """What the kernel is compiled for."""
-    from ..quantised import BLOCK_FORMS  # which imports this module
-
-    of = BLOCK_FORMS[form]
     high_start, high_bits, high_run = (0, 0, 1) if of.high is None else (of.high.start, of.high.bits, of.high.run)
     constants = {"IN_BLOCK": of.inputs, "BYTES": of.bytes, "RUN": of.run, "SCALES": _SCALES[form], "ZERO": of.zero}
     constants |= {"LOW_START": of.low.start, "LOW_RUN": of.low.run}
     constants |= {"HIGH_START": high_start, "HIGH_BITS": high_bits, "HIGH_RUN": high_run}
-    return constants | {"OUTPUTS": TILE_OUTPUTS, "INPUTS": TILE_INPUTS}
+    return constants | {"TILE_OUTPUTS": TILE_OUTPUTS, "TILE_INPUTS": TILE_INPUTS}
 
 
 @triton.jit
@@ -61,7 +57,7 @@ def _field(blocks, place, input, there, START: tl.constexpr, BITS: tl.constexpr,
     IN_A_BYTE: tl.constexpr = 8 // BITS
     byte = START + input // (RUN * IN_A_BYTE) * RUN + input % RUN
     held = tl.load(blocks + place + byte, mask=there, other=0).to(tl.int32)
-    return (held >> (input // RUN % IN_A_BYTE * BITS)) & ((1 << BITS) - 1)
+    return (held >> (input // RUN % IN_A_BYTE * BITS)) & ((1 << BITS) - 1)  # pyright: ignore[reportOperatorIssue]
 
 
 @triton.jit
@@ -82,15 +78,17 @@ def _expand_blocks_kernel(
     HIGH_START: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     HIGH_RUN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    TILE_INPUTS: tl.constexpr,
 ):
-    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
+    first = (tl.program_id(0) * TILE_OUTPUTS).to(
+        tl.int64
+    )  # what lies within the tile is counted from there, in 32 bits
     blocks += first * row_stride
     halves += first * (row_stride // 2)
     out += first * inputs
-    output = tl.arange(0, OUTPUTS)
-    run = tl.program_id(1) * (INPUTS // RUN) + tl.arange(0, INPUTS // RUN)  # of the row
+    output = tl.arange(0, TILE_OUTPUTS)
+    run = tl.program_id(1) * (TILE_INPUTS // RUN) + tl.arange(0, TILE_INPUTS // RUN)  # of the row
     there = (output < (outputs - first).to(tl.int32))[:, None] & (run * RUN < inputs)[None, :]
     place = output[:, None] * row_stride + (run * RUN // IN_BLOCK * BYTES)[None, :]
     in_block = run % (IN_BLOCK // RUN)
@@ -116,7 +114,7 @@ def _expand_blocks_kernel(
     if HIGH_BITS > 0:
         value |= _field(blocks, place[:, :, None], input, of_values, HIGH_START, HIGH_BITS, HIGH_RUN) << 4
     numbers = (value - ZERO).to(tl.float32) * scale[:, :, None]
-    if SCALES == _ONE_AND_LEAST or SCALES == _SIX_BITS_AND_LEAST:
+    if SCALES >= _ONE_AND_LEAST:
         numbers -= least[:, :, None]  # pyright: ignore[reportPossiblyUnboundVariable]
     to = out + output[:, None, None] * inputs + (run * RUN)[None, :, None] + within
     tl.store(to, _rounded(numbers, out.dtype.element_ty), mask=of_values)

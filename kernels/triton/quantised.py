@@ -130,7 +130,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def _loaded(pointers, there, WHOLE: tl.constexpr):
     """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
-    if WHOLE:  # noqa: SIM108: Triton compiles both sides of an expression
+    if WHOLE:  # noqa: SIM108 (Triton compiles both sides of an expression)
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=there, other=0)

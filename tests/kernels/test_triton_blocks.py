@@ -35,6 +35,7 @@ def test_numbers_have_the_bits_of_the_formula(device, form, dtype):
 
 
 @both
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("form", BLOCK_FORMS)
 def test_odd_scales_give_what_the_formula_does(device, form):
     """NaN, infinite, -0 and subnormal ones."""

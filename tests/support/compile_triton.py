@@ -196,10 +196,9 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
 def block_variants(dtype: torch.dtype) -> list[Variant]:
     """The numbers of matrices in blocks of each format."""
     types = {"blocks": "*u8", "halves": "*fp16", "out": POINTERS[dtype]}
-    of = triton_blocks
-    options = {"enable_fp_fusion": False}
-    kernel, warps = of._expand_blocks_kernel, of.NUM_WARPS
-    return [Variant(kernel, of.constants_of(form), types, warps, options) for form in BLOCK_FORMS]
+    kernel, warps, options = triton_blocks._expand_blocks_kernel, triton_blocks.NUM_WARPS, {"enable_fp_fusion": False}
+    constants = [triton_blocks.constants_of(form, layout) for form, layout in BLOCK_FORMS.items()]
+    return [Variant(kernel, of_form, types, warps, options) for of_form in constants]
 
 
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triforce.kernels.quantised import BLOCK_FORMS, BlockMatrix
 
-gguf = pytest.importorskip("gguf", reason="gguf is not installed; the extra llama-cpp has it")
+gguf = pytest.importorskip("gguf", reason="gguf is not installed; the extras test and llama-cpp have it")
 
 FLOATS = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,), "Q4_0": (0,)}
 """Where blocks hold float16 numbers; of the forms that are not here, at bytes 0 and 2."""
