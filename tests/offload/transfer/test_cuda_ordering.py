@@ -120,10 +120,10 @@ SEEN_BY_THE_SANITIZER = (
     ("self._outwards.wait_stream(self._runtime.current_stream())", None),
     ("self._outwards.synchronize()", HOST),
     ("self._runtime.synchronize()", FREED),
-    ("self._runtime.current_stream().wait_event(done)", None),
+    ("stream.wait_event(done)", None),
     ("self._inwards.wait_stream(self._outwards)", None),
-    ("done = self._runtime.record_event()", None),
-    ("done = self._runtime.record_event()", None),
+    ("done = self._runtime.record_event(self._inwards)", None),
+    ("done = self._runtime.record_event(self._outwards)", None),
     ("self._link.wait(self._done)", None),
     ("departure.wait()", None),
     ("arrival.wait()", FREED),
@@ -270,7 +270,7 @@ def test_the_simulator_lets_ordered_accesses_pass_and_no_others():
         other.wait_stream(runtime.current_stream())
         with runtime.use(other):
             y.copy_(x, non_blocking=True)
-            event = runtime.record_event()
+            event = runtime.record_event(other)
         x.mul(2)  # both only read
         with pytest.raises(Race, match="writes"):
             x.mul_(2)
