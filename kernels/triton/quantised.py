@@ -120,7 +120,7 @@ def _float8(byte):
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     """The nearest numbers of a dtype, ties to even. Triton's interpreter cuts off what a GPU rounds to bfloat16."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         x = tl.where(x == x, ((bits >> 16) << 16).to(tl.float32, bitcast=True), x)  # all bits of a NaN may be set
@@ -130,7 +130,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 @triton.jit
 def _loaded(pointers, there, WHOLE: tl.constexpr):
     """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
-    if WHOLE:
+    if WHOLE:  # noqa: SIM108
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=there, other=0)
@@ -165,7 +165,7 @@ def _numbers(
     else:
         if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
             held = (held >> 4) if ODD else (held & 15)
-        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 more: exact, and faster than to convert it
+        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 more: exact, and fast
         zero += 8388608.0
     if WHOLE:
         scale = scale[:, None]

@@ -167,11 +167,20 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
     types = {"values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64", "zero": "fp32", "sums": "*fp32"}
     warps, found = triton_quantised.NUM_WARPS, []
     small, large = (of.SMALL_OUTPUTS, of.SMALL_BYTES), (of.TILE_OUTPUTS, of.TILE_BYTES)
-    tiles = (False, True, large), (False, True, (of.TILE_OUTPUTS, of.LEAST_BYTES)), (False, False, small), (True, False, small)
+    tiles = (
+        (False, True, large),
+        (False, True, (of.TILE_OUTPUTS, of.LEAST_BYTES)),
+        (False, False, small),
+        (True, False, small),
+    )
     for kind, zeros, (ordered, whole, tile) in itertools.product((0, 1, 3), (False, True), tiles):
         constants = {"KIND": kind, "ZEROS": zeros, "ORDERED": ordered, "WHOLE": whole}
         constants |= {"OUTPUTS": tile[0], "INPUTS": tile[1] * (2 if kind == 0 else 1)}
-        of_product = constants | {"ROWS": of.TILE_ROWS, "PART": of.LEAST_INPUTS, "DTYPE": triton_quantised._TYPES[dtype]}
+        of_product = constants | {
+            "ROWS": of.TILE_ROWS,
+            "PART": of.LEAST_INPUTS,
+            "DTYPE": triton_quantised._TYPES[dtype],
+        }
         of_rows = types | {"x": POINTERS[dtype] if kind else pairs}
         options = {"num_stages": of.NUM_STAGES} | ({} if whole else {"maxnreg": of.SMALL_REGISTERS})
         found.append(Variant(triton_quantised._product_kernel, of_product, of_rows, warps, options))
