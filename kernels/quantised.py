@@ -217,8 +217,8 @@ BLOCK_SIZES |= {name: (form.inputs, form.bytes) for name, form in BLOCK_FORMS.it
 class BlockMatrix(QuantisedMatrix):
     """`[outputs, inputs]` in one of ggml's formats of blocks of neighbouring inputs, as a GGUF file holds it.
 
-    Its numbers are `scale * (value - zero) - least`, where neighbours have one scale and one least number; both are
-    products of numbers that the block holds.
+    Its numbers are `scale * (value - zero) - least`, each step rounded to float32. Neighbours share a scale and a least
+    number, which are products of what the block holds.
     """
 
     blocks: Tensor
