@@ -304,21 +304,26 @@ def grouped_of_blocks(blocks: Tensor, form: str) -> GroupedMatrix:
     return GroupedMatrix(values[:, ::2] | values[:, 1::2] << 4, scales, 8, 4)
 
 
-def joined(matrices: Sequence[GroupedMatrix]) -> list[GroupedMatrix]:
+def joined(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
     """Those of the same inputs whose outputs follow one another: one, where all are held alike and groups are
     neighbours; or as they are given."""
-    first, *others = matrices
+    grouped = [one for one in matrices if isinstance(one, GroupedMatrix) and one.group_of is None]
+    blocks = [one for one in matrices if isinstance(one, BlockMatrix)]
+    if len(matrices) == 1:
+        return list(matrices)
+    if len(blocks) == len(matrices) and len({one.form for one in blocks}) == 1:
+        return [BlockMatrix(torch.cat([one.blocks for one in blocks]), blocks[0].form)]
     ways = {
         (one.kind, one.scales.shape[1], one.scales.dtype, one.zeros if isinstance(one.zeros, int) else one.zeros.dtype)
-        for one in matrices
+        for one in grouped
     }
-    if not others or len(ways) > 1 or any(one.group_of is not None for one in matrices):
+    if len(grouped) < len(matrices) or len(ways) > 1:
         return list(matrices)
-    zeros = first.zeros
+    zeros = grouped[0].zeros
     if isinstance(zeros, Tensor):
-        zeros = torch.cat([one.zeros for one in matrices if isinstance(one.zeros, Tensor)])
-    values, scales = torch.cat([one.values for one in matrices]), torch.cat([one.scales for one in matrices])
-    return [replace(first, values=values, scales=scales, zeros=zeros)]
+        zeros = torch.cat([one.zeros for one in grouped if isinstance(one.zeros, Tensor)])
+    values, scales = torch.cat([one.values for one in grouped]), torch.cat([one.scales for one in grouped])
+    return [replace(grouped[0], values=values, scales=scales, zeros=zeros)]
 
 
 def quantised_linear(

@@ -109,8 +109,8 @@ class Matrix:
         dense = [part for part in parts if isinstance(part, Tensor)]
         if len(dense) == len(parts):
             return DenseWeight(_joined(dense), bias)
-        grouped = [part for part in parts if isinstance(part, GroupedMatrix)]
-        return QuantisedWeight(tuple(joined(grouped) if len(grouped) == len(parts) else parts), bias)
+        few_bits = [part for part in parts if isinstance(part, QuantisedMatrix)]
+        return QuantisedWeight(tuple(joined(few_bits) if len(few_bits) == len(parts) else parts), bias)
 
 
 class WeightSource(StoredTensors, Protocol):

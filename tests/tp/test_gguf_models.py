@@ -17,7 +17,7 @@ from gguf_files import SMALL, save_gguf, vocabulary  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
-from triforce.tp.matrices import ModelMatrices  # noqa: E402
+from triforce.tp.matrices import ModelMatrices, QuantisedWeight  # noqa: E402
 from triforce.tp.model.config import ModelConfig  # noqa: E402
 from triforce.tp.weights.checkpoint import Checkpoint  # noqa: E402
 from triforce.tp.weights.gguf_header import GgufHeader  # noqa: E402
@@ -110,6 +110,20 @@ def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
                if part == "weights")  # fmt: skip
     in_file = sum(tensor.num_bytes for tensor in GgufHeader.read(tmp_path / "some-model.gguf").tensors)
     assert held == ModelMatrices.of(config).num_bytes(torch.bfloat16) <= 1.05 * in_file
+
+
+def test_projections_of_one_format_are_one_matrix(tmp_path):
+    save_gguf(tmp_path / "m", "llama", mixed)
+    directory = find_model(tmp_path / "m.gguf")
+    config, checkpoint = ModelConfig.load(directory), Checkpoint(directory, torch.float32, CPU)
+    matrices = ModelMatrices.of(config)
+    for matrix, parts in ((matrices.gate_up, 1), (matrices.qkv, 3)):
+        weight = matrix.read(checkpoint, "model.layers.0.", config.quantisation)
+        assert isinstance(weight, QuantisedWeight) and len(weight.parts) == parts
+        one_by_one = [one.read(checkpoint, "model.layers.0.", config.quantisation) for one in matrix.projections]
+        found = torch.cat([part.expand(torch.float32) for part in weight.parts if not isinstance(part, torch.Tensor)])
+        want = [part.expand(torch.float32) for part in one_by_one if not isinstance(part, torch.Tensor)]
+        assert torch.equal(found, torch.cat(want))
 
 
 def test_a_model_in_shards(tmp_path):
