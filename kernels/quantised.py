@@ -341,6 +341,8 @@ def quantised_linear(
 
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
         return product_triton(y.contiguous(), matrix, bias, onto)
+    if norm is not None and not on_cpu(x.device):  # once for all parts
+        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
     outputs, inputs = matrix.shape
     at_once = max(1, (STEP_NUMBERS if x.shape[0] <= STEP_ROWS else MANY_NUMBERS) // inputs)
     if outputs <= at_once:

@@ -174,7 +174,7 @@ class DenseWeight:
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """One of projections of which some are in four or eight bits: their outputs follow one another."""
+    """One of projections of which some are in four to eight bits: their outputs follow one another."""
 
     parts: tuple[QuantisedMatrix | Tensor, ...]
     bias: Tensor | None = None

@@ -13,7 +13,7 @@ from tiny import LLAMA3, greedy_oracle, save_llama
 gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
 from gguf import GGMLQuantizationType as Form  # noqa: E402
-from gguf_files import SMALL, save_gguf, vocabulary  # noqa: E402
+from gguf_files import save_gguf, vocabulary  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
@@ -94,14 +94,14 @@ def test_rope_is_scaled_as_the_file_says(tmp_path, rope):
 def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
     """Configuration, ends of generation, tokenizer and template, and weights within 5 % of the file's bytes."""
     template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    keys = {"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 299}
+    keys = {"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 290}
     save_gguf(tmp_path / "some-model", "qwen3", mixed, keys=keys)
     directory = find_model(tmp_path / "some-model.gguf")
     assert directory == find_model(tmp_path / "some-model.gguf") and directory.name == "some-model"
     config, twin = ModelConfig.load(directory), ModelConfig.load(tmp_path / "some-model")
     for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm"):
         assert getattr(config, name) == getattr(twin, name), name
-    assert config.eos_token_ids == (298, 299) and config.dtype == torch.bfloat16
+    assert config.eos_token_ids == (290, 298, 299)  # of a sequence, of a turn, and <|im_end|>
     assert config.quantisation is not None and config.quantisation.name == "GGUF (Q4_K, Q5_K, Q6_K)"
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.decode(tokenizer.encode("the other hour, 12", True)) == "the other hour, 12"
@@ -110,6 +110,55 @@ def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
                if part == "weights")  # fmt: skip
     in_file = sum(tensor.num_bytes for tensor in GgufHeader.read(tmp_path / "some-model.gguf").tensors)
     assert held == ModelMatrices.of(config).num_bytes(torch.bfloat16) <= 1.05 * in_file
+
+
+@pytest.mark.parametrize("form", [*FORMS, Form.F32, mixed], ids=str)
+def test_number_formats_of_files_in_few_bits_are_bfloat16(tmp_path, form):
+    save_gguf(tmp_path / "m", "llama", mixed if form is mixed else all_in(form), num_hidden_layers=1)
+    want = {Form.F32: torch.float32, Form.F16: torch.float16}.get(form, torch.bfloat16)
+    assert ModelConfig.load(find_model(tmp_path / "m.gguf")).dtype == want
+
+
+def test_a_file_whose_embedding_is_wide_and_head_in_few_bits(tmp_path):
+    """And biases of queries and keys, in the order of pairs."""
+    model = save_gguf(tmp_path / "m", "llama-bias", lambda name: Form.F16 if "embed" in name else mixed(name))
+    engine = Engine.load(find_model(tmp_path / "m.gguf"), device="cpu", dtype="float32", tiers=1)
+    assert engine.generate(PROMPT, Sampling(0.0), 20).token_ids == greedy_oracle(model, PROMPT, 20)
+
+
+@pytest.mark.parametrize(
+    ("keys", "want"),
+    [
+        ({"scaling.factor": 4.0}, ("linear", 4.0)),
+        ({"scale_linear": 4.0}, ("linear", 4.0)),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, ("default", 1.0)),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, ("default", 1.0)),
+    ],
+)
+def test_a_scaling_without_a_type_is_linear(tmp_path, keys, want):
+    """As llama.cpp reads it."""
+    keys = {f"{{arch}}.rope.{name}": value for name, value in keys.items()}
+    save_gguf(tmp_path / "m", "llama", mixed, keys=keys, num_hidden_layers=1)
+    rope = ModelConfig.load(find_model(tmp_path / "m.gguf")).rope
+    assert (rope.type, rope.factor) == want
+
+
+def test_a_directory_that_lacks_a_file_is_made_anew(tmp_path):
+    save_gguf(tmp_path / "m", "llama", mixed, num_hidden_layers=1)
+    directory = find_model(tmp_path / "m.gguf")
+    (directory / "tokenizer.json").unlink()
+    assert find_model(tmp_path / "m.gguf") == directory
+    Tokenizer.load(directory)
+    (directory / GGUF_INDEX).write_text('{"files": 3}')
+    with pytest.raises(ModelError, match="cannot be read"):
+        Checkpoint(directory, torch.float32, CPU)
+
+
+def test_a_home_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    save_gguf(tmp_path / "m", "llama", mixed, num_hidden_layers=1)
+    monkeypatch.setenv("TRIFORCE_HOME", "/proc/nothing")
+    with pytest.raises(ModelError, match="cannot be written"):
+        find_model(tmp_path / "m.gguf")
 
 
 def test_projections_of_one_format_are_one_matrix(tmp_path):
@@ -177,6 +226,8 @@ def test_ranks_that_would_split_a_block_are_refused(tmp_path):
     matrices = ModelMatrices.of(config, Split.of(config, Ranks(0, 2, 2)))
     with pytest.raises(ModelError, match="no whole blocks of 256"):
         matrices.o.read(Checkpoint(directory, torch.float32, CPU), "model.layers.0.", config.quantisation)
+    with pytest.raises(ModelError, match=r"o_proj is in Q4_K, in blocks of 256 inputs, .* another number of --gpus"):
+        matrices.num_bytes(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +237,9 @@ def test_ranks_that_would_split_a_block_are_refused(tmp_path):
         ({"llama.rope.scaling.type": "longrope"}, "none, linear and yarn"),
         ({"llama.rope.dimension_count": 8}, "the size of a head, is supported"),
         ({"llama.block_count": "three"}, "a whole number above 0"),
+        ({"llama.block_count": 2**31 - 1}, "there are tensors of 3 layers"),
+        ({"llama.attention.sliding_window": 4096}, "windows are not read"),
+        ({"llama.rope.scaling.factor": -1.0}, "a number above 0"),
         ({"llama.attention.layer_norm_rms_epsilon": True}, "a number belongs there"),
         ({"tokenizer.ggml.model": "bert"}, "bert"),
     ],
@@ -245,15 +299,19 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
         else:
             for _ in range(rng.randrange(1, 4)):
                 damaged[rng.randrange(header)] = rng.randrange(256)
-        path = tmp_path / "damaged.gguf"
+        path = tmp_path / f"damaged-{case}.gguf"
         path.write_bytes(damaged)
         try:
             directory = find_model(path)
             config = ModelConfig.load(directory)
-            Decoder.load(directory, config, dtype=torch.float32, device=CPU)
+            Tokenizer.load(directory)
+            decoder = Decoder.load(directory, config, dtype=torch.float32, device=CPU)
+            held = sum(tensor.nbytes for part, tensor in decoder.held() if part == "weights")
+            assert held <= ModelMatrices.of(config).num_bytes(torch.float32)
         except ModelError as error:
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 700
+        path.unlink()
     assert refused > 400
 
 
@@ -268,5 +326,5 @@ def test_the_index_says_where_tensors_are(tmp_path):
     save_gguf(tmp_path / "m", "llama", mixed)
     directory = find_model(tmp_path / "m.gguf")
     index = json.loads((directory / GGUF_INDEX).read_text())
-    assert index["files"] == [str(tmp_path / "m.gguf")] and SMALL["vocab_size"] == 300
+    assert index["files"] == [str(tmp_path / "m.gguf")]
     assert index["tensors"]["model.layers.0.self_attn.q_proj.weight"]["heads"] == 4

@@ -22,7 +22,7 @@ class ModelConfig:
 
     `max_position_embeddings` includes what a RoPE scaling adds, but not what dual chunk attention does (`dual_chunk`:
     whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
-    `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four or eight bits;
+    `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four to eight bits;
     `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
     """
 

@@ -96,7 +96,13 @@ class Gguf(Quantisation):
 
     def num_bytes(self, name: str, outputs: int, inputs: int, columns: slice | None = None) -> int:
         in_block, num_bytes = BLOCK_SIZES[self._form_of[name]]
-        return outputs * (len(range(inputs)[columns or slice(None)]) // in_block) * num_bytes
+        first, stop, _ = (columns or slice(None)).indices(inputs)
+        if first % in_block or stop % in_block:
+            raise ModelError(
+                f"{name} is in {self._form_of[name]}, in blocks of {in_block} inputs, of which a rank would hold "
+                f"{first:,} to {stop:,}; give another number of --gpus"
+            )
+        return outputs * ((stop - first) // in_block) * num_bytes
 
     def read(self, source: StoredTensors, name: str, outputs: int, inputs: int) -> QuantisedMatrix:
         form = self._form_of[name]

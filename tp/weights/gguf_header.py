@@ -1,7 +1,7 @@
 """The header of a GGUF file: keys and values, and where its tensors are. ggml's docs/gguf.md describes the format.
 
 The package `gguf` reads it too, but takes nine seconds for a vocabulary of 151,000 tokens, and as long as a hostile
-file says. Here nothing is read beyond the file, and nothing is taken that the file has not.
+file says. Here nothing is read beyond the file, and there are limits to what a header may list.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FORMS |= {29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "
 
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_LEAST_TENSOR = 8 + 4 + 4 + 8
-"""Bytes of the description of a tensor at least."""
+_MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**16, 2**12, 2**20
+"""That a header may list."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,23 @@ class _Reader:
         if version not in (2, 3):
             raise ModelError(f"{self._path} has version {version} of GGUF; versions 2 and 3 are read (little endian)")
         num_tensors, num_keys = self._number("<u8"), self._number("<u8")
-        self._has(num_tensors * _LEAST_TENSOR)
-        self._has(num_keys * 12)
+        self._allow(num_tensors, _MOST_TENSORS, "tensors")
+        self._allow(num_keys, _MOST_KEYS, "keys")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._text()
+            if key in metadata:
+                raise ModelError(f"{self._path} is damaged: it has the key {key[:80]!r} twice")
             metadata[key] = self._value(self._number("<u4"), nested=False)
         described = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise ModelError(f"{self._path} has general.alignment {alignment!r}; it is a power of two")
         begin = -(-self._at // alignment) * alignment
-        return GgufHeader(metadata, [self._placed(one, begin, alignment) for one in described])
+        tensors = [self._placed(one, begin, alignment) for one in described]
+        if sum(tensor.num_bytes for tensor in tensors) > len(self._content):
+            raise ModelError(f"{self._path} is damaged: tensors lie on one another")
+        return GgufHeader(metadata, tensors)
 
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         """Name, type, shape and offset."""
@@ -145,7 +150,7 @@ class _Reader:
             raise ModelError(f"{self._path} is damaged: it has a value of type {kind}")
         kind, count = self._number("<u4"), self._number("<u8")
         if kind == _STRING:
-            self._has(count * 8)
+            self._allow(count, _MOST_TEXTS, "texts of a key")
             return [self._text() for _ in range(count)]
         if kind != _BOOL and kind not in _NUMBERS:
             raise ModelError(f"{self._path} is damaged: it has an array of type {kind}")
@@ -164,6 +169,10 @@ class _Reader:
         self._has(size)
         self._at += size
         return self._content[self._at - size : self._at]
+
+    def _allow(self, count: int, most: int, what: str) -> None:
+        if count > most:
+            raise ModelError(f"{self._path} is damaged: its header asks for {count:,} {what}; {most:,} are allowed")
 
     def _has(self, size: int) -> None:
         """Raises `ModelError` if the file ends before so many bytes."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ..errors import ModelError
 from ..home import user_home
 from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor
 from .gguf_tokenizer import tokenizer_files
-from .weight_files import GGUF_INDEX
+from .weight_files import GGUF_INDEX, SHARD
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Of `config.json`, by those of GGUF; Mistral's is `llama`."""
@@ -45,10 +47,13 @@ LAYER_NAMES = {
 """Within a layer, those of Hugging Face by those of GGUF."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"}
+_CONTROL = 3
+"""Of `tokenizer.ggml.token_type`."""
 _ROPE_DIVISORS = "rope_freqs.weight"
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
 _FORMAT = 1
-"""Of the directories: another one is made anew."""
+"""Of the directories: those of another one, or of another version of this package, are made anew."""
 
 
 def gguf_directory(path: Path) -> Path:
@@ -58,31 +63,34 @@ def gguf_directory(path: Path) -> Path:
         ModelError: it is none that can be read, or a shard is missing.
     """
     files = _shards(path)
-    stats = [file.stat() for file in files]
-    known = f"{_FORMAT} " + " ".join(
-        f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}" for file, stat in zip(files, stats, strict=True)
-    )
-    shard = _SHARD.fullmatch(path.name)
-    directory = user_home() / "gguf" / xxhash.xxh3_64_hexdigest(known.encode()) / (shard[1] if shard else path.stem)
-    if directory.is_dir():
+    known = xxhash.xxh3_64(f"{_FORMAT} {metadata.version('triforce-cli')}".encode())
+    for file in files:
+        stat = file.stat()
+        numbers = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+        known.update(os.fsencode(file.resolve()) + repr(numbers).encode())
+    shard = SHARD.fullmatch(path.name)
+    directory = user_home() / "gguf" / known.hexdigest() / (shard[1] if shard else path.stem)
+    if all((directory / name).is_file() for name in _FILES):
         return directory
     contents = _contents(files)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        for name, content in contents.items():
-            (made / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8", errors="surrogatepass")
-        made.rename(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+            made = Path(scratch) / "made"
+            made.mkdir()
+            for name in _FILES:
+                (made / name).write_text(json.dumps(contents[name]), encoding="utf-8")
+            if directory.is_dir():  # and lacks a file
+                shutil.rmtree(directory)
+            made.rename(directory)
     except OSError as error:
-        if not directory.is_dir():  # or another process was faster
+        if not all((directory / name).is_file() for name in _FILES):  # or another process was faster
             raise ModelError(f"{directory}, which says what is in {path}, cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return directory
 
 
 def _shards(path: Path) -> list[Path]:
-    found = _SHARD.fullmatch(path.name)
+    found = SHARD.fullmatch(path.name)
     if found is None:
         return [path]
     if int(found[2]) != 1:
@@ -111,10 +119,12 @@ def _contents(files: list[Path]) -> dict[str, Any]:
             "offset": tensor.offset,
             "form": tensor.form,
             "shape": tensor.shape,
-            "heads": config.turned_heads(tensor.name),
+            "heads": config.interleaved_heads(tensor.name),
         }
         for number, tensor in tensors.values()
     }
+    if len(placed) < len(tensors):
+        raise ModelError(f"{path} has two tensors that mean the same one, such as blk.0 and blk.00")
     raw = config.raw(placed, None if divisors is None else _read_floats(files[divisors[0]], divisors[1]))
     few_bits = {
         name.removesuffix(".weight"): one["form"] for name, one in placed.items() if one["form"] not in DENSE_FORMS
@@ -150,9 +160,9 @@ def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
 class _Configuration:
     """What a file's keys say of its model."""
 
-    def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
-        self._metadata, self._path = metadata, path
-        self._architecture = str(metadata.get("general.architecture"))
+    def __init__(self, keys: Mapping[str, Any], path: Path) -> None:
+        self._metadata, self._path = keys, path
+        self._architecture = str(keys.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
             raise ModelError(
                 f"{path} has the architecture {self._architecture[:80]!r}, which is not supported; supported: "
@@ -161,7 +171,7 @@ class _Configuration:
         self._heads = self._whole("attention.head_count")
         self._kv_heads = self._whole("attention.head_count_kv", self._heads)
 
-    def turned_heads(self, name: str) -> int:
+    def interleaved_heads(self, name: str) -> int:
         """Of queries or keys whose rows are in the order of pairs; 0: rows are as in Hugging Face's checkpoints."""
         part = name.split(".")[-2] if self._architecture == "llama" and name.startswith("blk.") else ""
         return {"attn_q": self._heads, "attn_k": self._kv_heads}.get(part, 0)
@@ -176,6 +186,11 @@ class _Configuration:
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._whole(key, size) != size:
                 raise self._odd(key, f"{self._whole(key)}; {size}, the size of a head, is supported")
+        if f"{self._architecture}.attention.sliding_window" in self._metadata:
+            raise self._odd("attention.sliding_window", "something; windows are not read from GGUF files")
+        named = [int(name.split(".")[2]) for name in tensors if name.startswith("model.layers.")]
+        if max(named, default=-1) + 1 != layers:
+            raise self._odd("block_count", f"{layers:,}; there are tensors of {max(named, default=-1) + 1:,} layers")
         embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise ModelError(f"{self._path} lacks the tensor token_embd.weight")
@@ -199,33 +214,37 @@ class _Configuration:
             "tie_word_embeddings": "lm_head.weight" not in tensors,
             "attention_bias": self._architecture != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in tensors,
             "use_sliding_window": False,
-            "torch_dtype": {"F32": "float32", "F16": "float16"}.get(*forms) if len(forms) == 1 else "bfloat16",
+            "torch_dtype": {("F32",): "float32", ("F16",): "float16"}.get(tuple(forms), "bfloat16"),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends(embedding["shape"][0]),
         }
 
     def _ends(self, vocabulary: int) -> list[int]:
-        """The tokens that end a generation: of a sequence, a turn, a message; the last two by their texts where the
-        file does not name them, as older ones do not."""
+        """The tokens that end a generation: of a sequence, a turn, a message, as the file names them; and control
+        tokens of `_END_TEXTS`, of which it names but some."""
         found = [self._metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        texts = self._metadata.get("tokenizer.ggml.tokens")
-        if isinstance(texts, list):
-            wanted = "<|eot_id|>", "<|eom_id|>", "<|im_end|>"
-            found += [texts.index(text) for text in wanted if text in texts]
+        texts, kinds = (self._metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+        if isinstance(texts, list) and isinstance(kinds, np.ndarray) and len(texts) == len(kinds):
+            found += [token for token, text in enumerate(texts) if text in _END_TEXTS and kinds[token] == _CONTROL]
         return sorted({token for token in found if type(token) is int and 0 <= token < vocabulary})
 
     def _scaling(self, divisors: np.ndarray | None, base: float, size: int) -> dict[str, Any] | None:
-        """`rope_scaling` of a `config.json`."""
-        kind = str(self._metadata.get(f"{self._architecture}.rope.scaling.type", "none"))
+        """`rope_scaling` of a `config.json`. As for llama.cpp a scaling without a type is linear, `rope.scale_linear`
+        is the factor's old name, and a factor of 0 is none."""
+        kind = str(self._metadata.get(f"{self._architecture}.rope.scaling.type", "linear"))
+        factor = self._float("rope.scaling.factor", self._float("rope.scale_linear", 0.0)) or 1.0
+        if factor <= 0:
+            raise self._odd("rope.scaling.factor", f"{factor:g}; a number above 0 belongs there")
+        is_scaled = kind != "none" and (kind != "linear" or factor != 1.0)
         if divisors is not None:
-            if kind != "none":
-                raise self._odd("rope.scaling.type", f"{kind!r} beside {_ROPE_DIVISORS}")
+            if is_scaled:
+                raise self._odd("rope.scaling.type", f"{kind[:80]!r} beside {_ROPE_DIVISORS}")
             return self._divided(divisors, base, size)
-        if kind == "none":
+        if not is_scaled:
             return None
         if kind not in ("linear", "yarn"):
             raise self._odd("rope.scaling.type", f"{kind[:80]!r}; none, linear and yarn are supported")
-        found: dict[str, Any] = {"rope_type": kind, "factor": self._float("rope.scaling.factor")}
+        found: dict[str, Any] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             original = self._whole("rope.scaling.original_context_length")
             found |= {"original_max_position_embeddings": original}
@@ -246,16 +265,20 @@ class _Configuration:
         if np.allclose(divisors, factor, rtol=1e-4):
             return None if factor == 1 else {"rope_type": "linear", "factor": factor}
         wavelengths = 2 * math.pi * base ** (np.arange(0, size, 2, dtype=np.float64) / size)
-        for original in (2**power for power in range(5, 21)):
+
+        def misses_by(original: int) -> float:
             kept = np.clip((original / wavelengths - 1.0) / 3.0, 0.0, 1.0)
-            if np.allclose(divisors, 1.0 / (kept + (1.0 - kept) / factor), rtol=1e-4):
-                return {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": original,
-                }
+            return float(np.abs(divisors * (kept + (1.0 - kept) / factor) - 1.0).max())
+
+        original = min((2**power for power in range(5, 21)), key=misses_by)
+        if misses_by(original) < 1e-4:
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": original,
+            }
         raise ModelError(
             f"{self._path} divides RoPE's frequencies ({_ROPE_DIVISORS}) in a way that is not Llama 3's, which is not "
             "supported"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ModelError
 from ..units import gib
-from .weight_files import LAYOUTS, shard_names, weight_files
+from .weight_files import LAYOUTS, SHARD, shard_names, weight_files
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -25,6 +25,8 @@ _CONFIG = "config.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SMALL = (_CONFIG, "generation_config.json", *_TOKENIZER, "merges.txt", "special_tokens_map.json", "added_tokens.json")
 _SMALL_PATTERN = re.compile(r"chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja")
+_NOT_READ = re.compile(r"(?i)(^|[-.])(I?Q[123]_|IQ|TQ|MXFP|NVFP)")
+"""Quantisations of GGUF files that `gguf_header` refuses."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -60,13 +62,17 @@ def fetch(name: str, note: Callable[[str], None] | None = None) -> Path:
 
 
 def fetch_gguf(name: str, form: str, note: Callable[[str], None] | None = None) -> Path:
-    """The GGUF file of a hub model, or its first shard, whose name ends in a quantisation such as `Q4_K_M`.
+    """The GGUF file of a hub model, or its first shard, whose name ends in a quantisation such as `Q4_K_M`. It is
+    downloaded if it is not in the cache; what is in it is found out afterwards.
 
-    Args: as `fetch`.
+    Args: `name` and `note` are as for `fetch`.
 
     Raises:
-        ModelError: as `fetch`, or there is none of that quantisation, or several.
+        ModelError: the model cannot be downloaded, or there is no file of that quantisation, or several, or it is one
+            that is not read.
     """
+    if _NOT_READ.search(form):
+        raise ModelError(f"{form} is a quantisation that is not read; take another, such as {name}:Q4_K_M")
     try:
         return cached_gguf(name, form) or _download_gguf(name, form, note)
     except ModelError:
@@ -79,11 +85,13 @@ def fetch_gguf(name: str, form: str, note: Callable[[str], None] | None = None) 
 
 
 def cached_gguf(name: str, form: str) -> Path | None:
-    """As `fetch_gguf`, of a model that is in the cache with all its shards."""
+    """The file that `fetch_gguf` finds in the cache, if it is there with all its shards."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    for snapshot in sorted(folder.glob("*")):
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    newest = folder / "refs" / "main"
+    commit = newest.read_text(encoding="utf-8").strip() if newest.is_file() else ""
+    for snapshot in sorted((folder / "snapshots").glob("*"), key=lambda found: (found.name != commit, found.name)):
         there = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
         shards = _gguf_of(there, form)
         if len(shards) == 1 and all(file in there for file in shards[0]):
@@ -101,7 +109,7 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     if len(found) != 1:
         which = "several GGUF files" if found else "no GGUF file"
         listed = ", ".join(sorted(there)[:8]) or "none"
-        raise ModelError(f"{name} on the hub has {which} in {form!r}; it has: {listed}")
+        raise ModelError(f"{name} on the hub has {which} in {form!r}; give more of its name; it has: {listed}")
     (files,) = found
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
@@ -116,9 +124,10 @@ def _gguf_of(files: list[str], form: str) -> list[list[str]]:
     """Of GGUF files those in a quantisation: for each model its shards, in order."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
-        shard = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", file)
+        shard = SHARD.fullmatch(file)
         stem, count = (shard[1], int(shard[3])) if shard else (file.removesuffix(".gguf"), 1)
-        if re.fullmatch(rf"(.*[-_./])?{re.escape(form)}", stem, re.IGNORECASE) and count < 1000:
+        is_model = not Path(file).name.startswith("mmproj")  # or what projects images
+        if is_model and re.fullmatch(rf"(.*[-./])?{re.escape(form)}", stem, re.IGNORECASE) and count < 1000:
             shards = [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)] if shard else [file]
             found[stem] = shards
     return list(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.j
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LAYOUTS = ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX))
 """Names of the single file or the index of shards, in the order in which they are looked for."""
+
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of a GGUF file that is a part of a model."""
 
 GGUF_INDEX = "model.gguf.index.json"
 """Of the directory of a GGUF file: says where that is, and what is in it (`gguf_model`)."""
@@ -45,9 +49,27 @@ def weight_files(directory: Path) -> list[Path]:
 
 def gguf_index(directory: Path) -> dict[str, Any] | None:
     """Which GGUF files the model of a directory is in (`files`), and where its tensors are in them (`tensors`); `None`
-    for a directory of another kind."""
+    for a directory of another kind.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     path = directory / GGUF_INDEX
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(file, str) for file in index["files"]):
+            raise TypeError("files")
+        for tensor in index["tensors"].values():
+            numbers = tensor["file"], tensor["offset"], tensor["heads"], *tensor["shape"]
+            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
+                tensor["form"], str
+            ):
+                raise TypeError("tensors")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); remove its directory, which is made anew") from error
+    return index
 
 
 def shard_names(index: Path) -> list[str]:

@@ -31,13 +31,14 @@ def test_transformers_gets_the_numbers_that_quantised_weights_stand_for(compare,
     assert theirs["runs"][0]["token_ids"] == ours["runs"][0]["token_ids"]
 
 
-def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch):
+@pytest.mark.parametrize("form", ["Q4_K", "F16"])
+def test_transformers_gets_the_numbers_of_a_gguf_file(compare, tmp_path, forked_workers, monkeypatch, form):
     pytest.importorskip("gguf", reason="the package gguf writes the file")
     from gguf import GGMLQuantizationType as Form
     from gguf_files import save_gguf
 
     monkeypatch.setenv("TRIFORCE_HOME", str(tmp_path / "home"))
-    save_gguf(tmp_path / "target", "qwen3", lambda name: Form.Q6_K if "embed" in name else Form.Q4_K)
+    save_gguf(tmp_path / "target", "qwen3", lambda name: Form[form])
     of_model = {"model": tmp_path / "target.gguf", "draft": "none"}
     outcome, document = compare("transformers", json_path=tmp_path / "runs.json", **of_model)
     assert outcome.code == 0, outcome

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ....tp.errors import ModelError
 from ....tp.model.config import ModelConfig
+from ....tp.weights.weight_files import gguf_index
 from .protocol import Job, Timed
 
 
@@ -31,8 +32,11 @@ class DeepSpeed:
 
         from .transformers_baseline import without_defaults
 
-        if ModelConfig.load(Path(job.model)).quantisation is not None:
-            raise ModelError(f"{job.given_model} has quantised weights, which are not given to DeepSpeed")
+        directory = Path(job.model)
+        if ModelConfig.load(directory).quantisation is not None or gguf_index(directory) is not None:
+            raise ModelError(
+                f"{job.given_model} has quantised weights or is a GGUF file, which are not given to DeepSpeed"
+            )
         transformers.logging.set_verbosity_error()
         cuda = job.device == "cuda"
         backend = "nccl" if cuda else "gloo"

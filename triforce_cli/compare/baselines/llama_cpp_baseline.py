@@ -90,9 +90,12 @@ class LlamaCpp:
 
     @property
     def _weights(self) -> str:
-        if gguf_index(Path(self._job.model)) is None:
+        index = gguf_index(Path(self._job.model))
+        if index is None:
             return f"weights (GGUF) and {self.kv_cache} in one format,"
-        return f"the same GGUF file, activations rounded to 8 bits in its products, {self.kv_cache} in 16 or 32 bits,"
+        dense = all(tensor["form"] in ("F32", "F16", "BF16") for tensor in index["tensors"].values())
+        rounded = "" if dense else ", activations rounded to 8 bits in products with what is in few bits"
+        return f"the same GGUF file{rounded}, {self.kv_cache} in {self._job.dtype},"
 
     def _opened(self, flash: bool) -> Any:
         if self._model is not None:

@@ -16,6 +16,7 @@ from ....tp.errors import ModelError
 from ....tp.matrices import ModelMatrices, layer_prefix
 from ....tp.model.config import ModelConfig
 from ....tp.weights.checkpoint import Checkpoint
+from ....tp.weights.weight_files import gguf_index
 from .protocol import Job, Timed
 
 
@@ -139,7 +140,7 @@ class _Clock(BaseStreamer):
 def _load(directory: str, job: Job) -> Any:
     transformers.logging.set_verbosity_error()
     config = ModelConfig.load(Path(directory))
-    if config.quantisation is not None:
+    if config.quantisation is not None or gguf_index(Path(directory)) is not None:
         return _load_expanded(Path(directory), config, job)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
@@ -153,7 +154,7 @@ def _load(directory: str, job: Job) -> Any:
 
 
 def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
-    """A model whose weights are stored in four or eight bits, with the numbers that they stand for."""
+    """A model whose weights are stored in few bits or in a GGUF file, with the numbers that they stand for."""
     dtype, read = getattr(torch, job.dtype), {}
     checkpoint = Checkpoint(directory, dtype, torch.device("cpu"))
     matrices = ModelMatrices.of(config)
