@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cpu.calls import call, threads
-from .cpu.library import cpu_level, loaded
+from .cpu.library import Level, cpu_level, loaded
 from .layers import linear
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
@@ -29,6 +29,9 @@ FLOAT32_NUMBERS = 2**20
 
 _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """See `GroupedMatrix.kind`."""
+
+_BLOCKS = 16
+"""`BLOCKS` of cpu.h."""
 
 
 class QuantisedMatrix(ABC):
@@ -79,6 +82,17 @@ class QuantisedMatrix(ABC):
         if self._call_compiled(kernels, out, level):
             raise ValueError(f"this processor has not the instructions of level {level}")
 
+    def product_compiled(self, x: Tensor) -> Tensor:
+        """`x` `[n, inputs]`, bfloat16 or float32, times its numbers in that dtype, by the compiled kernels
+        (`cpu/source/products.c`), which need AVX2 and inputs in eights: `[n, outputs]`, float32."""
+        kernels = loaded()
+        assert kernels is not None
+        out = x.new_empty(len(x), self.shape[0], dtype=torch.float32)
+        failed = self._call_product(kernels, x.float().contiguous(), out, is_bf16=x.dtype == torch.bfloat16)
+        if failed:
+            raise MemoryError if failed == 1 else ValueError("this processor has not the instructions of AVX2")
+        return out
+
     @abstractmethod
     def _of(self, part: slice | Tensor) -> Self:
         """Those of its outputs."""
@@ -90,6 +104,10 @@ class QuantisedMatrix(ABC):
     @abstractmethod
     def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
         """Expands to `out`; what the kernel returns."""
+
+    @abstractmethod
+    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
+        """Multiplies `x` by it to `out`, both float32; what the kernel returns."""
 
     @abstractmethod
     def _expand_triton(self, out: Tensor) -> None:
@@ -143,14 +161,26 @@ class GroupedMatrix(QuantisedMatrix):
         return ((grouped - zeros) * scales.unsqueeze(-1)).flatten(1)
 
     def _call_compiled(self, kernels: Any, out: Tensor, level: int) -> int:
+        scales, _zeros, *places = self._described()
+        return call(
+            kernels.triforce_expand,
+            *(*places, out.data_ptr(), *out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
+        )
+
+    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
+        scales, _zeros, *places = self._described()
+        sizes = out.shape[1], x.shape[1], scales.shape[1]
+        return call(
+            kernels.triforce_product,
+            *(*places, 0, x.data_ptr(), len(x), out.data_ptr(), *sizes, is_bf16, threads()),
+        )
+
+    def _described(self) -> tuple[Any, ...]:
+        """Scales and zeros in float32, which must live as long as their addresses, and the kernels' first arguments."""
         scales = self.scales.float()
         zeros = torch.full_like(scales, self.zeros) if isinstance(self.zeros, int) else self.zeros.float()
         group_of = None if self.group_of is None else self.group_of.data_ptr()
-        return call(
-            kernels.triforce_expand,
-            *(self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of, out.data_ptr()),
-            *(*out.shape, scales.shape[1], out.dtype == torch.bfloat16, level, threads()),
-        )
+        return scales, zeros, self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of
 
     def _expand_triton(self, out: Tensor) -> None:
         from .triton.quantised import expand_triton  # not imported where it is not used
@@ -276,6 +306,14 @@ class BlockMatrix(QuantisedMatrix):
             *(out.shape[1], out.dtype == torch.bfloat16, level, threads()),
         )
 
+    def _call_product(self, kernels: Any, x: Tensor, out: Tensor, *, is_bf16: bool) -> int:
+        held, kind, sizes = self.blocks, _BLOCKS + self.layout.number, (*out.shape[1:], *x.shape[1:])
+        return call(
+            kernels.triforce_product,
+            *(held.data_ptr(), kind, None, None, None, held.stride(0), x.data_ptr(), len(x), out.data_ptr()),
+            *(*sizes, 0, is_bf16, threads()),
+        )
+
     def _expand_triton(self, out: Tensor) -> None:
         from .triton.blocks import expand_blocks_triton  # not imported where it is not used
 
@@ -341,6 +379,11 @@ def quantised_linear(
 
         y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
         return product_triton(y.contiguous(), matrix, bias, onto)
+    if x.shape[0] <= STEP_ROWS and _is_fused(x, matrix):
+        y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
+        product = matrix.product_compiled(y)
+        product = (product if bias is None else product.add_(bias)).to(x.dtype)
+        return product if onto is None else onto.add_(product)
     if norm is not None and not on_cpu(x.device):  # once for all parts
         x, norm = F.rms_norm(x, norm.shape, norm, eps), None
     outputs, inputs = matrix.shape
@@ -354,3 +397,11 @@ def quantised_linear(
         part, of_part = matrix.outputs(some), None if bias is None else bias[some]
         product[:, some] = linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps)
     return product if onto is None else onto.add_(product)
+
+
+def _is_fused(x: Tensor, matrix: QuantisedMatrix) -> bool:
+    """Whether the numbers of a matrix are made in the product with few rows: on processors whose products PyTorch
+    computes otherwise (`layers.linear`), and where that is faster, which in float32 it is not for groups."""
+    dtypes = (torch.bfloat16, torch.float32) if isinstance(matrix, BlockMatrix) else (torch.bfloat16,)
+    is_such = x.dtype in dtypes and x.shape[1] % 8 == 0 and on_cpu(x.device)
+    return is_such and selected().layers != "plain" and cpu_level() in (Level.AVX2, Level.AVX512)

@@ -13,7 +13,7 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 13
+_ABI = 14
 """`TRIFORCE_ABI` of cpu.h."""
 
 
@@ -132,6 +132,10 @@ def _declare(kernels: ctypes.CDLL) -> None:
         *(flag,) * 3,
     ]
     kernels.triforce_expand_blocks.argtypes = [pointer, flag, pointer, count, count, count, flag, flag, flag]
+    kernels.triforce_product.argtypes = [
+        *(pointer, flag, pointer, pointer, pointer, count),
+        *(pointer, count, pointer, count, count, count, flag, flag),
+    ]
     double = ctypes.c_double
     kernels.triforce_distribution.argtypes = [*(pointer, count, count, double, count, double, double, pointer, flag)]
     for kernel in (kernels.triforce_certainties, kernels.triforce_pick, kernels.triforce_race):

@@ -19,8 +19,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     takes hosts 11 to 20 µs more for a launch, of which a streamed verification has a thousand.
 
     Args:
-        args: all that are no constants, tensors and numbers; the first is a tensor. Triton distinguishes 1, multiples of
-            16 and what needs 64 bits, and tensors that begin at a multiple of 16 bytes.
+        args: all that are no constants, tensors and numbers; the first is a tensor. Triton distinguishes 1, multiples
+            of 16 and what needs 64 bits, and tensors that begin at a multiple of 16 bytes.
         constants: the kernel's last parameters, and options of Triton.
     """
     with torch.cuda.device_of(args[0]):

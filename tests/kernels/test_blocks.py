@@ -126,3 +126,29 @@ def test_products_are_those_with_the_numbers(form, rows):
         onto = torch.ones(rows, outputs)
         assert quantised_linear(x, matrix, bias, onto=onto, **more) is onto
         torch.testing.assert_close(onto, want + 1, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.skipif(cpu_level() < Level.AVX2, reason="the compiled products need AVX2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_compiled_products_are_those_with_the_numbers(form, dtype):
+    """Of a number of outputs that is no multiple of what is expanded together; a row's bits are its own."""
+    matrix, numbers = blocks_of(form, 39, 1280)
+    numbers = numbers.to(dtype).double()
+    x = torch.randn(5, 1280, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = matrix.product_compiled(x)
+    want, size = x.double() @ numbers.T, x.double().abs() @ numbers.abs().T
+    assert ((found - want).abs() <= 1e-6 * size).all()
+    for n in (1, 3):
+        assert torch.equal(matrix.product_compiled(x[:n]), found[:n])
+    assert torch.equal(matrix.outputs(slice(4, 30)).product_compiled(x[4:]), found[4:, 4:30])
+
+
+@pytest.mark.skipif(cpu_level() < Level.AVX2, reason="the compiled products need AVX2")
+def test_compiled_products_with_what_is_no_number_are_none():
+    blocks = random_blocks("Q6_K", 40, 768, odd=True)
+    numbers = numbers_of(blocks, "Q6_K").bfloat16().float()
+    found = BlockMatrix(blocks, "Q6_K").product_compiled(torch.ones(2, 768, dtype=torch.bfloat16))
+    want = (numbers.double().sum(1)).isfinite()
+    assert not want.all()
+    assert torch.equal(found.isfinite(), want.expand(2, 40))

@@ -112,7 +112,7 @@ def test_a_model_is_all_that_its_checkpoint_is(tmp_path):
     assert held == ModelMatrices.of(config).num_bytes(torch.bfloat16) <= 1.05 * in_file
 
 
-@pytest.mark.parametrize("form", [*FORMS, Form.F32, mixed], ids=str)
+@pytest.mark.parametrize("form", [*FORMS, Form.F32, mixed], ids=lambda form: getattr(form, "name", "mixed"))
 def test_number_formats_of_files_in_few_bits_are_bfloat16(tmp_path, form):
     save_gguf(tmp_path / "m", "llama", mixed if form is mixed else all_in(form), num_hidden_layers=1)
     want = {Form.F32: torch.float32, Form.F16: torch.float16}.get(form, torch.bfloat16)

@@ -58,6 +58,22 @@ def test_compiled_kernels_give_the_same_bits(name, dtype, level):
     torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.skipif(cpu_level() < Level.AVX2, reason="the compiled products need AVX2")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_products_are_those_with_the_numbers(name, dtype):
+    """Of a number of outputs that is no multiple of what is expanded together; a row's bits are its own."""
+    matrix, numbers = matrix_of(name, 48, 1248)
+    matrix, numbers = matrix.outputs(slice(3, 41)), numbers[3:41].to(dtype).double()
+    x = torch.randn(5, 1248, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = matrix.product_compiled(x)
+    want, size = x.double() @ numbers.T, x.double().abs() @ numbers.abs().T
+    assert ((found - want).abs() <= 1e-6 * size).all()
+    for n in (1, 3):
+        assert torch.equal(matrix.product_compiled(x[:n]), found[:n])
+    assert torch.equal(matrix.product_compiled(x[4:]), found[4:])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_takes_what_is_planned_and_little_more_than_in_the_file(name):
     form = fp8((128, 128)) if name == "fp8" else FORMATS[name]

@@ -8,6 +8,7 @@
 #endif
 
 #include "cpu.h"
+#include "quantised.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX2
@@ -207,20 +208,28 @@ __attribute__((target("avx2"))) static void expand_avx2(const uint8_t *row, int 
 }
 #endif
 
+void triforce_expand_row_of_blocks(const uint8_t *row, int form, void *out, int64_t inputs, int is_bf16, int level)
+{
+#ifdef HAS_AVX2
+    if (level >= LEVEL_AVX2) {
+        expand_avx2(row, form, is_bf16, out, inputs);
+        return;
+    }
+#endif
+    (void)level;
+    expand_plain(row, form, is_bf16, out, inputs);
+}
+
 int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
                            int is_bf16, int level, int threads)
 {
     if (level > triforce_cpu_level())
         return 2;
-    void (*expand)(const uint8_t *, int, int, void *, int64_t) = expand_plain;
-#ifdef HAS_AVX2
-    if (level >= LEVEL_AVX2)
-        expand = expand_avx2;
-#endif
     const int parts = rows * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
     (void)parts;
 #pragma omp parallel for num_threads(parts)
     for (int64_t r = 0; r < rows; r++)
-        expand((const uint8_t *)blocks + r * row_bytes, form, is_bf16, (char *)out + r * inputs * (is_bf16 ? 2 : 4), inputs);
+        triforce_expand_row_of_blocks((const uint8_t *)blocks + r * row_bytes, form,
+                                      (char *)out + r * inputs * (is_bf16 ? 2 : 4), inputs, is_bf16, level);
     return 0;
 }

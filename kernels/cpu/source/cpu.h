@@ -29,7 +29,7 @@ INLINE uint16_t bfloat16_of(float x)
 
 /* Raised whenever the arguments of a function or the arithmetic of a level change, so that Python refuses a library built
  * from other sources. */
-#define TRIFORCE_ABI 13
+#define TRIFORCE_ABI 14
 EXPORT int triforce_abi(void);
 
 /* Bytes of `Attention` (attention.h), which Python compares with its own declaration of it. */
@@ -115,6 +115,14 @@ enum { BLOCKS_Q4_1, BLOCKS_Q5_0, BLOCKS_Q5_1, BLOCKS_Q4_K, BLOCKS_Q5_K, BLOCKS_Q
  * blocks, `row_bytes` apart. 0; 2 if this processor has not the level. */
 EXPORT int triforce_expand_blocks(const void *blocks, int form, void *out, int64_t rows, int64_t row_bytes, int64_t inputs,
                                   int is_bf16, int level, int threads);
+
+/* `out[r] = w · x[r]` in float32, from LEVEL_AVX2 on: `x` has `n` rows of `inputs`, a multiple of 8, `w` is `[outputs, inputs]`,
+ * held as `triforce_expand` describes it or, where `kind` is BLOCKS and a format of blocks, as `triforce_expand_blocks` does;
+ * its numbers are rounded to bfloat16 if asked for. 0; 1 if memory ran out; 2 if this processor has not the level. */
+enum { BLOCKS = 16 };
+EXPORT int triforce_product(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
+                            int64_t row_bytes, const float *x, int64_t n, float *out, int64_t outputs, int64_t inputs,
+                            int64_t groups, int is_bf16, int threads);
 
 /* Sampling (sampling.c), from LEVEL_AVX2 on: `n` rows of `vocab` logits or weights, one after another. What each computes is
  * said in offload/speculation. `out` is the rows of probabilities that the filters make of logits; a temperature of 0 is

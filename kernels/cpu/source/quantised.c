@@ -1,6 +1,7 @@
 /* The numbers of matrices that are held in four or eight bits; kernels/quantised.py documents the formula. */
 
 #include "cpu.h"
+#include "quantised.h"
 
 #include <math.h>
 
@@ -125,28 +126,41 @@ static float float8_of(int byte) /* e4m3, without infinities */
     return (byte & 127) == 127 ? NAN : byte & 128 ? -magnitude : magnitude;
 }
 
+void triforce_float8(float *numbers)
+{
+    for (int byte = 0; byte < 256; byte++)
+        numbers[byte] = float8_of(byte);
+}
+
+void triforce_expand_grouped(const Grouped *matrix, int64_t r, void *out, int is_bf16, int level)
+{
+    const int64_t groups = matrix->groups, inputs = matrix->inputs;
+    const int64_t row_bytes = matrix->kind == VALUES_NIBBLES ? inputs / 2 : inputs;
+    const Row row = {matrix->values + r * row_bytes, matrix->scales + r * groups, matrix->zeros + r * groups,
+                     matrix->group_of, matrix->float8, out, inputs, groups};
+#ifdef HAS_AVX2
+    if (level >= LEVEL_AVX2) {
+        expand_avx2(&row, matrix->kind, is_bf16);
+        return;
+    }
+#endif
+    (void)level;
+    expand_plain(&row, matrix->kind, is_bf16);
+}
+
 int triforce_expand(const void *values, int kind, const float *scales, const float *zeros, const int64_t *group_of,
                     void *out, int64_t rows, int64_t inputs, int64_t groups, int is_bf16, int level, int threads)
 {
     if (level > triforce_cpu_level())
         return 2;
-    void (*expand)(const Row *, int, int) = expand_plain;
-#ifdef HAS_AVX2
-    if (level >= LEVEL_AVX2)
-        expand = expand_avx2;
-#endif
     float float8[256];
     if (kind == VALUES_FLOAT8)
-        for (int byte = 0; byte < 256; byte++)
-            float8[byte] = float8_of(byte);
-    const int64_t row_bytes = kind == VALUES_NIBBLES ? inputs / 2 : inputs, item = is_bf16 ? 2 : 4;
+        triforce_float8(float8);
+    const Grouped matrix = {values, kind, scales, zeros, group_of, float8, inputs, groups};
     const int parts = rows * inputs < SMALL_WORK ? 1 : triforce_threads(threads);
     (void)parts;
 #pragma omp parallel for num_threads(parts)
-    for (int64_t r = 0; r < rows; r++) {
-        const Row row = {(const uint8_t *)values + r * row_bytes, scales + r * groups, zeros + r * groups, group_of, float8,
-                         (char *)out + r * inputs * item, inputs, groups};
-        expand(&row, kind, is_bf16);
-    }
+    for (int64_t r = 0; r < rows; r++)
+        triforce_expand_grouped(&matrix, r, (char *)out + r * inputs * (is_bf16 ? 2 : 4), is_bf16, level);
     return 0;
 }
