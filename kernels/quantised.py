@@ -366,7 +366,7 @@ def joined(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
 
 def quantised_linear(
     x: Tensor,
-    matrix: GroupedMatrix | BlockMatrix,
+    matrix: QuantisedMatrix,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -374,20 +374,23 @@ def quantised_linear(
     onto: Tensor | None = None,
 ) -> Tensor:
     """`layers.linear` with a matrix whose numbers are expanded in `x`'s dtype."""
-    if isinstance(matrix, GroupedMatrix) and x.shape[0] <= STEP_ROWS and "triton" in usable_packages(x.device):
+    is_step, by_triton = x.shape[0] <= STEP_ROWS, "triton" in usable_packages(x.device)
+    is_fused = is_step and _is_fused(x, matrix)
+    if norm is not None and (is_fused or not on_cpu(x.device)):  # once for all parts of the matrix
+        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
+    if by_triton and is_step and isinstance(matrix, GroupedMatrix):
         from .triton.quantised import product_triton  # not imported where it is not used
 
-        y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
-        return product_triton(y.contiguous(), matrix, bias, onto)
-    if x.shape[0] <= STEP_ROWS and _is_fused(x, matrix):
-        y = x if norm is None else F.rms_norm(x, norm.shape, norm, eps)
-        product = matrix.product_compiled(y)
+        return product_triton(x.contiguous(), matrix, bias, onto)
+    if is_fused:
+        product = matrix.product_compiled(x)
         product = (product if bias is None else product.add_(bias)).to(x.dtype)
         return product if onto is None else onto.add_(product)
-    if norm is not None and not on_cpu(x.device):  # once for all parts
-        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
     outputs, inputs = matrix.shape
-    at_once = max(1, (STEP_NUMBERS if x.shape[0] <= STEP_ROWS else MANY_NUMBERS) // inputs)
+    numbers = STEP_NUMBERS if is_step else MANY_NUMBERS
+    if is_step and by_triton:  # which has no numbers in float32 on the way, whose bytes are planned
+        numbers += 4 * 4 * FLOAT32_NUMBERS // x.element_size()
+    at_once = max(1, numbers // inputs)
     if outputs <= at_once:
         return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)
     product = x.new_empty(x.shape[0], outputs)
@@ -399,9 +402,15 @@ def quantised_linear(
     return product if onto is None else onto.add_(product)
 
 
+def expansion_bytes(numbers: int, dtype: torch.dtype, *, is_step: bool) -> int:
+    """What `quantised_linear` takes for numbers of a matrix that has so many."""
+    expanded = min(numbers, STEP_NUMBERS if is_step else MANY_NUMBERS)
+    return expanded * dtype.itemsize + 4 * 4 * min(numbers, FLOAT32_NUMBERS)
+
+
 def _is_fused(x: Tensor, matrix: QuantisedMatrix) -> bool:
-    """Whether the numbers of a matrix are made in the product with few rows: on processors whose products PyTorch
-    computes otherwise (`layers.linear`), and where that is faster, which in float32 it is not for groups."""
+    """Whether compiled kernels make the numbers of a matrix in the product with few rows: on processors whose products
+    PyTorch computes otherwise (`layers.linear`), and where that is faster, which in float32 it is not for groups."""
     dtypes = (torch.bfloat16, torch.float32) if isinstance(matrix, BlockMatrix) else (torch.bfloat16,)
     is_such = x.dtype in dtypes and x.shape[1] % 8 == 0 and on_cpu(x.device)
     return is_such and selected().layers != "plain" and cpu_level() in (Level.AVX2, Level.AVX512)

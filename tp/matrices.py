@@ -20,11 +20,9 @@ from torch import Tensor
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
-    FLOAT32_NUMBERS,
-    MANY_NUMBERS,
-    STEP_NUMBERS,
     GroupedMatrix,
     QuantisedMatrix,
+    expansion_bytes,
     joined,
     quantised_linear,
 )
@@ -339,8 +337,7 @@ class ModelMatrices:
         head = self.head or self.embedding
         of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
         largest = max(prod(matrix.shape) for matrix in (*self._of_layer, *of_head))
-        expanded = min(largest, STEP_NUMBERS if is_step else MANY_NUMBERS)
-        return expanded * dtype.itemsize + 4 * 4 * min(largest, FLOAT32_NUMBERS)
+        return expansion_bytes(largest, dtype, is_step=is_step)
 
 
 def layer_prefix(index: int) -> str:
