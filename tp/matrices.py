@@ -26,6 +26,7 @@ from ..kernels.quantised import (
     joined,
     quantised_linear,
 )
+from ..kernels.selection import on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.quantisation import Quantisation, StoredTensors, part_of
@@ -108,7 +109,10 @@ class Matrix:
         if len(dense) == len(parts):
             return DenseWeight(_joined(dense), bias)
         few_bits = [part for part in parts if isinstance(part, QuantisedMatrix)]
-        return QuantisedWeight(tuple(joined(few_bits) if len(few_bits) == len(parts) else parts), bias)
+        # A host takes longer for the memory of a copy than for all that one product for several projections saves.
+        if len(few_bits) == len(parts) and not on_cpu(next(few_bits[0].tensors()).device):
+            return QuantisedWeight(tuple(joined(few_bits)), bias)
+        return QuantisedWeight(tuple(parts), bias)
 
 
 class WeightSource(StoredTensors, Protocol):

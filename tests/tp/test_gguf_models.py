@@ -14,6 +14,7 @@ gguf = pytest.importorskip("gguf", reason="the package gguf writes the files")
 
 from gguf import GGMLQuantizationType as Form  # noqa: E402
 from gguf_files import save_gguf, vocabulary  # noqa: E402
+from triforce.kernels import use_kernels  # noqa: E402
 from triforce.offload import Engine, Sampling  # noqa: E402
 from triforce.tp.decoder import Decoder  # noqa: E402
 from triforce.tp.errors import ModelError  # noqa: E402
@@ -161,13 +162,14 @@ def test_a_home_that_cannot_be_written_is_said(tmp_path, monkeypatch):
         find_model(tmp_path / "m.gguf")
 
 
-def test_projections_of_one_format_are_one_matrix(tmp_path):
+def test_projections_of_one_format_are_one_matrix_on_gpus(tmp_path):
     save_gguf(tmp_path / "m", "llama", mixed)
     directory = find_model(tmp_path / "m.gguf")
     config, checkpoint = ModelConfig.load(directory), Checkpoint(directory, torch.float32, CPU)
     matrices = ModelMatrices.of(config)
     for matrix, parts in ((matrices.gate_up, 1), (matrices.qkv, 3)):
-        weight = matrix.read(checkpoint, "model.layers.0.", config.quantisation)
+        with use_kernels(as_gpu=()):
+            weight = matrix.read(checkpoint, "model.layers.0.", config.quantisation)
         assert isinstance(weight, QuantisedWeight) and len(weight.parts) == parts
         one_by_one = [one.read(checkpoint, "model.layers.0.", config.quantisation) for one in matrix.projections]
         found = torch.cat([part.expand(torch.float32) for part in weight.parts if not isinstance(part, torch.Tensor)])

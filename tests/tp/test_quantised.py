@@ -319,11 +319,12 @@ def test_each_rank_holds_what_its_plan_counts(tmp_path, name, rank):
 
 
 @pytest.mark.parametrize(("name", "parts"), [("awq", 1), ("int8", 1), ("gptq-act-order", 3), ("fp8", 3)])
-def test_projections_with_groups_of_neighbours_are_one_matrix(tmp_path, name, parts):
+def test_projections_with_groups_of_neighbours_are_one_matrix_on_gpus(tmp_path, name, parts):
     save_quantised(tmp_path, FORMATS[name])
     config, checkpoint = ModelConfig.load(tmp_path), Checkpoint(tmp_path, torch.float32, CPU)
     matrix = ModelMatrices.of(config).qkv
-    weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
+    with use_kernels(as_gpu=()):
+        weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
     assert isinstance(weight, QuantisedWeight) and len(weight.parts) == parts
     one_by_one = [part.read(checkpoint, layer_prefix(0), config.quantisation) for part in matrix.projections]
     for form in (torch.float32, torch.bfloat16):

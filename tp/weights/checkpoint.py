@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +35,8 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: str
     part: Callable[[tuple[slice, ...]], Tensor]
+    is_mapped: bool = True
+    """Whether a part is memory of a mapped file, and must be copied."""
 
 
 class Checkpoint:
@@ -115,7 +116,7 @@ class Checkpoint:
             if tensor.dtype not in dtypes:
                 wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 raise ModelError(f"{name} in {path} is {found.dtype}; its config asks for {wanted}")
-            tensor = tensor.to(self.device, copy=True)
+            tensor = tensor.to(self.device, copy=found.is_mapped)
         self._unread.discard(name)
         return tensor
 
@@ -151,8 +152,11 @@ class Checkpoint:
         """The tensors in a file, which is open and mapped only within the context."""
         if self._gguf is not None:
             number = self._gguf["files"].index(str(path))
-            with _gguf_tensors(path, self._gguf["tensors"], number) as tensors:
-                yield tensors
+            yield {
+                name: _gguf_tensor(path, **{key: value for key, value in one.items() if key != "file"})
+                for name, one in self._gguf["tensors"].items()
+                if one["file"] == number
+            }
         elif path.suffix == ".safetensors":
             try:
                 with safe_open(str(path), framework="pt") as file:
@@ -210,28 +214,15 @@ class _SafetensorsFile(Mapping[str, _Stored]):
         return len(self._names)
 
 
-@contextmanager
-def _gguf_tensors(path: Path, described: Mapping[str, Any], number: int) -> Iterator[Mapping[str, _Stored]]:
-    """The tensors in one of the files that an index of `gguf_model` describes. Of one in blocks the rows are bytes."""
-    try:
-        content = np.memmap(path, np.uint8, "c")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    try:
-        yield {
-            name: _gguf_tensor(content, path, **{key: value for key, value in one.items() if key != "file"})
-            for name, one in described.items()
-            if one["file"] == number
-        }
-    finally:
-        del content
-
-
-def _gguf_tensor(content: np.ndarray, path: Path, offset: int, form: str, shape: list[int], heads: int) -> _Stored:
+def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: int) -> _Stored:
+    """A tensor of a GGUF file, as an index of `gguf_model` describes it. Of one in blocks the rows are bytes."""
     num_bytes = form_bytes(form, tuple(shape))
 
     def part(wanted: tuple[slice, ...]) -> Tensor:
-        stored = torch.from_numpy(content[offset : offset + num_bytes])
+        try:
+            stored = torch.from_numpy(np.fromfile(path, np.uint8, num_bytes, offset=offset))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
         if stored.numel() != num_bytes:
             raise ModelError(f"{path} is shorter than it was; download it again")
         if form in DENSE_FORMS:
@@ -242,7 +233,7 @@ def _gguf_tensor(content: np.ndarray, path: Path, offset: int, form: str, shape:
         return stored[wanted]
 
     rows = tuple(shape) if form in DENSE_FORMS else (*shape[:-1], form_bytes(form, (shape[-1],)))
-    return _Stored(rows, form, part)
+    return _Stored(rows, form, part, is_mapped=False)
 
 
 _GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
