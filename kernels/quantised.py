@@ -21,11 +21,11 @@ from .layers import linear
 from .packages import usable_packages
 from .selection import STEP_ROWS, on_cpu, selected
 
-STEP_NUMBERS, MANY_NUMBERS = 2**22, 2**26
-"""Of a matrix that a pass over few rows, and over many, expands at a time, in whole outputs."""
+STEP_NUMBERS, PREFILL_NUMBERS = 2**22, 2**26
+"""Numbers of a matrix that a step, and a prefill, expands at a time, in whole outputs."""
 
 FLOAT32_NUMBERS = 2**20
-"""That are float32 at a time while they are expanded, in whole outputs."""
+"""Numbers that are float32 at a time while they are expanded, in whole outputs."""
 
 _KINDS = {torch.uint8: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """See `GroupedMatrix.kind`."""
@@ -387,7 +387,7 @@ def quantised_linear(
         product = (product if bias is None else product.add_(bias)).to(x.dtype)
         return product if onto is None else onto.add_(product)
     outputs, inputs = matrix.shape
-    numbers = STEP_NUMBERS if is_step else MANY_NUMBERS
+    numbers = STEP_NUMBERS if is_step else PREFILL_NUMBERS
     if is_step and by_triton:  # which has no numbers in float32 on the way, whose bytes are planned
         numbers += 4 * 4 * FLOAT32_NUMBERS // x.element_size()
     at_once = max(1, numbers // inputs)
@@ -404,7 +404,7 @@ def quantised_linear(
 
 def expansion_bytes(numbers: int, dtype: torch.dtype, *, is_step: bool) -> int:
     """What `quantised_linear` takes for numbers of a matrix that has so many."""
-    expanded = min(numbers, STEP_NUMBERS if is_step else MANY_NUMBERS)
+    expanded = min(numbers, STEP_NUMBERS if is_step else PREFILL_NUMBERS)
     return expanded * dtype.itemsize + 4 * 4 * min(numbers, FLOAT32_NUMBERS)
 
 

@@ -1,4 +1,4 @@
-"""Where what belongs to a user is kept."""
+"""Where a user's saved contexts and the directories of GGUF files are."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ _EIGHT_BITS: tl.constexpr = tl.constexpr(1)
 _ONE_AND_LEAST: tl.constexpr = tl.constexpr(2)
 _SIX_BITS_AND_LEAST: tl.constexpr = tl.constexpr(3)
 _SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
-"""How blocks hold scales: one float16, and from 2 on one of a least number; in some forms times bits of each run."""
+"""How blocks hold scales: 0 one float16; 1 one times eight bits of each run; 2 one and a least number; 3 both times six
+bits of each run."""
 
 
 def expand_blocks_triton(matrix: BlockMatrix, out: Tensor) -> None:
@@ -81,9 +82,7 @@ def _expand_blocks_kernel(
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    first = (tl.program_id(0) * TILE_OUTPUTS).to(
-        tl.int64
-    )  # what lies within the tile is counted from there, in 32 bits
+    first = (tl.program_id(0) * TILE_OUTPUTS).to(tl.int64)  # within the tile, counted from there, 32 bits suffice
     blocks += first * row_stride
     halves += first * (row_stride // 2)
     out += first * inputs

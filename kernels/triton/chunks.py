@@ -85,11 +85,7 @@ def gather_chunks_triton(blocks: Tensor, indices: Tensor, chunk_size: int) -> Te
         count,
         block_size // chunk_size,
         *blocks.stride()[:3],
-        CHUNK=chunk_size,
-        HEAD_DIM=head_dim,
-        TILE_CHUNK=power_of_two(chunk_size),
-        TILE_DIM=power_of_two(head_dim),
-        num_warps=2,
+        **_constants(chunk_size, head_dim),
     )
     return out
 
@@ -111,12 +107,14 @@ def copy_chunks_triton(block: Tensor, first: int, chunks: Tensor, k: Tensor, v: 
         m // chunk_size,
         *block.stride()[:3],
         *k.stride()[:2],
-        CHUNK=chunk_size,
-        HEAD_DIM=head_dim,
-        TILE_CHUNK=power_of_two(chunk_size),
-        TILE_DIM=power_of_two(head_dim),
-        num_warps=2,
+        **_constants(chunk_size, head_dim),
     )
+
+
+def _constants(chunk_size: int, head_dim: int) -> dict[str, int]:
+    """What the kernels that copy chunks are compiled for."""
+    tile = {"TILE_CHUNK": power_of_two(chunk_size), "TILE_DIM": power_of_two(head_dim)}
+    return {"CHUNK": chunk_size, "HEAD_DIM": head_dim, "num_warps": 2} | tile
 
 
 @triton.jit(do_not_specialize=["diagonal", "window", "n", "m"])

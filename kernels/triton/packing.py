@@ -5,6 +5,8 @@ Nothing here waits for the GPU, so a call can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,60 +22,33 @@ _FARTHEST: tl.constexpr = tl.constexpr(FARTHEST)
 
 def pack_triton(blocks: Tensor, slots: Tensor, layout: Layout) -> None:
     """`packing.pack_plain`; `blocks` with contiguous channels."""
-    bits, words = blocks.view(torch.int16), slots.view(torch.int32)
-    places = _places(blocks, slots, layout)
-    tile_dim = power_of_two(layout.head_dim)
-    programs = (len(blocks) * layout.tiles,)
+    words = slots.view(torch.int32)
     words[:, layout.exceptions // 4 :] = 0  # the largest exponents, behind the exceptions, are written after that
     starts = words[:, layout.starts // 4 : layout.exceptions // 4]
-    launch(
-        _pack_kernel,
-        programs,
-        bits,
-        slots,
-        words,
-        *places,
-        HEAD_DIM=layout.head_dim,
-        TILE_DIM=tile_dim,
-        num_warps=warps_of(tile_dim),
-    )
+    _launch(_pack_kernel, blocks, slots, layout)
     starts[:, :1] = 0
     starts.copy_(starts.cumsum(1, dtype=torch.int32))
-    launch(
-        _exceptions_kernel,
-        programs,
-        bits,
-        slots,
-        words,
-        *places,
-        HEAD_DIM=layout.head_dim,
-        TILE_DIM=tile_dim,
-        num_warps=warps_of(tile_dim),
-    )
+    _launch(_exceptions_kernel, blocks, slots, layout)
 
 
 def unpack_triton(slots: Tensor, blocks: Tensor, layout: Layout) -> None:
     """`packing.unpack_plain`; see `pack_triton`."""
-    bits, words = blocks.view(torch.int16), slots.view(torch.int32)
-    places = _places(blocks, slots, layout)
+    _launch(_unpack_kernel, blocks, slots, layout)
+
+
+def _launch(kernel: Any, blocks: Tensor, slots: Tensor, layout: Layout) -> None:
+    """Starts a program of `kernel` for each tile."""
     tile_dim = power_of_two(layout.head_dim)
+    offsets = layout.below, layout.starts // 4, layout.exceptions // 4, layout.largest, layout.capacity
+    places = layout.tiles, layout.tokens // GROUP, *offsets, slots.stride(0), *blocks.stride()[:3]
     launch(
-        _unpack_kernel,
+        kernel,
         (len(blocks) * layout.tiles,),
-        bits,
-        slots,
-        words,
-        *places,
+        *(blocks.view(torch.int16), slots, slots.view(torch.int32), *places),
         HEAD_DIM=layout.head_dim,
         TILE_DIM=tile_dim,
         num_warps=warps_of(tile_dim),
     )
-
-
-def _places(blocks: Tensor, slots: Tensor, layout: Layout) -> tuple[int, ...]:
-    """The arguments of all kernels that say where things are."""
-    offsets = layout.below, layout.starts // 4, layout.exceptions // 4, layout.largest, layout.capacity
-    return layout.tiles, layout.tokens // GROUP, *offsets, slots.stride(0), *blocks.stride()[:3]
 
 
 def warps_of(tile_dim: int) -> int:

@@ -28,14 +28,14 @@ TILE_ROWS = 16
 TILE_OUTPUTS, TILE_BYTES = 128, 64
 """Of a program, at a time: outputs, and bytes of inputs."""
 SMALL_OUTPUTS, SMALL_BYTES, SMALL_REGISTERS = 64, 32, 208
-"""Where tiles are not full or have inputs of several groups, as what says so takes registers; left to itself the
-assembler takes fewer and spills some."""
+"""The same, and registers of a thread, where tiles are not full or have inputs of several groups: masks and more scales
+take registers. Left to itself the assembler takes fewer and spills some."""
 LEAST_BYTES = 16
 """Of a tile whose inputs are of one group."""
 
 PROGRAMS, LEAST_INPUTS = 640, 512
-"""As many programs have the outputs and parts of the inputs of a product with a large matrix, for a GPU to have work
-on all its multiprocessors; but a part has at least so many inputs."""
+"""The inputs are cut into parts until a product has so many programs, which keeps all multiprocessors of a GPU busy; a
+part has at least so many inputs."""
 
 ROWS_AT_ONCE = 32
 """Whose sums of parts are in memory together."""
@@ -57,6 +57,8 @@ def product_triton(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None = None,
     """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`, with a bias `[outputs]`, in `x`'s dtype; see
     `layers.linear` for `onto`."""
     out = x.new_empty(x.shape[0], matrix.shape[0]) if onto is None else onto
+    if len(x) == 0:
+        return out
     for some, out_of_some in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
         _product_of_some(some, matrix, bias, out_of_some, add=onto is not None)
     return out
@@ -68,8 +70,6 @@ def _product_of_some(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out:
     tiles = ceil_div(outputs, constants["OUTPUTS"])
     part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
     sums = torch.empty(ceil_div(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
-    if n == 0:
-        return
     pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
     launch(
         _product_kernel, (tiles, ceil_div(n, TILE_ROWS), len(sums)),
@@ -165,9 +165,8 @@ def _numbers(
     else:
         if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
             held = (held >> 4) if ODD else (held & 15)
-        value = (held.to(tl.int32) | 0x4B000000).to(
-            tl.float32, bitcast=True
-        )  # 2^23 more: exact, and faster than to convert it
+        # The bits of 2^23 + held: exact, and faster than a conversion.
+        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         zero += 8388608.0
     if WHOLE:
         scale = scale[:, None]

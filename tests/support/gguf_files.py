@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Form
+from gguf_blocks import numbers_of, random_blocks
 from tiny import save_family
 from transformers import PreTrainedModel
 
@@ -60,23 +61,8 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{PARTS[part]}.{end}"
 
 
-def random_blocks(form: Form, rows: int, inputs: int, rng: np.random.Generator) -> np.ndarray:
-    """Bytes `[rows, bytes]` of blocks whose scales are small finite numbers."""
-    in_block, size = gguf.GGML_QUANT_SIZES[form]
-    blocks = rng.integers(0, 256, (rows, inputs // in_block, size), dtype=np.uint8)
-    scales = rng.uniform(0.001, 0.004, (rows, inputs // in_block, 2)).astype("<f2").view(np.uint8)
-    at = {Form.Q6_K: [208]}.get(form, [0, 2] if form in (Form.Q4_1, Form.Q5_1, Form.Q4_K, Form.Q5_K) else [0])
-    for i, place in enumerate(at):
-        blocks[:, :, place : place + 2] = scales[:, :, 2 * i : 2 * i + 2]
-    return blocks.reshape(rows, -1)
-
-
-def pairs_to_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of heads in the order of rotated pairs, in transformers' order."""
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
 def halves_to_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of heads in transformers' order, in that of rotated pairs."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -134,8 +120,8 @@ def save_gguf(
             stored = stored.astype(np.float16)
             numbers = stored.astype(np.float32)
         elif form != Form.F32:
-            stored = random_blocks(form, tensor.shape[0], tensor.shape[1], rng)
-            numbers = gguf.quants.dequantize(stored, form)
+            blocks = random_blocks(form.name, tensor.shape[0], tensor.shape[1], int(rng.integers(2**31)))
+            stored, numbers = blocks.numpy(), numbers_of(blocks, form.name).numpy()
         stored = halves_to_pairs(stored, heads) if heads else stored
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored), raw_dtype=form)
         model.get_parameter(name).data = torch.from_numpy(np.ascontiguousarray(numbers))

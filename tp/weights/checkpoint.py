@@ -58,7 +58,7 @@ class Checkpoint:
         self.device = device
         self._directory, self._dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
-        self._gguf = gguf_index(directory)
+        self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
             with self._opened(path) as stored:
@@ -150,13 +150,8 @@ class Checkpoint:
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
         """The tensors in a file, which is open and mapped only within the context."""
-        if self._gguf is not None:
-            number = self._gguf["files"].index(str(path))
-            yield {
-                name: _gguf_tensor(path, **{key: value for key, value in one.items() if key != "file"})
-                for name, one in self._gguf["tensors"].items()
-                if one["file"] == number
-            }
+        if path in self._gguf:
+            yield self._gguf[path]
         elif path.suffix == ".safetensors":
             try:
                 with safe_open(str(path), framework="pt") as file:
@@ -212,6 +207,19 @@ class _SafetensorsFile(Mapping[str, _Stored]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _gguf_tensors(directory: Path) -> dict[Path, dict[str, _Stored]]:
+    """The tensors of a GGUF model by file and name; nothing of a directory of another kind."""
+    index = gguf_index(directory)
+    if index is None:
+        return {}
+    files = [Path(file) for file in index["files"]]
+    found: dict[Path, dict[str, _Stored]] = {path: {} for path in files}
+    for name, one in index["tensors"].items():
+        path = files[one["file"]]
+        found[path][name] = _gguf_tensor(path, one["offset"], one["form"], one["shape"], one["heads"])
+    return found
 
 
 def _gguf_tensor(path: Path, offset: int, form: str, shape: list[int], heads: int) -> _Stored:

@@ -70,7 +70,7 @@ def gguf_directory(path: Path) -> Path:
         known.update(os.fsencode(file.resolve()) + repr(numbers).encode())
     shard = SHARD.fullmatch(path.name)
     directory = user_home() / "gguf" / known.hexdigest() / (shard[1] if shard else path.stem)
-    if all((directory / name).is_file() for name in _FILES):
+    if _is_whole(directory):
         return directory
     contents = _contents(files)
     try:
@@ -84,9 +84,13 @@ def gguf_directory(path: Path) -> Path:
                 shutil.rmtree(directory)
             made.rename(directory)
     except OSError as error:
-        if not all((directory / name).is_file() for name in _FILES):  # or another process was faster
+        if not _is_whole(directory):  # or another process was faster
             raise ModelError(f"{directory}, which says what is in {path}, cannot be written: {error}") from error
     return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in _FILES)
 
 
 def _shards(path: Path) -> list[Path]:

@@ -93,7 +93,7 @@ def cached_gguf(name: str, form: str) -> Path | None:
     commit = newest.read_text(encoding="utf-8").strip() if newest.is_file() else ""
     for snapshot in sorted((folder / "snapshots").glob("*"), key=lambda found: (found.name != commit, found.name)):
         there = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
-        shards = _gguf_of(there, form)
+        shards = _files_in(there, form)
         if len(shards) == 1 and all(file in there for file in shards[0]):
             found = try_to_load_from_cache(name, shards[0][0], revision=snapshot.name)
             return Path(found) if isinstance(found, str) else snapshot / shards[0][0]
@@ -105,7 +105,7 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
 
     info = HfApi().model_info(name, files_metadata=True)
     there = [file.rfilename for file in info.siblings or [] if file.rfilename.endswith(".gguf")]
-    found = _gguf_of(there, form)
+    found = _files_in(there, form)
     if len(found) != 1:
         which = "several GGUF files" if found else "no GGUF file"
         listed = ", ".join(sorted(there)[:8]) or "none"
@@ -120,8 +120,8 @@ def _download_gguf(name: str, form: str, note: Callable[[str], None] | None) -> 
     return fetched[0]
 
 
-def _gguf_of(files: list[str], form: str) -> list[list[str]]:
-    """Of GGUF files those in a quantisation: for each model its shards, in order."""
+def _files_in(files: list[str], form: str) -> list[list[str]]:
+    """The GGUF files that are in a quantisation: of each model its shards, in order."""
     found: dict[str, list[str]] = {}
     for file in sorted(files):
         shard = SHARD.fullmatch(file)

@@ -145,28 +145,28 @@ def find_model(model: str | Path, note: Callable[[str], None] | None = None) -> 
     if path.is_dir():
         return path
     if path.is_file() and path.suffix == ".gguf":
-        return _of_gguf(path)
+        return _directory_of_gguf(path)
     if path.exists():
         raise ModelError(f"{model} is a file; a model is a directory with config.json and its weights, or a GGUF file")
     name, _, form = str(model).partition(":")
     if is_hub_name(name):
-        return _of_gguf(fetch_gguf(name, form, note)) if form else fetch(name, note)
+        return _directory_of_gguf(fetch_gguf(name, form, note)) if form else fetch(name, note)
     raise ModelError(
         f"no model {str(model)!r}: neither a directory, nor one of the presets ({', '.join(PRESETS)}), "
         "nor a GGUF file, nor a name on the hub (owner/name, or owner/name:Q4_K_M for a GGUF file)"
     )
 
 
-def find_here(model: str) -> Path | None:
+def find_downloaded(model: str) -> Path | None:
     """As `find_model`, of a hub model that is whole in the hub's cache; `None` for one that is not."""
     name, _, form = model.partition(":")
     if not form:
         return find_cached(name)
     path = cached_gguf(name, form)
-    return path and _of_gguf(path)
+    return path and _directory_of_gguf(path)
 
 
-def _of_gguf(path: Path) -> Path:
+def _directory_of_gguf(path: Path) -> Path:
     from .gguf_model import gguf_directory  # imports PyTorch
 
     return gguf_directory(path)

@@ -63,9 +63,8 @@ def gguf_index(directory: Path) -> dict[str, Any] | None:
             raise TypeError("files")
         for tensor in index["tensors"].values():
             numbers = tensor["file"], tensor["offset"], tensor["heads"], *tensor["shape"]
-            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
-                tensor["form"], str
-            ):
+            is_whole = all(type(number) is int and number >= 0 for number in numbers)
+            if not is_whole or not isinstance(tensor["form"], str) or tensor["file"] >= len(index["files"]):
                 raise TypeError("tensors")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read ({error}); remove its directory, which is made anew") from error

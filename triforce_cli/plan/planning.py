@@ -17,7 +17,7 @@ from ...offload.vocabulary import check_draft
 from ...tp.errors import ModelError
 from ...tp.model.config import ModelConfig
 from ...tp.weights.hub import is_hub_name
-from ...tp.weights.registry import find_here, find_model, find_preset, parse_draft
+from ...tp.weights.registry import find_downloaded, find_model, find_preset, parse_draft
 
 if TYPE_CHECKING:
     from ...offload.planning.measured import Calibration, Measured
@@ -205,10 +205,10 @@ def shapes(model: str, draft: str | None, rope_scaling: str | None = None) -> tu
 
 
 def _shape(model: str) -> ModelConfig:
-    if is_hub_name(model.partition(":")[0]) and not Path(model).expanduser().exists():
-        cached = find_here(model)
+    name, _, form = model.partition(":")
+    if is_hub_name(name) and not Path(model).expanduser().exists():
+        cached = find_downloaded(model)
         if cached is None:
-            name, _, form = model.partition(":")
             wanted = f"its shape is enough: hf download {name} config.json --local-dir DIR, then give DIR"
             wanted = f"download its GGUF file first: hf download {name} FILE --local-dir DIR" if form else wanted
             raise ModelError(f"{model} is not on this machine, and plan downloads nothing; {wanted}")
