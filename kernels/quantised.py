@@ -94,6 +94,10 @@ class QuantisedMatrix(ABC):
         return out
 
     @abstractmethod
+    def sums_triton(self, x: Tensor) -> Tensor:
+        """Sums of `x` `[n, inputs]`, contiguous, times it over parts of the inputs: `[parts, n, outputs]`, float32."""
+
+    @abstractmethod
     def _of(self, part: slice | Tensor) -> Self:
         """Those of its outputs."""
 
@@ -182,10 +186,15 @@ class GroupedMatrix(QuantisedMatrix):
         group_of = None if self.group_of is None else self.group_of.data_ptr()
         return scales, zeros, self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of
 
-    def _expand_triton(self, out: Tensor) -> None:
-        from .triton.quantised import expand_triton  # not imported where it is not used
+    def sums_triton(self, x: Tensor) -> Tensor:
+        from .triton.groups import group_sums  # not imported where it is not used
 
-        expand_triton(self, out)
+        return group_sums(x, self)
+
+    def _expand_triton(self, out: Tensor) -> None:
+        from .triton.groups import expand_groups_triton  # not imported where it is not used
+
+        expand_groups_triton(self, out)
 
 
 @dataclass(frozen=True)
@@ -314,6 +323,11 @@ class BlockMatrix(QuantisedMatrix):
             *(*sizes, 0, is_bf16, threads()),
         )
 
+    def sums_triton(self, x: Tensor) -> Tensor:
+        from .triton.blocks import block_sums  # not imported where it is not used
+
+        return block_sums(x, self)
+
     def _expand_triton(self, out: Tensor) -> None:
         from .triton.blocks import expand_blocks_triton  # not imported where it is not used
 
@@ -378,7 +392,7 @@ def quantised_linear(
     is_fused = is_step and _is_fused(x, matrix)
     if norm is not None and (is_fused or not on_cpu(x.device)):  # once for all parts of the matrix
         x, norm = F.rms_norm(x, norm.shape, norm, eps), None
-    if by_triton and is_step and isinstance(matrix, GroupedMatrix):
+    if by_triton and is_step:
         from .triton.quantised import product_triton  # not imported where it is not used
 
         return product_triton(x.contiguous(), matrix, bias, onto)
@@ -388,8 +402,6 @@ def quantised_linear(
         return product if onto is None else onto.add_(product)
     outputs, inputs = matrix.shape
     numbers = STEP_NUMBERS if is_step else PREFILL_NUMBERS
-    if is_step and by_triton:  # which has no numbers in float32 on the way, whose bytes are planned
-        numbers += 4 * 4 * FLOAT32_NUMBERS // x.element_size()
     at_once = max(1, numbers // inputs)
     if outputs <= at_once:
         return linear(x, matrix.expand(x.dtype), bias, norm=norm, eps=eps, onto=onto)

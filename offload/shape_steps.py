@@ -127,7 +127,7 @@ class ShapeSteps:
         self.draft = Decoder(draft, weights, device) if draft else None  # pyright: ignore[reportArgumentType]
         capture = make_capture(device)
         self.graphs = Graphs(capture)
-        """Of the steps that draft, as an engine would replay them."""
+        """Of the steps, as an engine would replay them."""
         self._untimed = 1 + (capture.passes_before if capture else 1)
         """Passes before those that are timed: the first, and the one that is captured."""
         self._device = device
@@ -146,7 +146,7 @@ class ShapeSteps:
         full, plan = self._kept.prepare([0], replace(self._request, context=context + ROOM))
         fill_with_zeros(full, context)
         full.keep_mass(rows=0)
-        verifying = Passes(self.target, full)
+        verifying = Passes(self.target, full, self.graphs)
         before, read = self._kept.traffic(), full.reads.num_bytes
         plain = self._timed(verifying, 1)
         count = len(plain) + self._untimed

@@ -1,12 +1,13 @@
-"""The numbers of matrices in ggml's formats of blocks on NVIDIA GPUs, in Triton.
+"""Matrices in ggml's formats of blocks on NVIDIA GPUs, in Triton: the sums of products of few rows, whose numbers are
+made in the tile (see `quantised.py`), and the numbers themselves.
 
-A program has some outputs and the inputs of one block, or of as many small ones as have as many inputs. Nothing here
-waits for the GPU, so a call can be captured in a CUDA graph.
+A program goes through blocks in order. Where each number of a block is, and its scale, is known when a kernel is
+compiled.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -15,13 +16,18 @@ from torch import Tensor
 
 from .attention import ceil_div
 from .launch import launch
-from .quantised import _rounded
+from .quantised import TILE_ROWS, TYPES, loaded, rounded, sums_of
 
 if TYPE_CHECKING:
     from ..quantised import BlockForm, BlockMatrix
 
-TILE_OUTPUTS, TILE_INPUTS = 8, 256
-NUM_WARPS = 4
+OUTPUTS = 64
+"""Of a program."""
+EXPANDED_INPUTS = 256
+"""Of a program that writes numbers."""
+
+NUM_WARPS, MOST_REGISTERS = 4, 128
+"""Of a program, and of a thread where the assembler, left to itself, takes fewer and spills some."""
 
 _EIGHT_BITS: tl.constexpr = tl.constexpr(1)
 _ONE_AND_LEAST: tl.constexpr = tl.constexpr(2)
@@ -31,44 +37,120 @@ _SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
 bits of each run."""
 
 
+def block_sums(x: Tensor, matrix: BlockMatrix) -> Tensor:
+    """See `QuantisedMatrix.sums_triton`."""
+    given, constants = _described(matrix)
+    sums, part, grid = sums_of(x, matrix.shape, OUTPUTS)
+    launch(
+        _product_kernel, grid, *given, x, sums, len(x), x.stride(0),
+        ROWS=TILE_ROWS, PART=part, DTYPE=TYPES[x.dtype], **constants, **options_of(matrix.form),
+    )  # fmt: skip
+    return sums
+
+
 def expand_blocks_triton(matrix: BlockMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
+    given, constants = _described(matrix)
+    grid = ceil_div(matrix.shape[0], OUTPUTS), ceil_div(matrix.shape[1], EXPANDED_INPUTS)
+    launch(_expand_kernel, grid, *given, out, PART=EXPANDED_INPUTS, **constants, **options_of(matrix.form))
+
+
+def _described(matrix: BlockMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
     (outputs, inputs), held = matrix.shape, matrix.blocks
-    launch(
-        _expand_blocks_kernel, (ceil_div(outputs, TILE_OUTPUTS), ceil_div(inputs, TILE_INPUTS)),
-        *(held, held.view(torch.float16), out, inputs, outputs, held.stride(0)),
-        **constants_of(matrix.form, matrix.layout),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,  # products and differences are rounded one by one
-    )  # fmt: skip
+    wide = held.view(torch.float16 if _SCALES[matrix.form] < _SIX_BITS_AND_LEAST.value else torch.int32)
+    constants = constants_of(matrix.form, matrix.layout, whole=outputs % OUTPUTS == 0)
+    return (held, wide, inputs, outputs, held.stride(0)), constants
 
 
-def constants_of(form: str, of: BlockForm) -> dict[str, int]:
-    """What the kernel is compiled for."""
+def constants_of(form: str, of: BlockForm, *, whole: bool) -> dict[str, Any]:
+    """What kernels are compiled for. Args: `whole` says that the outputs are a multiple of `OUTPUTS`."""
     high_start, high_bits, high_run = (0, 0, 1) if of.high is None else (of.high.start, of.high.bits, of.high.run)
     constants = {"IN_BLOCK": of.inputs, "BYTES": of.bytes, "RUN": of.run, "SCALES": _SCALES[form], "ZERO": of.zero}
     constants |= {"LOW_START": of.low.start, "LOW_RUN": of.low.run}
     constants |= {"HIGH_START": high_start, "HIGH_BITS": high_bits, "HIGH_RUN": high_run}
-    return constants | {"TILE_OUTPUTS": TILE_OUTPUTS, "TILE_INPUTS": TILE_INPUTS}
+    return constants | {"WHOLE": whole, "OUTPUTS": OUTPUTS, "INPUTS": min(of.run, of.low.run)}
+
+
+def options_of(form: str) -> dict[str, Any]:
+    """Triton's, by which products and differences are rounded one by one."""
+    stages = 1 if _SCALES[form] == _SIX_BITS_AND_LEAST.value else 2
+    options = {"num_warps": NUM_WARPS, "num_stages": stages, "enable_fp_fusion": False}
+    return options | ({"maxnreg": MOST_REGISTERS} if form == "Q5_K" else {})
 
 
 @triton.jit
-def _field(blocks, place, input, there, START: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):
-    """A `Field` of some inputs of the blocks at `place`."""
+def _bits(
+    blocks, wide, place, there, WHOLE: tl.constexpr, INPUT: tl.constexpr, INPUTS: tl.constexpr, START: tl.constexpr,
+    BITS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """A `Field` of the inputs from INPUT of the blocks at `place` `[outputs]`: int32 `[outputs, inputs]`."""
     IN_A_BYTE: tl.constexpr = 8 // BITS
-    byte = START + input // (RUN * IN_A_BYTE) * RUN + input % RUN
-    held = tl.load(blocks + place + byte, mask=there, other=0).to(tl.int32)
-    return (held >> (input // RUN % IN_A_BYTE * BITS)) & ((1 << BITS) - 1)  # pyright: ignore[reportOperatorIssue]
+    if RUN == 1:  # 16 inputs have one bit each
+        held = loaded(wide + (place // 2 + (START + INPUT // 8) // 2), there, WHOLE).to(tl.int16, bitcast=True)
+        bits = (held.to(tl.int32)[:, None] >> tl.arange(0, INPUTS)[None, :]) & 1
+    else:
+        byte = START + INPUT // (RUN * IN_A_BYTE) * RUN + INPUT % RUN + tl.arange(0, INPUTS)
+        held = loaded(blocks + (place[:, None] + byte[None, :]), there[:, None], WHOLE)
+        bits = (held >> (INPUT // RUN % IN_A_BYTE * BITS)).to(tl.int32) & ((1 << BITS) - 1)
+    return bits
 
 
 @triton.jit
-def _expand_blocks_kernel(
+def _numbers(
+    blocks, wide, place, there, INPUT: tl.constexpr, RUN: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr,
+    LOW_START: tl.constexpr, LOW_RUN: tl.constexpr, HIGH_START: tl.constexpr, HIGH_BITS: tl.constexpr,
+    HIGH_RUN: tl.constexpr, WHOLE: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Those of the inputs from INPUT of the blocks at `place` `[outputs]`, in float32 `[outputs, inputs]`.
+
+    Loads of the same bytes for other inputs of a block are one, once compiled.
+    """
+    R: tl.constexpr = INPUT // RUN
+    if SCALES == _SIX_BITS_AND_LEAST:
+        both = loaded(wide + place // 4, there, WHOLE)  # two float16 numbers
+        scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        least = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        of_scale = loaded(wide + (place // 4 + 1), there, WHOLE) >> (R % 4 * 8)
+        of_least = loaded(wide + (place // 4 + 2), there, WHOLE) >> (R % 4 * 8)
+        if R < 4:
+            of_scale, of_least = of_scale & 63, of_least & 63
+        else:
+            last = loaded(wide + (place // 4 + 3), there, WHOLE) >> (R % 4 * 8)
+            of_scale, of_least = (last & 15) | ((of_scale >> 2) & 48), ((last >> 4) & 15) | ((of_least >> 2) & 48)
+        scale *= of_scale.to(tl.float32)
+        least *= of_least.to(tl.float32)
+    elif SCALES == _EIGHT_BITS:
+        held = loaded(blocks + (place + (192 + R)), there, WHOLE).to(tl.int8, bitcast=True)
+        scale = loaded(wide + (place // 2 + 104), there, WHOLE).to(tl.float32) * held.to(tl.float32)
+    else:
+        scale = loaded(wide + place // 2, there, WHOLE).to(tl.float32)
+        if SCALES == _ONE_AND_LEAST:
+            least = -loaded(wide + (place // 2 + 1), there, WHOLE).to(tl.float32)
+    value = _bits(blocks, wide, place, there, WHOLE, INPUT, INPUTS, LOW_START, 4, LOW_RUN)
+    if HIGH_BITS > 0:
+        value |= _bits(blocks, wide, place, there, WHOLE, INPUT, INPUTS, HIGH_START, HIGH_BITS, HIGH_RUN) << 4
+    # The bits of 2^23 + value: exact, and faster than a conversion.
+    numbers = ((value | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)) * scale[:, None]
+    if SCALES >= _ONE_AND_LEAST:
+        numbers -= least[:, None]  # pyright: ignore[reportPossiblyUnboundVariable]
+    return numbers
+
+
+@triton.jit(do_not_specialize=["n"])
+def _product_kernel(
     blocks,  # [outputs, bytes of a row] uint8
-    halves,  # the same as float16
-    out,  # [outputs, inputs]
+    wide,  # the same as float16, or int32 where scales have six bits
     inputs,
     outputs,
-    row_stride,  # in bytes, an even number as that of a block is
+    bytes_stride,
+    x,  # [n, inputs]
+    sums,  # [parts, n, outputs]
+    n,
+    row_stride,
+    ROWS: tl.constexpr,
+    PART: tl.constexpr,
+    DTYPE: tl.constexpr,
     IN_BLOCK: tl.constexpr,
     BYTES: tl.constexpr,
     RUN: tl.constexpr,
@@ -79,41 +161,69 @@ def _expand_blocks_kernel(
     HIGH_START: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     HIGH_RUN: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    TILE_INPUTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
-    first = (tl.program_id(0) * TILE_OUTPUTS).to(tl.int64)  # within the tile, counted from there, 32 bits suffice
-    blocks += first * row_stride
-    halves += first * (row_stride // 2)
+    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
+    blocks += first * bytes_stride
+    wide += first * bytes_stride // (wide.dtype.element_ty.primitive_bitwidth // 8)
+    output = tl.arange(0, OUTPUTS)
+    there = output < (outputs - first).to(tl.int32)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    begin = tl.program_id(2) * PART
+    for start in range(begin, tl.minimum(begin + PART, inputs), IN_BLOCK):
+        place = output * bytes_stride + start // IN_BLOCK * BYTES
+        for input in tl.static_range(0, IN_BLOCK, INPUTS):  # pyright: ignore[reportGeneralTypeIssues]
+            of_rows = row[None, :] * row_stride + (start + input + tl.arange(0, INPUTS))[:, None]
+            taken = tl.load(x + of_rows, mask=(row < n)[None, :], other=0)
+            numbers = _numbers(
+                blocks, wide, place, there, input, RUN, SCALES, ZERO, LOW_START, LOW_RUN, HIGH_START, HIGH_BITS,
+                HIGH_RUN, WHOLE, INPUTS,
+            )  # fmt: skip
+            total = tl.dot(rounded(numbers, DTYPE), taken, total, input_precision="ieee")
+    sums += tl.program_id(2).to(tl.int64) * n * outputs + first
+    known = there[:, None] & (row < n)[None, :]
+    tl.store(sums + row.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
+
+
+@triton.jit
+def _expand_kernel(
+    blocks,  # see _product_kernel
+    wide,
+    inputs,
+    outputs,
+    bytes_stride,
+    out,  # [outputs, inputs]
+    PART: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
+    RUN: tl.constexpr,
+    SCALES: tl.constexpr,
+    ZERO: tl.constexpr,
+    LOW_START: tl.constexpr,
+    LOW_RUN: tl.constexpr,
+    HIGH_START: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    HIGH_RUN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
+    blocks += first * bytes_stride
+    wide += first * bytes_stride // (wide.dtype.element_ty.primitive_bitwidth // 8)
     out += first * inputs
-    output = tl.arange(0, TILE_OUTPUTS)
-    run = tl.program_id(1) * (TILE_INPUTS // RUN) + tl.arange(0, TILE_INPUTS // RUN)  # of the row
-    there = (output < (outputs - first).to(tl.int32))[:, None] & (run * RUN < inputs)[None, :]
-    place = output[:, None] * row_stride + (run * RUN // IN_BLOCK * BYTES)[None, :]
-    in_block = run % (IN_BLOCK // RUN)
-    if SCALES == _EIGHT_BITS:
-        held = tl.load(blocks + place + 192 + in_block[None, :], mask=there, other=0).to(tl.int8, bitcast=True)
-        scale = tl.load(halves + place // 2 + 104, mask=there, other=0).to(tl.float32) * held.to(tl.float32)
-    else:
-        scale = tl.load(halves + place // 2, mask=there, other=0).to(tl.float32)
-    if SCALES == _ONE_AND_LEAST:
-        least = -tl.load(halves + place // 2 + 1, mask=there, other=0).to(tl.float32)
-    if SCALES == _SIX_BITS_AND_LEAST:
-        least = tl.load(halves + place // 2 + 1, mask=there, other=0).to(tl.float32)
-        sixth = blocks + place + (4 + in_block % 4)[None, :]
-        of_scale = tl.load(sixth, mask=there, other=0).to(tl.int32)
-        of_least = tl.load(sixth + 4, mask=there, other=0).to(tl.int32)
-        both = tl.load(sixth + 8, mask=there, other=0).to(tl.int32)
-        early = (in_block < 4)[None, :]
-        scale *= tl.where(early, of_scale & 63, (both & 15) | ((of_scale >> 2) & 48)).to(tl.float32)
-        least *= tl.where(early, of_least & 63, (both >> 4) | ((of_least >> 2) & 48)).to(tl.float32)
-    within = tl.arange(0, RUN)[None, None, :]
-    input, of_values = (in_block * RUN)[None, :, None] + within, there[:, :, None]
-    value = _field(blocks, place[:, :, None], input, of_values, LOW_START, 4, LOW_RUN)
-    if HIGH_BITS > 0:
-        value |= _field(blocks, place[:, :, None], input, of_values, HIGH_START, HIGH_BITS, HIGH_RUN) << 4
-    numbers = (value - ZERO).to(tl.float32) * scale[:, :, None]
-    if SCALES >= _ONE_AND_LEAST:
-        numbers -= least[:, :, None]  # pyright: ignore[reportPossiblyUnboundVariable]
-    to = out + output[:, None, None] * inputs + (run * RUN)[None, :, None] + within
-    tl.store(to, _rounded(numbers, out.dtype.element_ty), mask=of_values)
+    output = tl.arange(0, OUTPUTS)
+    there = output < (outputs - first).to(tl.int32)
+    begin = tl.program_id(1) * PART
+    for start in range(begin, tl.minimum(begin + PART, inputs), IN_BLOCK):
+        place = output * bytes_stride + start // IN_BLOCK * BYTES
+        for input in tl.static_range(0, IN_BLOCK, INPUTS):  # pyright: ignore[reportGeneralTypeIssues]
+            numbers = _numbers(
+                blocks, wide, place, there, input, RUN, SCALES, ZERO, LOW_START, LOW_RUN, HIGH_START, HIGH_BITS,
+                HIGH_RUN, WHOLE, INPUTS,
+            )  # fmt: skip
+            to = out + output[:, None] * inputs + (start + input + tl.arange(0, INPUTS))[None, :]
+            tl.store(to, rounded(numbers, out.dtype.element_ty), mask=there[:, None])

@@ -1,17 +1,15 @@
-"""Products of few rows with a matrix in four or eight bits on NVIDIA GPUs, in Triton: its numbers are made in the tile;
-and the numbers themselves.
+"""Products of few rows with matrices in few bits on NVIDIA GPUs, in Triton: what the kinds of matrices share.
 
-A program of a product has some outputs, up to `TILE_ROWS` rows and a part of the inputs, which it goes through in
-order; another kernel adds up the parts, in order. Which parts there are depends on the matrix alone, so the bits of a
-row do not depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be
-captured in a CUDA graph.
+A program has some outputs, up to `TILE_ROWS` rows and a part of the inputs, which it goes through in order; another
+kernel adds up the parts, in order. Which parts there are depends on the matrix alone, so the bits of a row do not
+depend on what other rows there are, nor on how many. Nothing here waits for the GPU, so a call can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -22,16 +20,9 @@ from .attention import ceil_div
 from .launch import launch
 
 if TYPE_CHECKING:
-    from ..quantised import GroupedMatrix
+    from ..quantised import QuantisedMatrix
 
 TILE_ROWS = 16
-TILE_OUTPUTS, TILE_BYTES = 128, 64
-"""Of a program, at a time: outputs, and bytes of inputs."""
-SMALL_OUTPUTS, SMALL_BYTES, SMALL_REGISTERS = 64, 32, 208
-"""The same, and registers of a thread, where tiles are not full or have inputs of several groups: masks and more scales
-take registers. Left to itself the assembler takes fewer and spills some."""
-LEAST_BYTES = 16
-"""Of a tile whose inputs are of one group."""
 
 PROGRAMS, LEAST_INPUTS = 640, 512
 """The inputs are cut into parts until a product has so many programs, which keeps all multiprocessors of a GPU busy; a
@@ -40,85 +31,44 @@ part has at least so many inputs."""
 ROWS_AT_ONCE = 32
 """Whose sums of parts are in memory together."""
 
-NUM_WARPS, NUM_STAGES = 4, 2
 TILE_SUMS = 1024
 """Outputs of a program that adds up parts."""
 
-_NIBBLES: tl.constexpr = tl.constexpr(0)
-_INT8: tl.constexpr = tl.constexpr(2)
-_FLOAT8: tl.constexpr = tl.constexpr(3)
-"""Of `GroupedMatrix.kind` those that are not a number from 0 to 255 in each byte."""
-
 _INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def product_triton(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+def product_triton(
+    x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None = None, onto: Tensor | None = None
+) -> Tensor:
     """`x` `[n, inputs]`, contiguous, times a matrix `[outputs, inputs]`, with a bias `[outputs]`, in `x`'s dtype; see
     `layers.linear` for `onto`."""
     out = x.new_empty(x.shape[0], matrix.shape[0]) if onto is None else onto
     if len(x) == 0:
         return out
     for some, out_of_some in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
-        _product_of_some(some, matrix, bias, out_of_some, add=onto is not None)
+        sums = matrix.sums_triton(some)
+        parts, n, outputs = sums.shape
+        launch(
+            _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
+            sums, sums if bias is None else bias, out_of_some, outputs, n * outputs, out.stride(0), parts,
+            BIAS=bias is not None, ADD=onto is not None, OUTPUTS=TILE_SUMS,
+        )  # fmt: skip
     return out
 
 
-def _product_of_some(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
-    n, (outputs, inputs) = x.shape[0], matrix.shape
-    given, constants = _described(matrix)
-    tiles = ceil_div(outputs, constants["OUTPUTS"])
+def sums_of(x: Tensor, shape: tuple[int, int], of_program: int) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """Memory for the sums of `x` `[n, inputs]` times a matrix `[outputs, inputs]`, float32 `[parts, n, outputs]`; the
+    inputs of a part; and how many programs with so many outputs there are."""
+    outputs, inputs = shape
+    tiles = ceil_div(outputs, of_program)
     part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
-    sums = torch.empty(ceil_div(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
-    pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
-    launch(
-        _product_kernel, (tiles, ceil_div(n, TILE_ROWS), len(sums)),
-        *given, pairs, sums, n, pairs.stride(0), ROWS=TILE_ROWS, PART=part, DTYPE=_TYPES[x.dtype], **constants,
-    )  # fmt: skip
-    launch(
-        _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
-        sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), len(sums),
-        BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
-    )  # fmt: skip
-
-
-def expand_triton(matrix: GroupedMatrix, out: Tensor) -> None:
-    """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
-    outputs, inputs = matrix.shape
-    given, constants = _described(matrix)
-    tiles = ceil_div(outputs, constants["OUTPUTS"]), ceil_div(inputs, constants["INPUTS"])
-    launch(_expand_kernel, tiles, *given, out, **constants)
-
-
-def _described(matrix: GroupedMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
-    (outputs, inputs), groups = matrix.shape, matrix.scales.shape[1]
-    values = matrix.values.view(torch.uint8) if matrix.values.dtype == torch.float8_e4m3fn else matrix.values
-    zeros, group_of, scales, size = matrix.zeros, matrix.group_of, matrix.scales, inputs // groups
-    same, ordered = isinstance(zeros, int), group_of is not None
-    places = values, scales, scales if same else zeros, group_of if ordered else scales
-    of_group = 1 if ordered else math.gcd(size * matrix.bits // 8, TILE_BYTES)
-    whole = of_group >= LEAST_BYTES and outputs % TILE_OUTPUTS == 0
-    tile = (TILE_OUTPUTS, of_group) if whole else (SMALL_OUTPUTS, SMALL_BYTES)
-    constants = {"KIND": matrix.kind, "ZEROS": not same, "ORDERED": ordered, "WHOLE": whole, "OUTPUTS": tile[0]}
-    constants |= {"INPUTS": tile[1] * 8 // matrix.bits, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
-    constants |= {} if whole else {"maxnreg": SMALL_REGISTERS}
-    sizes = inputs, outputs, groups, size, values.stride(0)
-    return (*places, float(zeros) if same else 0.0, *sizes), constants
+    sums = torch.empty(ceil_div(inputs, part), len(x), outputs, dtype=torch.float32, device=x.device)
+    return sums, part, (tiles, ceil_div(len(x), TILE_ROWS), len(sums))
 
 
 @triton.jit
-def _float8(byte):
-    """What a byte stands for in e4m3, float32."""
-    magnitude = byte & 127
-    number = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, number)
-    number = tl.where(magnitude == 127, float("nan"), number)
-    return tl.where(byte > 127, -number, number)
-
-
-@triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
+def rounded(x, DTYPE: tl.constexpr):
     """The nearest numbers of a dtype, ties to even. Triton's interpreter cuts off what a GPU rounds to bfloat16."""
     if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.uint32, bitcast=True)
@@ -128,116 +78,13 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _loaded(pointers, there, WHOLE: tl.constexpr):
+def loaded(pointers, there, WHOLE: tl.constexpr):
     """What they point to, and 0 where nothing is `there`; all are if WHOLE."""
     if WHOLE:  # noqa: SIM108 (Triton compiles both sides of an expression)
         found = tl.load(pointers)
     else:
         found = tl.load(pointers, mask=there, other=0)
     return found
-
-
-@triton.jit
-def _numbers(
-    held, scales, zeros, group_of, zero, output, input, there, start, inputs, groups, size,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, WHOLE: tl.constexpr, ODD: tl.constexpr,
-):  # fmt: skip
-    """Those that `held` `[outputs, inputs]` stands for, in float32; 0 times a scale where they are not `there`.
-
-    Args:
-        start: the first input.
-        ODD: of two in a byte, asks for that of the odd input.
-        WHOLE: the inputs are of one group, and all outputs and inputs are there.
-    """
-    if WHOLE:
-        place = output * groups + start // size
-    elif ORDERED:
-        place = output[:, None] * groups + tl.load(group_of + input, mask=input < inputs, other=0).to(tl.int32)[None, :]
-    else:
-        place = output[:, None] * groups + (input // size)[None, :]
-    scale = _loaded(scales + place, there, WHOLE).to(tl.float32)
-    if ZEROS:
-        zero = _loaded(zeros + place, there, WHOLE).to(tl.float32)
-    if KIND == _FLOAT8:
-        value = _float8(held.to(tl.int32))
-    elif KIND == _INT8:
-        value = held.to(tl.float32)
-    else:
-        if KIND == _NIBBLES:  # before it is widened, which takes fewer registers
-            held = (held >> 4) if ODD else (held & 15)
-        # The bits of 2^23 + held: exact, and faster than a conversion.
-        value = (held.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-        zero += 8388608.0
-    if WHOLE:
-        scale = scale[:, None]
-        if ZEROS:
-            zero = zero[:, None]
-    return (value - zero) * scale
-
-
-@triton.jit
-def _half_of(pair, ODD: tl.constexpr, DTYPE: tl.constexpr):
-    """Of two neighbours that were loaded as one integer, the first or the second."""
-    if DTYPE.primitive_bitwidth == 16:  # pyright: ignore[reportAttributeAccessIssue]
-        bits = ((pair >> 16) if ODD else pair).to(tl.int16)
-    else:
-        bits = ((pair >> 32) if ODD else pair).to(tl.int32)
-    return bits.to(DTYPE, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["zero", "n"])
-def _product_kernel(
-    values,  # see GroupedMatrix
-    scales,  # [outputs, groups]
-    zeros,  # [outputs, groups], if ZEROS
-    group_of,  # [inputs], if ORDERED
-    zero,
-    inputs,
-    outputs,
-    groups,
-    size,
-    value_stride,
-    x,  # [n, inputs] in DTYPE, or where values are two in a byte [n, inputs / 2], two in an integer
-    sums,  # [parts, n, outputs]
-    n,
-    row_stride,
-    KIND: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    PART: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
-    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
-    values += first * value_stride
-    scales += first * groups
-    zeros += first * groups
-    output = tl.arange(0, OUTPUTS)
-    outputs_left = (outputs - first).to(tl.int32)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    begin = tl.program_id(2) * PART
-    for start in range(begin, tl.minimum(begin + PART, inputs), INPUTS):
-        byte = start // IN_A_BYTE + tl.arange(0, INPUTS // IN_A_BYTE)
-        inside = byte * IN_A_BYTE < inputs
-        there = (output < outputs_left)[:, None] & inside[None, :]
-        held = _loaded(values + output[:, None] * value_stride + byte[None, :], there, WHOLE)
-        of_rows = (row < n)[None, :] if WHOLE else inside[:, None] & (row < n)[None, :]
-        taken = tl.load(x + row[None, :] * row_stride + byte[:, None], mask=of_rows, other=0)
-        for odd in tl.static_range(IN_A_BYTE):  # pyright: ignore[reportGeneralTypeIssues]
-            numbers = _numbers(
-                held, scales, zeros, group_of, zero, output, byte * IN_A_BYTE + odd, there, start, inputs, groups,
-                size, KIND, ZEROS, ORDERED, WHOLE, odd == 1,
-            )  # fmt: skip
-            of_them = _half_of(taken, odd == 1, DTYPE) if KIND == _NIBBLES else taken
-            total = tl.dot(_rounded(numbers, DTYPE), of_them, total, input_precision="ieee")
-    sums += tl.program_id(2).to(tl.int64) * n * outputs + first
-    known = (output < outputs_left)[:, None] & (row < n)[None, :]
-    tl.store(sums + row.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -264,56 +111,8 @@ def _finish_kernel(
     if BIAS:
         total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = out.dtype.element_ty
-    product = _rounded(total, DTYPE)
+    product = rounded(total, DTYPE)
     if ADD:
         before = tl.load(out + row * row_stride + output, mask=there, other=0.0).to(tl.float32)
-        product = _rounded(before + product.to(tl.float32), DTYPE)
+        product = rounded(before + product.to(tl.float32), DTYPE)
     tl.store(out + row * row_stride + output, product, mask=there)
-
-
-@triton.jit(do_not_specialize=["zero"])
-def _expand_kernel(
-    values,  # see _product_kernel
-    scales,
-    zeros,
-    group_of,
-    zero,
-    inputs,
-    outputs,
-    groups,
-    size,
-    value_stride,
-    out,  # [outputs, inputs]
-    KIND: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
-    IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
-    values += first * value_stride
-    scales += first * groups
-    zeros += first * groups
-    out += first * inputs
-    output = tl.arange(0, OUTPUTS)
-    outputs_left = (outputs - first).to(tl.int32)
-    start = tl.program_id(1) * INPUTS
-    byte = start // IN_A_BYTE + tl.arange(0, INPUTS // IN_A_BYTE)
-    input = byte * IN_A_BYTE
-    there = (output < outputs_left)[:, None] & (input < inputs)[None, :]
-    held = _loaded(values + output[:, None] * value_stride + byte[None, :], there, WHOLE)
-    numbers = _rounded(_numbers(
-        held, scales, zeros, group_of, zero, output, input, there, start, inputs, groups,
-        size, KIND, ZEROS, ORDERED, WHOLE, False,
-    ), DTYPE)  # fmt: skip
-    if KIND == _NIBBLES:
-        numbers = tl.interleave(numbers, _rounded(_numbers(
-            held, scales, zeros, group_of, zero, output, input + 1, there, start, inputs, groups,
-            size, KIND, ZEROS, ORDERED, WHOLE, True,
-        ), DTYPE))  # fmt: skip
-        input = start + tl.arange(0, INPUTS)
-        there = (output < outputs_left)[:, None] & (input < inputs)[None, :]
-    tl.store(out + output[:, None] * inputs + input[None, :], numbers, mask=there)

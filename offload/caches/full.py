@@ -20,7 +20,7 @@ from ...kernels.attention import takes_joined
 from ...kernels.cpu.library import arithmetic
 from ...kernels.selection import STEP_ROWS
 from ...tp.model.config import ModelConfig
-from ...tp.rope import Rope
+from ...tp.rope import Rope, RopeRows
 from ..held import Held
 from ..transfer.device_blocks import Blocks, DeviceBlocks, PausedPass
 from ..transfer.link import Traffic
@@ -219,9 +219,19 @@ class FullCache:
         return self._mass.recent(layer, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        start, n = self._filled[layer], q.shape[1]
+        start = self._filled[layer]
         q = self.rope.rotate(q, start)
         self.append(layer, self.rope.rotate(k, start), v)
+        return self.attend_rotated(layer, q)
+
+    def rotation(self) -> RopeRows:
+        """What the tokens of the pass that is prepared are rotated by."""
+        return self.rope.rows(self._begin, self._stop - self._begin)
+
+    def attend_rotated(self, layer: int, q: Tensor) -> Tensor:
+        """`attend` for the rotated queries of the tokens that were appended last."""
+        n = q.shape[1]
+        start = self._filled[layer] - n
         began = time.perf_counter()
         window = self.config.sliding_window(layer) or start + n
         rows = QueryRows(q, start, window, self.mass_rows_of(n))

@@ -66,13 +66,14 @@ class SharedAttention:
         self._order: list[int] = []  # of the sequences, in which their rows are attended
         self._holders: list[_AttendedCache] = []
         self._places: list[slice] = []  # the rows of each sequence in that order
-        self._rotation: RopeRows = (torch.empty(0), torch.empty(0))
+        self.rotation: RopeRows = (torch.empty(0), torch.empty(0))
+        """What the rows of the pass that is prepared are rotated by, in the order of the sequences."""
         self._moved: Tensor | None = None  # the rows in that order, where it is another one
         self._back: Tensor | None = None
 
     def held(self) -> Held:
         """See `offload.held`: beside the caches, for the pass that came last."""
-        given = *self._rotation, self._moved, self._back
+        given = *self.rotation, self._moved, self._back
         yield from (("prefill", tensor) for tensor in given if tensor is not None)
         yield from held_scratch(self._scratch)
         yield from self._shares.held()
@@ -86,7 +87,7 @@ class SharedAttention:
         turned = [
             cache.rope.rows(start, count) for cache, start, count in zip(caches, self._starts, counts, strict=True)
         ]
-        self._rotation = torch.cat([cos for cos, _ in turned]), torch.cat([sin for _, sin in turned])
+        self.rotation = torch.cat([cos for cos, _ in turned]), torch.cat([sin for _, sin in turned])
         paths = [self._path(i) for i in range(len(caches))]
         self._order = sorted(range(len(caches)), key=paths.__getitem__)
         device = caches[0].blocks.device
@@ -136,12 +137,8 @@ class SharedAttention:
             found.append(holder)
         return found
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `tp.decoder.Cache`; rows are in the order of the sequences."""
-        rope = self._caches[0].rope
-        q, k = rope.rotate(q, self._rotation), rope.rotate(k, self._rotation)
-        for cache, rows in zip(self._caches, self._rows, strict=True):
-            cache.append(layer, k[:, rows], v[:, rows])
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of rotated queries, in the order of the sequences, to what was appended last and all before it."""
         began, read = time.perf_counter(), [holder.cache.reads.num_bytes for holder in self._holders]
         if self._moved is not None:
             q = q.index_select(1, self._moved)

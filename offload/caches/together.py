@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...tp.decoder import Cache
+from ...tp.rope import RopeRows
 from ..held import Held
 from .full import FullCache
 from .shared_attention import SharedAttention, rows_of
@@ -58,6 +59,7 @@ class JoinedFullCache(JoinedCache):
 
     def __init__(self, caches: Sequence[FullCache]) -> None:
         super().__init__(caches)
+        self._caches: list[FullCache]
         self._attention = SharedAttention(caches)
 
     def held(self) -> Held:
@@ -68,4 +70,20 @@ class JoinedFullCache(JoinedCache):
         self._attention.prepare(self.counts)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.attend(layer, q, k, v)
+        rope, rotation = self._caches[0].rope, self.rotation()
+        q = rope.rotate(q, rotation)
+        self.append(layer, rope.rotate(k, rotation), v)
+        return self.attend_rotated(layer, q)
+
+    def rotation(self) -> RopeRows:
+        """See `FullCache`; rows are in the order of the sequences, here and below."""
+        return self._attention.rotation
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """See `FullCache`."""
+        for cache, rows in zip(self._caches, rows_of(self.counts), strict=True):
+            cache.append(layer, k[:, rows], v[:, rows])
+
+    def attend_rotated(self, layer: int, q: Tensor) -> Tensor:
+        """See `FullCache`."""
+        return self._attention.attend(layer, q)

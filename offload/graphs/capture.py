@@ -12,6 +12,8 @@ from ...tp.decoder import Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
 from .cpu import CpuCapture
 
+Cut = Callable[[], None]
+
 
 class Capture(Protocol):
     """Turns a function that starts kernels into one that starts them again, at once."""
@@ -27,6 +29,8 @@ class Capture(Protocol):
     most_tokens: int
     """Tokens of a pass that is captured at most: longer ones are rare, and starting their kernels takes a smaller
     share."""
+    in_pieces: bool
+    """Whether passes of which attention cannot be captured are captured in `pieces`."""
 
     def takes(self, decoder: Decoder) -> bool:
         """Whether passes of `decoder`, with the kernels that are selected, can be captured."""
@@ -40,11 +44,14 @@ class Capture(Protocol):
         """Runs a function as it will be captured, which compiles and loads what it needs; its result."""
         ...
 
-    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[Cut], Tensor], pool: Any) -> tuple[list[Callable[[], None]], Tensor]:
         """Captures a function without relying on what it computes meanwhile.
 
+        Args: `run` may call what it is given, to end a piece and begin the next.
+
         Returns:
-            What replays it, and the tensor that holds its result after each replay, until the next one of this pool.
+            What replays each piece, and the tensor that holds the result after each replay of all, until the next one
+            of this pool.
 
         Raises:
             RuntimeError: it does something that cannot be captured, such as waiting for the device.
@@ -64,3 +71,10 @@ def capture_for(device: torch.device, ranks: Ranks = ALONE) -> Capture | None:
 
         return CudaCapture(device)
     return CpuCapture() if ranks.size == 1 else None  # Gloo's sums are not captured
+
+
+def first_reason(error: BaseException) -> str:
+    """The first line of what went wrong first: a capture that is broken fails again when it ends."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class CpuCapture:
     joins = False
     passes_before = 2
     most_tokens = 10
+    in_pieces = False
 
     def __init__(self) -> None:
         self._tapes: weakref.WeakSet[_Tape] = weakref.WeakSet()
@@ -56,12 +58,22 @@ class CpuCapture:
     def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
         return run()
 
-    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-        tape = _Tape()
-        with tape, noting(tape.note):
-            result = run()
-        self._tapes.add(tape)
-        return tape.replay, result
+    def capture(
+        self, run: Callable[[Callable[[], None]], Tensor], pool: Any
+    ) -> tuple[list[Callable[[], None]], Tensor]:
+        tapes: list[_Tape] = []
+        with ExitStack() as noted:
+
+            def cut() -> None:
+                noted.close()
+                tapes.append(_Tape())
+                noted.enter_context(tapes[-1])
+                noted.enter_context(noting(tapes[-1].note))
+
+            cut()
+            result = run(cut)
+        self._tapes.update(tapes)
+        return [tape.replay for tape in tapes], result
 
     def clear(self) -> None:
         for tape in self._tapes:

@@ -28,6 +28,7 @@ class CudaCapture:
     joins = True
     passes_before = 1
     most_tokens = 32
+    in_pieces = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,19 +50,33 @@ class CudaCapture:
         result.record_stream(current)
         return result
 
-    def capture(self, run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
-        graph = torch.cuda.CUDAGraph()
+    def capture(
+        self, run: Callable[[Callable[[], None]], Tensor], pool: Any
+    ) -> tuple[list[Callable[[], None]], Tensor]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what is cached cannot be given back while a graph is captured
         try:
-            with (
-                torch.cuda.stream(self._stream),  # left even if `graph` fails on its way out
-                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                result = run()
+            with torch.cuda.stream(self._stream):
+                begin()
+                try:
+                    result = run(cut)
+                finally:
+                    graphs[-1].capture_end()
         except BaseException:
-            self._give_up(graph, pool)
+            self._give_up(graphs[-1], pool)
             raise
-        self._graphs.add(graph)
-        return graph.replay, result
+        self._graphs.update(graphs)
+        return [graph.replay for graph in graphs], result
 
     def clear(self) -> None:
         with suppress(RuntimeError):  # an error of the device belongs to the run, which has seen it

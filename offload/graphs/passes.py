@@ -27,7 +27,8 @@ from ..caches.shared_attention import rows_of
 from ..caches.together import JoinedFullCache, together
 from ..caches.token_slots import TokenSlots
 from ..held import Held
-from .capture import Capture
+from .capture import Capture, first_reason
+from .pieces import Pieces
 
 JOINED = 2
 """Times the sequences that run: members, in all, of the sets of sequences whose passes together are captured. One set
@@ -70,7 +71,8 @@ class Graphs:
         ranks: all of them replay a pass, or none does: a collective in a graph must be in every rank's.
         """
         self._capture, self._ranks = capture, ranks
-        self._passes: weakref.WeakSet[_Captures] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[_Captures | Pieces] = weakref.WeakSet()
+        self._pieces: dict[Decoder, Pieces] = {}
         if capture is not None and ranks.size > 1:
             ranks.before_leaving(self.clear)
         self.failure: str | None = None
@@ -88,7 +90,14 @@ class Graphs:
         """What captures passes, as long as that works."""
         return None if self.failure else self._capture
 
-    def register(self, passes: _Captures) -> None:
+    def pieces_of(self, decoder: Decoder) -> Pieces:
+        """What captures the passes of `decoder` over full caches."""
+        if decoder not in self._pieces:
+            self._pieces[decoder] = Pieces(decoder)
+            self.register(self._pieces[decoder])
+        return self._pieces[decoder]
+
+    def register(self, passes: _Captures | Pieces) -> None:
         """Says that `passes` will hold captured ones."""
         self._passes.add(passes)
 
@@ -135,7 +144,8 @@ class Passes:
 
     def held(self) -> Held:
         """See `offload.held`: what was captured, without the cache."""
-        return self._captures.held()
+        yield from self._captures.held()
+        yield from self.graphs.pieces_of(self.decoder).held()
 
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
@@ -156,7 +166,7 @@ class Passes:
         with padded_rows(self.padded):
             logits = self._captures.replay(token_ids, [token_ids.shape[0]], [num_logits])
             if logits is None:
-                logits = self.decoder.forward(token_ids, self.cache, num_logits=num_logits)
+                logits = self._captures.in_pieces(self.graphs, token_ids, self.cache, num_logits, padded=self.padded)
         return logits
 
 
@@ -199,7 +209,8 @@ class JoinedPasses:
             if logits is not None:
                 return logits
             self._cache.counts = counts
-            logits = self._decoder.forward(token_ids, self._cache, num_logits=token_ids.shape[0])
+            graphs, n = self.members[0].graphs, token_ids.shape[0]
+            logits = self._captures.in_pieces(graphs, token_ids, self._cache, n, padded=self._padded)
         if list(counts) == list(rows):
             return logits
         parts = zip(logits.split(list(counts)), rows, strict=True)
@@ -261,6 +272,17 @@ class _Captures:
         if not self.prepared and self._decoder.device.type != "cpu":
             self.prepared = 1
         return None
+
+    def in_pieces(self, graphs: Graphs, token_ids: Tensor, cache: Cache, num_logits: int, *, padded: bool) -> Tensor:
+        """`Decoder.forward` of a pass that is not replayed, whose pieces may be; they are those of `graphs`."""
+        pieces, capture, logits = graphs.pieces_of(self._decoder), graphs.capture, None
+        if capture is not None:
+            before = pieces.prepared
+            logits = pieces.forward(capture, token_ids, cache, num_logits, padded=padded)
+            self.prepared += pieces.prepared - before
+            if pieces.failure and not graphs.agree(pieces.failure):
+                graphs.drop()
+        return self._decoder.forward(token_ids, cache, num_logits=num_logits) if logits is None else logits
 
     def _replay(
         self, capture: Capture, token_ids: Tensor, slots: list[TokenSlots], counts: Sequence[int], n: int
@@ -378,18 +400,11 @@ class _CapturedPass:
         """Captures it; if that fails, why."""
         self._table = self._decoder.rope.rows(0, 1)  # a part keeps it whole, and a graph may have its address
         try:
-            self.replay, self.logits = capture.capture(self.run, pool)
+            (self.replay,), self.logits = capture.capture(lambda _: self.run(), pool)
         except RuntimeError as error:
-            return _first_reason(error)
+            return first_reason(error)
         return None
 
     def clear(self) -> None:
         """Drops the graph and its result."""
         self.replay = self.logits = None
-
-
-def _first_reason(error: BaseException) -> str:
-    """The first line of what went wrong first: a capture that is broken fails again when it ends."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -22,6 +22,7 @@ from ..caches.recent_mass import RECENT_ROWS
 from ..caches.retrieval import COPIED
 from ..caches.streaming import STREAMING_POSITIONS, streaming_bytes, streaming_prefill
 from ..graphs.passes import JOINED
+from ..graphs.pieces import pieces_bytes
 from ..settings import Settings, refresh_mode
 from ..speculation.distribution import CPU_NUMBERS, GPU_NUMBERS, SORTING
 from ..speculation.lengths import DraftTokens
@@ -220,8 +221,11 @@ class RunPlan:
         logits = 4 * request.target.vocab_size * (rows * (rows + 1) // 2 + rows)  # of the retrieval tier, and the draft
         sequences = request.sequences + request.beside
         times = 1 if sequences == 1 else sequences * (1 + JOINED)  # each one's own, and those of several
-        graphs = {"graphs": times * (logits + rows * _row_bytes(request, request.part))}
-        return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | graphs
+        of_row = _row_bytes(request, request.part)
+        graphs = times * (logits + rows * of_row)
+        if request.gpus == 1:
+            graphs += pieces_bytes(request.target, request.dtype, of_row)
+        return left_free(request.gpu_total_bytes or request.gpu_bytes or 0, request.gpus) | {"graphs": graphs}
 
     @property
     def device_total(self) -> int:

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gguf_blocks import blocks_of, numbers_of, random_blocks
-from quantised_matrices import matrix_of
+from gguf_blocks import numbers_of, random_blocks
+from quantised_matrices import blocks_of, matrix_of
 from triforce.kernels import Level, cpu_level, use_kernels
 from triforce.kernels.layers import linear
 from triforce.kernels.quantised import (

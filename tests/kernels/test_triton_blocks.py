@@ -5,8 +5,8 @@ Without a GPU it runs under Triton's interpreter (see `conftest.py`); with one, 
 
 import pytest
 import torch
-from gguf_blocks import blocks_of, numbers_of, random_blocks
-from quantised_matrices import moved
+from gguf_blocks import numbers_of, random_blocks
+from quantised_matrices import blocks_of, moved
 from triforce.kernels.quantised import BLOCK_FORMS, BlockMatrix, quantised_linear
 from triforce.kernels.selection import use_kernels
 from triton_runs import DTYPES, both, compiled_table

@@ -27,6 +27,7 @@ from triforce.kernels.quantised import BLOCK_FORMS
 from triforce.kernels.triton import attention as triton_attention
 from triforce.kernels.triton import blocks as triton_blocks
 from triforce.kernels.triton import chunks as triton_chunks
+from triforce.kernels.triton import groups as triton_groups
 from triforce.kernels.triton import packing as triton_packing
 from triforce.kernels.triton import quantised as triton_quantised
 from triton.backends.compiler import GPUTarget
@@ -162,10 +163,10 @@ def packing_variants(head_dim: int) -> list[Variant]:
 def product_variants(dtype: torch.dtype) -> list[Variant]:
     """Products with matrices in four bits, in eight, and in FP8, with zeros and in any order, and without; and their
     numbers; and adding up a product's parts."""
-    of = triton_quantised
+    of = triton_groups
     pairs = "*i32" if dtype.itemsize == 2 else "*i64"
     types = {"values": "*u8", "scales": "*fp16", "zeros": "*u8", "group_of": "*i64", "zero": "fp32", "sums": "*fp32"}
-    warps, found = triton_quantised.NUM_WARPS, []
+    warps, found = of.NUM_WARPS, []
     small, large = (of.SMALL_OUTPUTS, of.SMALL_BYTES), (of.TILE_OUTPUTS, of.TILE_BYTES)
     tiles = (
         (False, True, large),
@@ -177,15 +178,15 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
         constants = {"KIND": kind, "ZEROS": zeros, "ORDERED": ordered, "WHOLE": whole}
         constants |= {"OUTPUTS": tile[0], "INPUTS": tile[1] * (2 if kind == 0 else 1)}
         of_product = constants | {
-            "ROWS": of.TILE_ROWS,
-            "PART": of.LEAST_INPUTS,
-            "DTYPE": triton_quantised._TYPES[dtype],
+            "ROWS": triton_quantised.TILE_ROWS,
+            "PART": triton_quantised.LEAST_INPUTS,
+            "DTYPE": triton_quantised.TYPES[dtype],
         }
         of_rows = types | {"x": POINTERS[dtype] if kind else pairs}
         options = {"num_stages": of.NUM_STAGES} | ({} if whole else {"maxnreg": of.SMALL_REGISTERS})
-        found.append(Variant(triton_quantised._product_kernel, of_product, of_rows, warps, options))
+        found.append(Variant(triton_groups._product_kernel, of_product, of_rows, warps, options))
         numbers = types | {"out": POINTERS[dtype]}
-        found.append(Variant(triton_quantised._expand_kernel, constants, numbers, warps, options))
+        found.append(Variant(triton_groups._expand_kernel, constants, numbers, warps, options))
     types |= dict.fromkeys(("bias", "out"), POINTERS[dtype])
     for bias, add in itertools.product((False, True), repeat=2):
         constants = {"BIAS": bias, "ADD": add, "OUTPUTS": triton_quantised.TILE_SUMS}
@@ -193,12 +194,19 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
     return found
 
 
-def block_variants(dtype: torch.dtype) -> list[Variant]:
-    """The numbers of matrices in blocks of each format."""
-    types = {"blocks": "*u8", "halves": "*fp16", "out": POINTERS[dtype]}
-    kernel, warps, options = triton_blocks._expand_blocks_kernel, triton_blocks.NUM_WARPS, {"enable_fp_fusion": False}
-    constants = [triton_blocks.constants_of(form, layout) for form, layout in BLOCK_FORMS.items()]
-    return [Variant(kernel, of_form, types, warps, options) for of_form in constants]
+def block_variants(dtype: torch.dtype) -> Iterator[tuple[str, Variant]]:
+    """Products with matrices in blocks of each format, and their numbers, of full tiles and others."""
+    of, rows = triton_blocks, triton_quantised
+    warps, types = of.NUM_WARPS, {"blocks": "*u8", "sums": "*fp32"}
+    for (form, layout), whole in itertools.product(BLOCK_FORMS.items(), (False, True)):
+        constants, options = of.constants_of(form, layout, whole=whole), of.options_of(form)
+        options.pop("num_warps")
+        places = types | {"wide": "*i32" if form in ("Q4_K", "Q5_K") else "*fp16"}
+        of_product = constants | {"ROWS": rows.TILE_ROWS, "PART": rows.LEAST_INPUTS, "DTYPE": rows.TYPES[dtype]}
+        of_rows = places | {"x": POINTERS[dtype]}
+        yield "products of blocks", Variant(of._product_kernel, of_product, of_rows, warps, options)
+        of_numbers, numbers = constants | {"PART": of.EXPANDED_INPUTS}, places | {"out": POINTERS[dtype]}
+        yield "numbers of blocks", Variant(of._expand_kernel, of_numbers, numbers, warps, options)
 
 
 def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list[int]) -> Iterator[tuple[str, Variant]]:
@@ -216,8 +224,7 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
     for dtype in dtypes:
         for variant in product_variants(dtype):
             yield "products of quantised matrices", variant
-        for variant in block_variants(dtype):
-            yield "numbers of blocks", variant
+        yield from block_variants(dtype)
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
         yield "merge", merge_variant(head_dim, running=True)
@@ -257,7 +264,7 @@ def tabulate(
         if not name.startswith(only):
             continue
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
-        tile = " x ".join(map(str, sizes or [triton_quantised.TILE_ROWS, triton_quantised.TILE_OUTPUTS]))
+        tile = " x ".join(map(str, sizes or [triton_quantised.TILE_ROWS, variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
         for capability, found in row.items():
             usage = checked(name, variant, capability)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triforce.kernels.quantised import BLOCK_FORMS, BlockMatrix
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; the extras test and llama-cpp have it")
 
@@ -30,10 +29,3 @@ def numbers_of(blocks: torch.Tensor, form: str) -> torch.Tensor:
     """Those that gguf-py finds, float32 `[outputs, inputs]`."""
     with np.errstate(all="ignore"):
         return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[form]))
-
-
-def blocks_of(form: str, outputs: int, inputs: int, seed: int = 0) -> tuple[BlockMatrix, torch.Tensor]:
-    """A random matrix in one of `BLOCK_FORMS`, and its numbers."""
-    assert form in BLOCK_FORMS
-    blocks = random_blocks(form, outputs, inputs, seed)
-    return BlockMatrix(blocks, form), numbers_of(blocks, form)

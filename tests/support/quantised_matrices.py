@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from quantised import FORMATS
-from triforce.kernels.quantised import BlockMatrix, GroupedMatrix
+from triforce.kernels.quantised import BLOCK_FORMS, BlockMatrix, GroupedMatrix
 from triforce.tp.model.quantisation import quantisation_of
 
 Held = TypeVar("Held", GroupedMatrix, BlockMatrix)
@@ -43,3 +43,12 @@ def moved(matrix: Held, device: str) -> Held:
     """The same on a device."""
     held = {name: value.to(device) for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
     return replace(matrix, **held)
+
+
+def blocks_of(form: str, outputs: int, inputs: int, seed: int = 0) -> tuple[BlockMatrix, torch.Tensor]:
+    """A random matrix in one of `BLOCK_FORMS`, and its numbers."""
+    from gguf_blocks import numbers_of, random_blocks  # which skips a test where gguf is not installed
+
+    assert form in BLOCK_FORMS
+    blocks = random_blocks(form, outputs, inputs, seed)
+    return BlockMatrix(blocks, form), numbers_of(blocks, form)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,6 +114,7 @@ class Recorder:
     joins = True
     passes_before = 1
     most_tokens = 32
+    in_pieces = True
 
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = 0
@@ -152,20 +154,27 @@ class Recorder:
         with NoWaiting():
             return run()
 
-    def capture(self, run: Callable[[], Tensor], pool: None) -> tuple[Callable[[], None], Tensor]:
+    def capture(self, run: Callable[[Callable], Tensor], pool: None) -> tuple[list[Callable[[], None]], Tensor]:
         self.captures += 1
-        tape = Tape()
-        self._tapes.add(tape)
-        with NoWaiting(), tape:
-            result = run()
-        with torch.inference_mode():
-            tape.spoil()
+        tapes: list[Tape] = []
+        with NoWaiting(), ExitStack() as recorded:
 
-        def replay() -> None:
-            self.replays += 1
+            def cut() -> None:
+                recorded.close()
+                tapes.append(recorded.enter_context(Tape()))
+
+            cut()
+            result = run(cut)
+        self._tapes.update(tapes)
+        with torch.inference_mode():
+            for tape in tapes:
+                tape.spoil()
+
+        def replay(tape: Tape) -> None:
+            self.replays += tape is tapes[0]
             tape.replay()
 
-        return replay, result
+        return [partial(replay, tape) for tape in tapes], result
 
 
 def recorded_engine(pair: Any, **changes: Any) -> tuple[Engine, Recorder]:

@@ -122,17 +122,18 @@ class CountingLink:
 
 
 class CountedGraphs(Recorder):
-    """Captures that count as one launch."""
+    """Captures each piece of which counts as one launch."""
 
     def capture(self, run, pool):
         self.captures += 1
-        result = run()
+        cuts: list[None] = []
+        result = run(lambda: cuts.append(None))
 
         def replay() -> None:
             self.replays += 1
             count("launches")
 
-        return replay, result
+        return [replay] * (len(cuts) + 1), result
 
 
 def launched(*_: Any, **__: Any) -> None:
@@ -184,9 +185,8 @@ def passes_of(resident: float, context: int = CONTEXT) -> Iterator[tuple[str, Co
         decoder = decoder_of(num_layers)
         cache = cache_of(decoder, resident, context)
         found = [counted(lambda: decoder.forward(tokens, cache))]  # noqa: B023
-        found.append(counted(lambda: decoder.forward(tokens[:ROWS], cache, num_logits=ROWS)))  # noqa: B023
+        found.append(counted_replay(decoder, cache, ROWS))
         if resident == 1:
-            cache.rollback(context)
             retrieval = RetrievalCache(cache, decoder.rope, budget=BUDGET, chunk_size=CHUNK)
             retrieval.refresh()
             found.append(counted_replay(decoder, retrieval, 4))
