@@ -77,19 +77,20 @@ class Pieces:
             return None
         if self._decoder.ranks.size > 1:  # one that fails between two sums would leave the others waiting
             return None
-        found = self._passes.setdefault((n, num_logits, padded), _PassInPieces(self._decoder, n, num_logits))
+        if self._room is None:
+            self._room, self._pool = _Room(self._decoder), capture.pool()
+        found = self._passes.setdefault(
+            (n, num_logits, padded), _PassInPieces(self._decoder, self._room, n, num_logits)
+        )
         if not found.is_captured:
             self.prepared += 1
             found.passes += 1
             if found.passes <= capture.passes_before:
                 return None
-            if self._room is None:
-                self._room, self._pool = _Room(self._decoder), capture.pool()
-            self.failure = found.capture(capture, self._pool, self._room)
+            self.failure = found.capture(capture, self._pool)
             if self.failure:
                 return None
-        assert self._room is not None
-        return found.run(token_ids, cache, self._room)
+        return found.run(token_ids, cache)
 
 
 class _Room:
@@ -123,8 +124,8 @@ def pieces_bytes(config: ModelConfig, dtype: torch.dtype, row_bytes: int) -> int
 class _PassInPieces:
     """A pass over `n` tokens."""
 
-    def __init__(self, decoder: Decoder, n: int, num_logits: int) -> None:
-        self._decoder, self._n, self._num_logits = decoder, n, num_logits
+    def __init__(self, decoder: Decoder, room: _Room, n: int, num_logits: int) -> None:
+        self._decoder, self._room, self._n, self._num_logits = decoder, room, n, num_logits
         self._replays: list[Callable[[], None]] = []
         self.passes = 0
         """Those that came before it was captured, and the one it is captured for."""
@@ -133,24 +134,9 @@ class _PassInPieces:
     def is_captured(self) -> bool:
         return bool(self._replays)
 
-    def capture(self, capture: Capture, pool: object, room: _Room) -> str | None:
-        """Captures it; if that fails, why."""
-
-        def run(cut: Callable[[], None]) -> Tensor:
-            between = _BetweenPieces(self._decoder, room, self._n, cut)
-            logits = self._decoder.forward(room.token_ids[: self._n], between, num_logits=self._num_logits)
-            return room.logits[: self._num_logits].copy_(logits)
-
-        try:
-            capture.warm_up(lambda: run(lambda: None))
-            self._replays, _ = capture.capture(run, pool)
-        except RuntimeError as error:
-            return first_reason(error)
-        return None
-
-    def run(self, token_ids: Tensor, cache: AttendedCache, room: _Room) -> Tensor:
+    def run(self, token_ids: Tensor, cache: AttendedCache) -> Tensor:
         """The pass itself; its logits, which hold until the next one."""
-        n = self._n
+        n, room = self._n, self._room
         cache.prepare(n)
         room.token_ids[:n].copy_(token_ids)
         for place, turned in zip(room.rotation, cache.rotation(), strict=True):
@@ -164,7 +150,26 @@ class _PassInPieces:
         last()
         return room.logits[: self._num_logits]
 
+    def capture(self, capture: Capture, pool: object) -> str | None:
+        """Captures it; if that fails, why."""
+        try:
+            capture.warm_up(self._in_one_piece)
+            self._replays, _ = capture.capture(self._in_pieces, pool)
+        except RuntimeError as error:
+            return first_reason(error)
+        return None
+
+    def _in_one_piece(self) -> Tensor:
+        return self._in_pieces(lambda: None)
+
+    def _in_pieces(self, cut: Callable[[], None]) -> Tensor:
+        """What is captured, without attention; logits."""
+        room, between = self._room, _BetweenPieces(self._decoder, self._room, self._n, cut)
+        logits = self._decoder.forward(room.token_ids[: self._n], between, num_logits=self._num_logits)
+        return room.logits[: self._num_logits].copy_(logits)
+
     def clear(self) -> None:
+        """Drops what was captured."""
         self._replays = []
 
 

@@ -20,6 +20,7 @@ from triforce.offload.caches.recent_mass import RecentMass
 from triforce.offload.caches.retrieval import RetrievalCache
 from triforce.offload.caches.streaming import SLACK, StreamingCache
 from triforce.offload.graphs.passes import JOINED, _CapturedPass
+from triforce.offload.graphs.pieces import Pieces
 from triforce.offload.held import bytes_by_part
 from triforce.offload.planning.run_plan import make_plan
 from triforce.offload.speculation.refresh import RefreshPolicy
@@ -135,6 +136,7 @@ FAULTS = [
     (RetrievalCache, kept_behind("_make_room")),
     (Tier, kept_behind("step")),
     (_CapturedPass, left_out("captured")),
+    (Pieces, left_out("captured")),
 ]
 
 

@@ -67,6 +67,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Callable, tuple, dict, list[tuple[int, Tensor]]]] = []
+        self.is_piece = False
 
     def __enter__(self):
         Tape.current = self
@@ -130,13 +131,14 @@ class Recorder:
         return {"warm_ups": self.warm_ups, "captures": self.captures, "replays": self.replays}
 
     def held(self, results: set[int]) -> Iterator[tuple[str, Tensor]]:
-        """What captured passes compute on the way, of those whose results somebody holds: see `offload.held`.
+        """What captured passes compute on the way, of those whose results somebody holds, and pieces: see
+        `offload.held`.
 
         Args: `results` are storages, by `_cdata`.
         """
         for tape in self._tapes:
             made = [x for *_, made in tape.operations for _, x in made]
-            if any(x.untyped_storage()._cdata in results for x in made):
+            if tape.is_piece or any(x.untyped_storage()._cdata in results for x in made):
                 yield from (("captured", x) for x in made)
 
     def clear(self) -> None:
@@ -166,6 +168,8 @@ class Recorder:
             cut()
             result = run(cut)
         self._tapes.update(tapes)
+        for tape in tapes:
+            tape.is_piece = len(tapes) > 1
         with torch.inference_mode():
             for tape in tapes:
                 tape.spoil()

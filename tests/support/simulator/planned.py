@@ -14,6 +14,7 @@ from triforce.offload import Engine
 from triforce.offload.batch.run import Run
 from triforce.offload.batch.sequence import ActiveSequence, BatchSequence
 from triforce.offload.caches.full import FullCache
+from triforce.offload.graphs.pieces import Pieces
 from triforce.offload.held import bytes_by_part, held_bytes
 from triforce.offload.planning.run_plan import RunPlan, make_plan, planned_budget
 
@@ -128,6 +129,11 @@ class Planned:
         tables = {table.untyped_storage()._cdata for decoder in decoders for _, table in decoder.rope.held()}
         found = 0
         for passes in self.engine._graphs._passes:
+            if isinstance(passes, Pieces):
+                found += held_bytes(passes.held()) + max(
+                    (taken.get(one, 0) for one in passes._passes.values()), default=0
+                )
+                continue
             captured = [one for one in passes._captured.values() if one.replay is not None]
             lasting = [held for one in captured for held in one.held()]
             found += held_bytes(held for held in lasting if held[1].untyped_storage()._cdata not in tables)
