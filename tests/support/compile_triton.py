@@ -223,7 +223,8 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
             yield "copies of chunks", variant
     for dtype in dtypes:
         for variant in product_variants(dtype):
-            yield "products of quantised matrices", variant
+            of_sums = variant.kernel is triton_quantised._finish_kernel
+            yield f"products of quantised matrices{': sums' if of_sums else ''}", variant
         yield from block_variants(dtype)
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)
@@ -264,7 +265,7 @@ def tabulate(
         if not name.startswith(only):
             continue
         sizes = [size for key, size in variant.constants.items() if key.startswith("TILE_")]
-        tile = " x ".join(map(str, sizes or [triton_quantised.TILE_ROWS, variant.constants["OUTPUTS"]]))
+        tile = " x ".join(map(str, sizes or [variant.constants.get("ROWS", 1), variant.constants["OUTPUTS"]]))
         row = rows.setdefault((name, tile), {capability: [] for capability in capabilities})
         for capability, found in row.items():
             usage = checked(name, variant, capability)

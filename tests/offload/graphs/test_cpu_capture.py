@@ -147,11 +147,28 @@ def test_a_dropped_pass_is_not_replayed_in_silence():
     x = torch.zeros(3)
     capture = CpuCapture()
     with torch.inference_mode():
-        replay, result = capture.capture(lambda: x + 1, None)
+        (replay,), result = capture.capture(lambda _: x + 1, None)
         capture.clear()
         with pytest.raises(RuntimeError, match="dropped"):
             replay()
     assert result.tolist() == [1.0] * 3
+
+
+def test_what_runs_between_two_pieces_is_not_repeated():
+    x, between = torch.zeros(3), torch.zeros(3)
+
+    def run(cut):
+        y = x + 1
+        cut()
+        return y * between
+
+    with torch.inference_mode():
+        pieces, result = CpuCapture().capture(run, None)
+        x.add_(1)
+        pieces[0]()
+        between.add_(5)
+        pieces[1]()
+    assert len(pieces) == 2 and result.tolist() == [10.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -166,7 +183,7 @@ def test_a_dropped_pass_is_not_replayed_in_silence():
 )
 def test_what_another_pass_would_have_other_results_of_is_refused(run):
     with torch.inference_mode(), pytest.raises(RuntimeError):
-        CpuCapture().capture(lambda: run(torch.arange(3.0)), None)
+        CpuCapture().capture(lambda _: run(torch.arange(3.0)), None)
 
 
 def test_several_sequences_run_as_they_come_and_leave_no_capture_behind(decoder):
@@ -247,7 +264,7 @@ def test_plain_operations_of_any_kind_are_repeated(decoder) -> None:
         return torch.cat((rows.transpose(0, 1).reshape(2, 3) * 2 + (x > 3).view(2, 3), kept))
 
     with torch.inference_mode():
-        replay, result = CpuCapture().capture(run, None)
+        (replay,), result = CpuCapture().capture(lambda _: run(), None)
         for factor in (2.0, -1.0):
             x.mul_(factor)
             replay()
