@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..kernels.layers import rows_are_independent
 from ..kernels.selection import STEP_ROWS
-from .matrices import GatedMlp, Matrix, ModelMatrices, Weight, layer_prefix, num_parameters
+from .errors import ModelError
+from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, Weight, layer_prefix, num_parameters
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
@@ -128,7 +129,7 @@ class _Layer:
     o: Weight  # [hidden, num_heads * head_dim]
     o_bias: Tensor | None  # [hidden], added behind the sum over ranks
     post_norm: Tensor  # [hidden]
-    mlp: GatedMlp
+    mlp: Mlp
 
     def tensors(self) -> Iterator[Tensor]:
         """What is held."""
@@ -375,5 +376,21 @@ def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkp
         o=weight(matrices.o),
         o_bias=read("self_attn.o_proj.bias", hidden) if config.o_bias else None,
         post_norm=read("post_attention_layernorm.weight", hidden),
-        mlp=GatedMlp(weight(matrices.gate_up), weight(matrices.down)),
+        mlp=_read_mlp(config, matrices, checkpoint, prefix),
     )
+
+
+def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, prefix: str) -> Mlp:
+    """Raises:
+    ModelError: see `Checkpoint`; or experts are not all stored alike.
+    """
+    mlps = [
+        GatedMlp(*(matrix.read(checkpoint, prefix, config.quantisation) for matrix in both)) for both in matrices.mlps
+    ]
+    if config.experts is None:
+        return mlps[0]
+    if len({sum(tensor.nbytes for weight in one.weights for tensor in weight.tensors()) for one in mlps}) > 1:
+        raise ModelError(f"the experts of {prefix.removesuffix('.')} are not all stored alike, which is not supported")
+    experts, hidden = config.experts, config.hidden_size
+    router = checkpoint.read(f"{prefix}{experts.names.router}.weight", experts.count, hidden).float()
+    return ExpertMlps(router, tuple(mlps), experts.used, experts.normalised)

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
-    GroupedMatrix,
     QuantisedMatrix,
     expansion_bytes,
     joined,
@@ -29,6 +28,7 @@ from ..kernels.quantised import (
 from ..kernels.selection import on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
+from .model.families import Experts
 from .model.quantisation import Quantisation, StoredTensors, part_of
 from .parallel.ranks import ALONE
 from .parallel.split import Split
@@ -206,7 +206,7 @@ class QuantisedWeight:
 
     def rows_are_independent(self, dtype: torch.dtype) -> bool:
         device = next(self.tensors()).device
-        fused = "triton" in usable_packages(device) and all(isinstance(part, GroupedMatrix) for part in self.parts)
+        fused = "triton" in usable_packages(device) and all(isinstance(part, QuantisedMatrix) for part in self.parts)
         return fused or products_are_independent(device, dtype)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -246,6 +246,55 @@ class GatedMlp:
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
         return self.down.times(F.silu(gate).mul_(up), onto=onto)
 
+    def of_normed(self, rows: Tensor) -> Tensor:
+        """The same without the norm."""
+        gate, up = self.gate_up.times(rows).chunk(2, dim=-1)
+        return self.down.times(F.silu(gate).mul_(up))
+
+
+@dataclass(frozen=True)
+class ExpertMlps:
+    """A mixture of experts in the place of a layer's MLP, or a rank's part of each expert.
+
+    Probabilities, weights and the sum over a row's experts, in the order of their numbers, are float32, so that a row's
+    result does not depend on which experts others have.
+    """
+
+    router: Tensor
+    """float32 `[experts, hidden]`."""
+    experts: tuple[GatedMlp, ...]
+    used: int
+    """Of a row: those of the highest probability; of equal ones the first."""
+    normalised: bool
+    """Whether the weights of a row's experts sum to 1."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return DenseWeight(self.router), *(weight for one in self.experts for weight in one.weights)
+
+    def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
+        """See `GatedMlp.of`."""
+        rows = F.rms_norm(rows, norm.shape, norm, eps)
+        shares, of_experts = self._chosen(rows)
+        order = of_experts.flatten().argsort(stable=True)  # by expert, then by row
+        counts = of_experts.flatten().bincount(minlength=len(self.experts)).tolist()
+        of_rows, shares = order // self.used, shares.flatten()[order].unsqueeze(1)
+        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        both = zip(of_rows.split(counts), shares.split(counts), strict=True)
+        for expert, (its_rows, its_shares) in zip(self.experts, both, strict=True):
+            if len(its_rows):
+                total.index_add_(0, its_rows, expert.of_normed(rows[its_rows]).float().mul_(its_shares))
+        return total.to(rows.dtype) if onto is None else onto.add_(total.to(rows.dtype))
+
+    def _chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The shares and numbers of each row's experts, `[n, used]`."""
+        likely = linear(rows.float(), self.router).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        shares = likely.values[:, : self.used]
+        return shares / shares.sum(dim=-1, keepdim=True) if self.normalised else shares, likely.indices[:, : self.used]
+
+
+Mlp = GatedMlp | ExpertMlps
+
 
 @dataclass(frozen=True)
 class ModelMatrices:
@@ -254,13 +303,16 @@ class ModelMatrices:
     qkv: Matrix
     """Of each layer, as are the next three; the names are those within a layer."""
     o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    mlps: tuple[tuple[Matrix, Matrix], ...]
+    """Gate and up, and down, of the MLP or of each expert."""
+    router: Matrix | None
+    """What experts are chosen by, in float32."""
     embedding: Matrix
     head: Matrix | None
     """`None` where it is the embedding."""
     head_rows: int
     """Of the largest part of the output head; the last ranks' parts may be smaller."""
+    experts: Experts | None
     num_layers: int
     vectors: int
     """Numbers of a layer's norms and of what is added behind its sums over ranks."""
@@ -275,13 +327,24 @@ class ModelMatrices:
         num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
         queries, keys = (slice(part.start * size, part.stop * size) for part in (split.heads, split.kv_heads))
         of_keys = (Projection(f"self_attn.{name}_proj", num_keys, hidden, keys) for name in "kv")
-        of_mlp = (Projection(f"mlp.{name}_proj", intermediate, hidden, split.mlp) for name in ("gate", "up"))
+        names, experts = [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")], config.experts
+        if experts:
+            of = experts.names
+            names = [(of.gate.format(i), of.up.format(i), of.down.format(i)) for i in range(experts.count)]
+        mlps = tuple(
+            (
+                Matrix(tuple(Projection(name, intermediate, hidden, split.mlp) for name in (gate, up))),
+                Matrix((Projection(down, hidden, intermediate, columns=split.mlp),)),
+            )
+            for gate, up, down in names
+        )
         head = Projection("lm_head", config.vocab_size, hidden, split.vocabulary)
         return cls(
             qkv=Matrix((Projection("self_attn.q_proj", num_queries, hidden, queries), *of_keys), bias=config.qkv_bias),
             o=Matrix((Projection("self_attn.o_proj", hidden, num_queries, columns=queries),)),
-            gate_up=Matrix(tuple(of_mlp)),
-            down=Matrix((Projection("mlp.down_proj", hidden, intermediate, columns=split.mlp),)),
+            mlps=mlps,
+            router=Matrix((Projection(experts.names.router, experts.count, hidden),)) if experts else None,
+            experts=experts,
             embedding=Matrix((Projection("model.embed_tokens", config.vocab_size, hidden),)),
             head=None if config.tie_word_embeddings else Matrix((head,)),
             head_rows=split.vocabulary_room,
@@ -293,14 +356,18 @@ class ModelMatrices:
     @property
     def numbers(self) -> int:
         """All of them; of the output head as many rows as the rank with the most has."""
-        hidden = self.embedding.shape[1]
-        layers = self.num_layers * (sum(matrix.numbers for matrix in self._of_layer) + self.vectors)
+        hidden, router = self.embedding.shape[1], self.router.numbers if self.router else 0
+        layers = self.num_layers * (sum(matrix.numbers for matrix in self.of_layer) + router + self.vectors)
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
-    def numbers_of_a_pass(self) -> int:
-        """Those that every pass multiplies rows by: all but the embedding, of which rows are looked up."""
+    def numbers_of_a_row(self) -> int:
+        """Those that a pass multiplies each row by: all but the embedding, of which rows are looked up, and the experts
+        that are not the row's."""
         whole = self.numbers - self.embedding.numbers
+        if self.experts:
+            of_expert = sum(matrix.numbers for matrix in self.mlps[0])
+            whole -= self.num_layers * (self.experts.count - self.experts.used) * of_expert
         return whole if self.head else whole + self.head_rows * self.embedding.shape[1]
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -309,22 +376,31 @@ class ModelMatrices:
         head = self._bytes_of(self.head, self.head_rows, dtype) if self.head else 0
         return self._layer_bytes(dtype) + embedding + head
 
-    def bytes_of_a_pass(self, dtype: torch.dtype) -> int:
-        """What every pass reads of them."""
-        return self._layer_bytes(dtype) + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
+    def bytes_of_a_pass(self, dtype: torch.dtype, rows: float = 1) -> int:
+        """What a pass over so many rows reads of them. Which experts they have is not known: as many are counted as
+        there are on average if each row's are any."""
+        share = 1.0
+        if self.experts:
+            share = 1 - (1 - self.experts.used / self.experts.count) ** rows
+        of_layers = self._layer_bytes(dtype, share)
+        return of_layers + self._bytes_of(self.head or self.embedding, self.head_rows, dtype)
 
     @property
-    def _of_layer(self) -> tuple[Matrix, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def of_layer(self) -> tuple[Matrix, ...]:
+        """The matrices of a layer, but for the router."""
+        return self.qkv, self.o, *(matrix for mlp in self.mlps for matrix in mlp)
 
-    def _layer_bytes(self, dtype: torch.dtype) -> int:
-        """Of all layers, and of the norm behind them."""
-        found = (self.num_layers * self.vectors + self.embedding.shape[1]) * dtype.itemsize
-        if self.quantisation is None:
-            return found + self.num_layers * sum(matrix.num_bytes(dtype, None, "") for matrix in self._of_layer)
-        for layer in range(self.num_layers):
-            prefix = layer_prefix(layer)
-            found += sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in self._of_layer)
+    def _layer_bytes(self, dtype: torch.dtype, share: float = 1.0) -> int:
+        """Of all layers, of whose MLPs a `share` counts, and of the norm behind them."""
+        router = 4 * self.router.numbers if self.router else 0
+        found = self.num_layers * (self.vectors * dtype.itemsize + router) + self.embedding.shape[1] * dtype.itemsize
+        prefixes = [layer_prefix(layer) for layer in range(self.num_layers)] if self.quantisation else [""]
+        for prefix in prefixes:
+            of_attention = (matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in (self.qkv, self.o))
+            # All experts of a layer are stored alike.
+            of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in self.mlps[0])
+            whole = sum(of_attention) + int(share * len(self.mlps) * of_mlp)
+            found += whole if self.quantisation else self.num_layers * whole
         return found
 
     def _bytes_of(self, matrix: Matrix, outputs: int, dtype: torch.dtype) -> int:
@@ -340,7 +416,7 @@ class ModelMatrices:
             return 0
         head = self.head or self.embedding
         of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
-        largest = max(prod(matrix.shape) for matrix in (*self._of_layer, *of_head))
+        largest = max(prod(matrix.shape) for matrix in (self.qkv, self.o, *self.mlps[0], *of_head))
         return expansion_bytes(largest, dtype, is_step=is_step)
 
 

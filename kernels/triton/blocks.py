@@ -1,8 +1,7 @@
 """Matrices in ggml's formats of blocks on NVIDIA GPUs, in Triton: the sums of products of few rows, whose numbers are
 made in the tile (see `quantised.py`), and the numbers themselves.
 
-A program goes through blocks in order. Where each number of a block is, and its scale, is known when a kernel is
-compiled.
+A program goes through blocks in order. The layout of a block is compiled in.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ OUTPUTS = 64
 EXPANDED_INPUTS = 256
 """Of a program that writes numbers."""
 
-NUM_WARPS, MOST_REGISTERS = 4, 128
-"""Of a program, and of a thread where the assembler, left to itself, takes fewer and spills some."""
+NUM_WARPS = 4
+Q5_K_REGISTERS = 128
+"""Of a thread at most: left to itself the assembler takes fewer for Q5_K and spills some."""
 
 _EIGHT_BITS: tl.constexpr = tl.constexpr(1)
 _ONE_AND_LEAST: tl.constexpr = tl.constexpr(2)
 _SIX_BITS_AND_LEAST: tl.constexpr = tl.constexpr(3)
 _SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
-"""How blocks hold scales: 0 one float16; 1 one times eight bits of each run; 2 one and a least number; 3 both times six
-bits of each run."""
+"""How blocks hold scales: 0 one float16; 1 one, at byte 208 of Q6_K, times eight bits of each run, from byte 192 on; 2
+one and a least number; 3 both times six bits of each run."""
 
 
 def block_sums(x: Tensor, matrix: BlockMatrix) -> Tensor:
@@ -76,7 +76,7 @@ def options_of(form: str) -> dict[str, Any]:
     """Triton's, by which products and differences are rounded one by one."""
     stages = 1 if _SCALES[form] == _SIX_BITS_AND_LEAST.value else 2
     options = {"num_warps": NUM_WARPS, "num_stages": stages, "enable_fp_fusion": False}
-    return options | ({"maxnreg": MOST_REGISTERS} if form == "Q5_K" else {})
+    return options | ({"maxnreg": Q5_K_REGISTERS} if form == "Q5_K" else {})
 
 
 @triton.jit

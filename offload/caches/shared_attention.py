@@ -61,7 +61,8 @@ class SharedAttention:
         self._scale = caches[0].config.head_dim ** -0.5
         self._starts: list[int] = []
         self._counts: list[int] = []
-        self._rows: list[slice] = []  # of each sequence
+        self.rows: list[slice] = []
+        """Of each sequence in the pass that is prepared."""
         self._mass_rows: list[int] = []  # how many of them, the last ones, have their attention kept
         self._order: list[int] = []  # of the sequences, in which their rows are attended
         self._holders: list[_AttendedCache] = []
@@ -81,7 +82,7 @@ class SharedAttention:
     def prepare(self, counts: Sequence[int]) -> None:
         """Announces a pass over the next `counts[i]` tokens of each sequence."""
         caches = self._caches
-        self._counts, self._rows = list(counts), rows_of(counts)
+        self._counts, self.rows = list(counts), rows_of(counts)
         self._starts = [cache.length for cache in caches]
         self._mass_rows = [cache.mass_rows_of(count) for cache, count in zip(caches, counts, strict=True)]
         turned = [
@@ -93,7 +94,7 @@ class SharedAttention:
         device = caches[0].blocks.device
         self._moved = self._back = None
         if self._order != list(range(len(caches))):
-            moved = [torch.arange(self._rows[i].start, self._rows[i].stop) for i in self._order]
+            moved = [torch.arange(self.rows[i].start, self.rows[i].stop) for i in self._order]
             self._moved = torch.cat(moved).to(device)
             self._back = self._moved.argsort()
         self._places = rows_of([self._counts[i] for i in self._order])

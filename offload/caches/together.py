@@ -81,7 +81,7 @@ class JoinedFullCache(JoinedCache):
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """See `FullCache`."""
-        for cache, rows in zip(self._caches, rows_of(self.counts), strict=True):
+        for cache, rows in zip(self._caches, self._attention.rows, strict=True):
             cache.append(layer, k[:, rows], v[:, rows])
 
     def attend_rotated(self, layer: int, q: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from ...tp.decoder import Decoder
 from ...tp.parallel.ranks import ALONE, Ranks
 from .cpu import CpuCapture
 
-Cut = Callable[[], None]
-
 
 class Capture(Protocol):
     """Turns a function that starts kernels into one that starts them again, at once."""
@@ -44,7 +42,9 @@ class Capture(Protocol):
         """Runs a function as it will be captured, which compiles and loads what it needs; its result."""
         ...
 
-    def capture(self, run: Callable[[Cut], Tensor], pool: Any) -> tuple[list[Callable[[], None]], Tensor]:
+    def capture(
+        self, run: Callable[[Callable[[], None]], Tensor], pool: Any
+    ) -> tuple[list[Callable[[], None]], Tensor]:
         """Captures a function without relying on what it computes meanwhile.
 
         Args: `run` may call what it is given, to end a piece and begin the next.

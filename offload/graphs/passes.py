@@ -1,4 +1,5 @@
-"""A tier's passes: those of drafting tiers are captured once and replayed where that can be done.
+"""A tier's passes: those of drafting tiers are captured once and replayed where that can be done; of passes over full
+caches what comes between their attention (`pieces`).
 
 A pass over a few tokens is some hundred small kernels, and a host takes longer to start them one by one than a GPU to
 run them; captured as a CUDA graph they start as one. A graph repeats the same kernels on the same addresses, so there
@@ -80,10 +81,10 @@ class Graphs:
 
     @property
     def warnings(self) -> list[str]:
-        """What drafting goes without, if it does."""
-        if self.failure is None:
-            return []
-        return [f"drafting goes without captured passes, and slower: {self.failure}"]
+        """What runs without captured passes, and why."""
+        of_pieces = next((pieces.failure for pieces in self._pieces.values() if pieces.failure), None)
+        found = [("drafting goes", self.failure), ("verifications go", of_pieces)]
+        return [f"{what} without captured passes, and slower: {why}" for what, why in found if why is not None]
 
     @property
     def capture(self) -> Capture | None:
@@ -96,6 +97,11 @@ class Graphs:
             self._pieces[decoder] = Pieces(decoder)
             self.register(self._pieces[decoder])
         return self._pieces[decoder]
+
+    def held(self, decoder: Decoder) -> Held:
+        """See `Passes`: of the pieces of its passes."""
+        if decoder in self._pieces:
+            yield from self._pieces[decoder].held()
 
     def register(self, passes: _Captures | Pieces) -> None:
         """Says that `passes` will hold captured ones."""
@@ -134,7 +140,7 @@ class Passes:
 
     def __init__(self, decoder: Decoder, cache: Cache, graphs: Graphs | None = None, *, padded: bool = False) -> None:
         """Args:
-        graphs: captures passes over few tokens, if `cache` lets them be replayed.
+        graphs: captures passes over few tokens: whole, if `cache` lets them be replayed; of a full cache, in pieces.
         padded: whether rows are padded, see `kernels.selection.padded_rows`.
         """
         self.padded = padded
@@ -145,7 +151,7 @@ class Passes:
     def held(self) -> Held:
         """See `offload.held`: what was captured, without the cache."""
         yield from self._captures.held()
-        yield from self.graphs.pieces_of(self.decoder).held()
+        yield from self.graphs.held(self.decoder)
 
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
@@ -161,7 +167,8 @@ class Passes:
         """`Decoder.forward` with the tier's cache.
 
         Returns:
-            Logits `[num_logits, vocab_size]`, float32; they hold until the next call.
+            Logits `[num_logits, vocab_size]`, float32; they hold until the next pass of this tier, whatever its
+            sequence.
         """
         with padded_rows(self.padded):
             logits = self._captures.replay(token_ids, [token_ids.shape[0]], [num_logits])
@@ -176,12 +183,13 @@ class JoinedPasses:
     def __init__(self, members: Sequence[Passes], *, captures: bool = True) -> None:
         """Args:
         members: each sequence's own, of one decoder.
-        captures: whether passes over few tokens are captured, as those of the members are.
+        captures: whether passes over few tokens are captured whole, as those of the members are.
         """
         self.members, self.captures = list(members), captures
         first, caches = members[0], [passes.cache for passes in members]
         self._decoder, self._padded = first.decoder, first.padded
         self._cache = together(caches)
+        self._graphs = first.graphs
         self._captures = _Captures(first.decoder, caches, first.graphs if captures else Graphs())
         if first.graphs.capture and not first.graphs.capture.joins:
             for passes in members:
@@ -202,15 +210,16 @@ class JoinedPasses:
         """One pass over the next `counts[i]` tokens of each sequence, whose ids follow one another.
 
         Returns:
-            Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens.
+            Logits `[sum(rows), vocab_size]`, float32: those of each sequence's last `rows[i]` tokens; they hold until
+            the next pass of this tier.
         """
         with padded_rows(self._padded):
             logits = self._captures.replay(token_ids, counts, rows)
             if logits is not None:
                 return logits
             self._cache.counts = counts
-            graphs, n = self.members[0].graphs, token_ids.shape[0]
-            logits = self._captures.in_pieces(graphs, token_ids, self._cache, n, padded=self._padded)
+            n = token_ids.shape[0]
+            logits = self._captures.in_pieces(self._graphs, token_ids, self._cache, n, padded=self._padded)
         if list(counts) == list(rows):
             return logits
         parts = zip(logits.split(list(counts)), rows, strict=True)
@@ -274,14 +283,13 @@ class _Captures:
         return None
 
     def in_pieces(self, graphs: Graphs, token_ids: Tensor, cache: Cache, num_logits: int, *, padded: bool) -> Tensor:
-        """`Decoder.forward` of a pass that is not replayed, whose pieces may be; they are those of `graphs`."""
+        """`Decoder.forward` of a pass that is not replayed whole; its pieces may be, which all sequences of `graphs`
+        have together."""
         pieces, capture, logits = graphs.pieces_of(self._decoder), graphs.capture, None
         if capture is not None:
             before = pieces.prepared
             logits = pieces.forward(capture, token_ids, cache, num_logits, padded=padded)
             self.prepared += pieces.prepared - before
-            if pieces.failure and not graphs.agree(pieces.failure):
-                graphs.drop()
         return self._decoder.forward(token_ids, cache, num_logits=num_logits) if logits is None else logits
 
     def _replay(

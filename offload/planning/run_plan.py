@@ -582,6 +582,8 @@ def _row_bytes(request: RunRequest, part: ModelConfig) -> int:
     CPU's kernels."""
     item = request.dtype.itemsize
     mlp = (3 * part.intermediate_size + part.hidden_size) * item
+    if part.experts:  # the normed row, its probabilities in order, and results of experts and their sum in float32
+        mlp += part.hidden_size * (2 * item + 3 * 4) + part.experts.count * (3 * 4 + 8) + part.experts.used * 5 * 8
     heads, results = 2 * part.num_heads + 2 * part.num_kv_heads, 1 if request.kernels and not request.on_gpu else 3
     return max(mlp, part.head_dim * (heads * item + results * part.num_heads * 4))
 

@@ -57,16 +57,37 @@ def test_a_part_of_the_inputs_has_its_numbers(device, form):
 
 
 @both
-@pytest.mark.parametrize("n", [1, 40])
-@pytest.mark.parametrize("form", ["Q4_1", "Q5_K"])
-def test_products_are_those_with_the_numbers(device, form, n):
-    matrix, numbers = blocks_of(form, 24, 256)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs", "n"), [(24, 256, 1), (64, 1280, 5), (70, 512, 35)])
+@pytest.mark.parametrize("form", BLOCK_FORMS)
+def test_products_are_those_with_the_numbers(device, form, outputs, inputs, n, dtype):
+    """Of full tiles and others, of one part of the inputs and several; with a bias, added to rows with a stride."""
+    (dtype, _), (matrix, numbers) = DTYPES[dtype], blocks_of(form, outputs, inputs)
     g = torch.Generator().manual_seed(1)
-    x, bias = (torch.randn(*shape, generator=g).to(device) for shape in ((n, 256), (24,)))
-    want = x.double() @ numbers.double().T.to(device) + bias.double()
+    x, bias, onto = (
+        torch.randn(*shape, generator=g).to(device, dtype) for shape in ((n, inputs), (outputs,), (n, 2 * outputs))
+    )
+    numbers, onto = numbers.to(device, dtype).double(), onto[:, :outputs]
+    product, before = x.double() @ numbers.T + bias.double(), onto.double()
+    want = product.to(dtype).double() + before
     with use_kernels(as_gpu={"triton"}):
-        found = quantised_linear(x, moved(matrix, device), bias)
-    torch.testing.assert_close(found.double(), want, atol=1e-4, rtol=1e-5)
+        found = quantised_linear(x, moved(matrix, device), bias, onto=onto)
+    assert found.data_ptr() == onto.data_ptr()
+    size = x.double().abs() @ numbers.abs().T
+    error = torch.finfo(dtype).eps * (product.abs() + want.abs()) + 2e-6 * size
+    assert ((found.double() - want).abs() <= error).all()
+
+
+@both
+@pytest.mark.parametrize("form", ["Q5_0", "Q4_K", "Q6_K"])
+def test_a_row_has_the_same_bits_alone_and_in_company(device, form):
+    matrix, _ = blocks_of(form, 70, 1280)
+    matrix, x = moved(matrix, device), torch.randn(40, 1280, generator=torch.Generator().manual_seed(1))
+    x = x.to(device, torch.bfloat16)
+    with use_kernels(as_gpu={"triton"}):
+        together = quantised_linear(x, matrix)
+        for rows in (slice(0, 1), slice(3, 16), slice(33, 34)):
+            assert torch.equal(quantised_linear(x[rows], matrix), together[rows])
 
 
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])

@@ -14,7 +14,9 @@ from gguf_blocks import numbers_of, random_blocks
 from tiny import save_family
 from transformers import PreTrainedModel
 
+ROUTER = "mlp.gate.weight"
 PARTS = {
+    "mlp.gate": "ffn_gate_inp",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -87,12 +89,26 @@ def save_gguf(
     """
     model = save_family(directory, family, seed, **(SMALL | changes))
     config, rng = model.config, np.random.default_rng(seed)
-    architecture = "qwen3" if family.startswith("qwen3") else "qwen2" if family.startswith("qwen2") else "llama"
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    architecture = (
+        "qwen3moe"
+        if family == "qwen3-moe"
+        else "qwen3"
+        if family.startswith("qwen3")
+        else "qwen2"
+        if family.startswith("qwen2")
+        else "llama"
+    )
     writer = gguf.GGUFWriter(directory.with_suffix(".gguf"), architecture)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if architecture == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -109,7 +125,14 @@ def save_gguf(
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        form = form_of(name) if tensor.dim() > 1 else Form.F32
+        form = form_of(name) if tensor.dim() > 1 and not name.endswith(ROUTER) else Form.F32
+        if tensor.dim() == 3:
+            numbers = [
+                _add_experts(writer, name, part, projections, form, rng)
+                for part, projections in _of_experts(name, tensor)
+            ]
+            model.get_parameter(name).data = torch.cat(numbers, dim=1)
+            continue
         stored = numbers = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         heads = heads if architecture == "llama" else 0
@@ -130,6 +153,27 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _of_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """GGUF's parts of what transformers has in a tensor `[experts, outputs, inputs]`."""
+    if name.endswith("down_proj"):
+        return [("ffn_down_exps", tensor)]
+    return list(zip(("ffn_gate_exps", "ffn_up_exps"), tensor.chunk(2, dim=1), strict=True))
+
+
+def _add_experts(
+    writer: gguf.GGUFWriter, name: str, part: str, tensor: torch.Tensor, form: Form, rng: np.random.Generator
+) -> torch.Tensor:
+    """Writes a tensor of all of a layer's experts; the numbers of the file."""
+    gguf_part = f"blk.{name.split('.')[2]}.{part}.weight"
+    if form == Form.F32:
+        writer.add_tensor(gguf_part, np.ascontiguousarray(tensor.numpy()))
+        return tensor
+    experts, outputs, inputs = tensor.shape
+    blocks = random_blocks(form.name, experts * outputs, inputs, int(rng.integers(2**31)))
+    writer.add_tensor(gguf_part, blocks.numpy().reshape(experts, outputs, -1), raw_dtype=form)
+    return numbers_of(blocks, form.name).view(tensor.shape)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -179,6 +179,29 @@ FORMATS = {
 }
 
 
+def _stored_experts(
+    form: Format, name: str, experts: torch.Tensor, rng: np.random.Generator, *, is_mixtral: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors of a file for a layer's `experts`, which transformers has in one, named so; it is given the numbers
+    that they stand for."""
+    stem, _, part = name.rpartition(".")
+    kinds = {"down_proj": ["down_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}[part]
+    of_mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    found: dict[str, torch.Tensor] = {}
+    for number, expert in enumerate(experts):
+        for kind, numbers in zip(kinds, expert.chunk(len(kinds)), strict=True):
+            projection = f"{stem}.{number}.{kind}"
+            if is_mixtral:
+                projection = f"{stem.replace('mlp', 'block_sparse_moe')}.{number}.{of_mixtral[kind]}"
+            if f"{stem.replace('.experts', '')}.{kind}".endswith(form.left_out):
+                found[f"{projection}.weight"] = numbers.clone()
+                continue
+            stored = form.store(rng, *numbers.shape)
+            found |= {f"{projection}.{end}": tensor for end, tensor in stored.tensors.items()}
+            numbers.copy_(torch.from_numpy(stored.numbers))
+    return found
+
+
 def save_quantised(
     directory: Path, form: Format, family: str = "llama", seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
@@ -195,6 +218,10 @@ def save_quantised(
         stored = form.store(rng, *tensors.pop(name).shape)
         tensors |= {f"{projection}.{end}": tensor for end, tensor in stored.tensors.items()}
         model.get_submodule(projection).weight.data = torch.from_numpy(stored.numbers)
+    for name in [name for name in tensors if "mlp.experts." in name]:
+        tensors |= _stored_experts(form, name, tensors.pop(name), rng, is_mixtral=family == "mixtral")
+    if family == "mixtral":
+        tensors = {name.replace("mlp.gate.", "block_sparse_moe.gate."): tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": form.config}))

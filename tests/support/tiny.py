@@ -11,10 +11,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SHAPES = {
@@ -44,6 +46,18 @@ FAMILIES = {
         },
     ),
     "qwen3": (Qwen3Config, {"num_key_value_heads": 2, "head_dim": 24}),
+    "mixtral": (MixtralConfig, {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3-bias": (Qwen3Config, {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
 }
 """Configuration classes of transformers and differences from the tiny shape, by name."""

@@ -51,11 +51,13 @@ def all_in(form: Form):
     ("family", "form_of"),
     [("llama", all_in(form)) for form in FORMS]
     + [("llama", mixed), ("llama-tied", mixed), ("mistral", mixed), ("qwen2", mixed), ("qwen3", mixed)]
-    + [("llama-bias", all_in(Form.Q8_0)), ("llama", all_in(Form.F32))],
+    + [("llama-bias", all_in(Form.Q8_0)), ("llama", all_in(Form.F32))]
+    + [("qwen3-moe", mixed), ("mixtral", mixed), ("qwen3-moe", all_in(Form.F32))],
 )
 def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, form_of):
     """Of one to three tiers, in memory and streamed."""
-    model = save_gguf(tmp_path / "target", family, form_of, seed=1)
+    wide = {"moe_intermediate_size": 256} if family == "qwen3-moe" else {}
+    model = save_gguf(tmp_path / "target", family, form_of, seed=1, **wide)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
     want = greedy_oracle(model, PROMPT, 30)
     target = find_model(tmp_path / "target.gguf")
@@ -167,7 +169,7 @@ def test_projections_of_one_format_are_one_matrix_on_gpus(tmp_path):
     directory = find_model(tmp_path / "m.gguf")
     config, checkpoint = ModelConfig.load(directory), Checkpoint(directory, torch.float32, CPU)
     matrices = ModelMatrices.of(config)
-    for matrix, parts in ((matrices.gate_up, 1), (matrices.qkv, 3)):
+    for matrix, parts in ((matrices.mlps[0][0], 1), (matrices.qkv, 3)):
         with use_kernels(as_gpu=()):
             weight = matrix.read(checkpoint, "model.layers.0.", config.quantisation)
         assert isinstance(weight, QuantisedWeight) and len(weight.parts) == parts

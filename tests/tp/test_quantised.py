@@ -122,7 +122,8 @@ def test_products_are_those_with_the_numbers(name, rows):
 @pytest.mark.parametrize(
     ("name", "family"),
     [(name, "llama") for name in FORMATS] + [("awq", "qwen2"), ("gptq", "qwen3"), ("packed", "llama-tied")]
-    + [("fp8", "qwen3-bias"), ("gptq-act-order", "mistral-window")],
+    + [("fp8", "qwen3-bias"), ("gptq-act-order", "mistral-window")]
+    + [("awq", "qwen3-moe"), ("gptq", "mixtral"), ("packed", "qwen3-moe"), ("fp8", "mixtral")],
 )  # fmt: skip
 def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, name, family):
     """Of one to three tiers, in memory and streamed."""
@@ -312,7 +313,7 @@ def test_each_rank_holds_what_its_plan_counts(tmp_path, name, rank):
     config = ModelConfig.load(tmp_path)
     split = Split.of(config, Ranks(rank, 2, 2))
     matrices, checkpoint = ModelMatrices.of(config, split), Checkpoint(tmp_path, torch.bfloat16, CPU)
-    for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down):
+    for matrix in matrices.of_layer:
         weight = matrix.read(checkpoint, layer_prefix(0), config.quantisation)
         held = sum(tensor.nbytes for tensor in weight.tensors())
         assert held == matrix.num_bytes(torch.bfloat16, config.quantisation, layer_prefix(0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ModelError, UsageError
-from .families import FAMILIES, Family, plain_positions, sliding_windows
+from .families import FAMILIES, Experts, Family, experts_of, plain_positions, sliding_windows
 from .quantisation import Quantisation, quantisation_of
 from .rope_option import parse_rope_scaling
 from .rope_scaling import ROPE_TYPES, RopeConfig, rope_parameters, rope_type
@@ -23,7 +23,8 @@ class ModelConfig:
     `max_position_embeddings` includes what a RoPE scaling adds, but not what dual chunk attention does (`dual_chunk`:
     whether the model is meant for more positions with that, which is not computed here); `eos_token_ids` may be empty;
     `dtype` is that of the checkpoint, and `quantisation` says which matrices are stored in four to eight bits;
-    `sliding_windows` has one entry for each layer, or is empty if no layer has a window.
+    `sliding_windows` has one entry for each layer, or is empty if no layer has a window. With `experts` the
+    `intermediate_size` is that of one.
     """
 
     vocab_size: int
@@ -46,6 +47,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     dual_chunk: bool = False
     quantisation: Quantisation | None = None
+    experts: Experts | None = None
 
     @property
     def positions_note(self) -> str:
@@ -112,7 +114,7 @@ class ModelConfig:
             config = cls(
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=hidden_size,
-                intermediate_size=int(raw["intermediate_size"]),
+                intermediate_size=int(raw[family.experts.width if family.experts else "intermediate_size"]),
                 num_layers=num_layers,
                 num_heads=num_heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
@@ -130,6 +132,7 @@ class ModelConfig:
                 sliding_windows=sliding_windows(family, raw, num_layers),
                 dual_chunk=plain < rope.positions(max_positions),
                 quantisation=quantisation_of(raw, directory / "config.json"),
+                experts=experts_of(family, raw),
             )
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} does not give {error}") from error
@@ -187,6 +190,8 @@ def _refuse_unsupported(raw: dict[str, Any], directory: Path) -> None:
         f"partial_rotary_factor {rotated}": (rotated not in (None, 1), "1"),
         f"activation {activation!r}": (activation != "silu", "silu"),
         "mlp_bias": (bool(raw.get("mlp_bias")), "MLPs without bias"),
+        "layers without experts (mlp_only_layers)": (bool(raw.get("mlp_only_layers")), "experts in all of them"),
+        f"decoder_sparse_step {raw.get('decoder_sparse_step')}": (raw.get("decoder_sparse_step", 1) != 1, "1"),
     }
     for feature, (present, supported) in unsupported.items():
         if present:

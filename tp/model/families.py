@@ -7,6 +7,35 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls its mixtures of experts."""
+
+    count: tuple[str, ...]
+    """Keys of `config.json`, each with what it is called too, for how many experts a layer has."""
+    width: str
+    """The key for the width of an expert."""
+    router: str
+    """The projection that gives each expert a logit, within a layer, as are the next three; `{}` is an expert."""
+    gate: str
+    up: str
+    down: str
+    normalised: bool = False
+    """Whether the weights of a row's experts always sum to 1; else the key `norm_topk_prob` says so."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that each layer has in the place of one MLP: of each row the `used` of highest probability
+    are added up, by their probabilities."""
+
+    count: int
+    used: int
+    normalised: bool
+    """Whether the weights of those that are used sum to 1."""
+    names: ExpertNames
+
+
+@dataclass(frozen=True)
 class Family:
     """How an architecture differs from Llama."""
 
@@ -16,8 +45,11 @@ class Family:
     """The key `attention_bias` is used: if true, all four projections of attention have a bias."""
     qk_norm: bool = False
     """Queries and keys have an RMS norm over `head_dim` before the rotation."""
-    windows: Literal["none", "all", "some"] = "none"
-    """Which layers have a sliding window; `some`: those given by `layer_types` or `max_window_layers`."""
+    windows: Literal["none", "all", "all or none", "some"] = "none"
+    """Which layers have a sliding window; `all or none`: all if `use_sliding_window` is true; `some`: those given by
+    `layer_types` or `max_window_layers`, if it is."""
+    experts: ExpertNames | None = None
+    """Of families whose layers have mixtures of experts."""
     defaults: dict[str, int] = field(default_factory=dict)
     """Values of keys that are absent from `config.json`, as in `transformers`."""
 
@@ -40,12 +72,65 @@ FAMILIES = {
             "eos_token_id": 2,
         },
     ),
+    "MixtralForCausalLM": Family(
+        windows="all",
+        experts=ExpertNames(
+            count=("num_local_experts", "num_experts"),
+            width="intermediate_size",
+            router="block_sparse_moe.gate",
+            gate="block_sparse_moe.experts.{}.w1",
+            up="block_sparse_moe.experts.{}.w3",
+            down="block_sparse_moe.experts.{}.w2",
+            normalised=True,
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "eos_token_id": 2,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": Family(
         attention_bias=True, qk_norm=True, windows="some", defaults=_QWEN_DEFAULTS | {"head_dim": 128}
     ),
+    "Qwen3MoeForCausalLM": Family(
+        attention_bias=True,
+        qk_norm=True,
+        windows="all or none",
+        experts=ExpertNames(
+            count=("num_experts", "num_local_experts"),
+            width="moe_intermediate_size",
+            router="mlp.gate",
+            gate="mlp.experts.{}.gate_proj",
+            up="mlp.experts.{}.up_proj",
+            down="mlp.experts.{}.down_proj",
+        ),
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+        },
+    ),
 }
 """The architectures that the decoder supports, by their names in `config.json`."""
+
+
+def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
+    """The mixtures of experts that a `config.json` describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: it does not say how many there are, or that is impossible.
+    """
+    names = family.experts
+    if names is None:
+        return None
+    count = int(raw[next((key for key in names.count if key in raw), names.count[0])])
+    used = int(raw["num_experts_per_tok"])
+    if not 1 <= used <= count:
+        raise ValueError(f"num_experts_per_tok {used} of {count} experts")
+    return Experts(count, used, names.normalised or bool(raw.get("norm_topk_prob", False)), names)
 
 
 def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
@@ -54,10 +139,10 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
     Raises:
         TypeError, ValueError: an impossible window, or unknown layer types, or not one for each layer.
     """
-    if family.windows == "none":
+    if family.windows == "none" or (family.windows == "all or none" and not raw.get("use_sliding_window")):
         return ()
     types = ["sliding_attention"] * num_layers
-    window = raw["sliding_window"]
+    window = raw.get("sliding_window")
     if family.windows == "some":
         window = window if raw.get("use_sliding_window") else None
         first = num_layers if window is None else int(raw["max_window_layers"])
@@ -66,7 +151,7 @@ def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tup
         ]
     if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ValueError(f"layer_types {types} (known: sliding_attention, full_attention; one a layer)")
-    if "sliding_attention" not in types or (window is None and family.windows == "all"):
+    if "sliding_attention" not in types or (window is None and family.windows != "some"):
         return ()
     if window is None or int(window) < 1:
         raise ValueError(f"sliding_window {window} (in use: 1 or more)")

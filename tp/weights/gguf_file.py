@@ -61,6 +61,8 @@ def write_gguf(directory: Path, path: Path, dtype: str) -> None:
         raise ModelError(
             f"{config.name} has weights in {config.quantisation.name}, which are not written for llama.cpp"
         )
+    if config.experts is not None:
+        raise ModelError(f"{config.name} has mixtures of experts, which are not written for llama.cpp")
     architecture = _architecture(directory, config)
     checkpoint = Checkpoint(directory, getattr(torch, dtype), torch.device("cpu"))
     writer = gguf.GGUFWriter(path, architecture)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,18 @@ import xxhash
 
 from ..errors import ModelError
 from ..home import user_home
-from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor
+from ..model.families import FAMILIES, Experts
+from .gguf_header import DENSE_FORMS, GgufHeader, GgufTensor, form_bytes
 from .gguf_tokenizer import tokenizer_files
 from .weight_files import GGUF_INDEX, SHARD
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Of `config.json`, by those of GGUF; Mistral's is `llama`."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""Of `config.json`, by those of GGUF; Mistral's is `llama`, and so is Mixtral's."""
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -45,6 +51,9 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Within a layer, those of Hugging Face by those of GGUF."""
+
+EXPERT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
+"""Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _END_TEXTS = {"<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>"}
@@ -117,18 +126,13 @@ def _contents(files: list[Path]) -> dict[str, Any]:
             tensors[tensor.name] = number, tensor
     config = _Configuration(headers[0].metadata, path)
     divisors = tensors.pop(_ROPE_DIVISORS, None)
-    placed = {
-        _name_of(tensor, path): {
-            "file": number,
-            "offset": tensor.offset,
-            "form": tensor.form,
-            "shape": tensor.shape,
-            "heads": config.interleaved_heads(tensor.name),
-        }
-        for number, tensor in tensors.values()
-    }
-    if len(placed) < len(tensors):
-        raise ModelError(f"{path} has two tensors that mean the same one, such as blk.0 and blk.00")
+    placed: dict[str, dict[str, Any]] = {}
+    for number, tensor in tensors.values():
+        heads = config.interleaved_heads(tensor.name)
+        for name, offset, shape in _parts_of(tensor, config.experts, path):
+            if name in placed:
+                raise ModelError(f"{path} has two tensors that mean the same one, such as blk.0 and blk.00")
+            placed[name] = {"file": number, "offset": offset, "form": tensor.form, "shape": shape, "heads": heads}
     raw = config.raw(placed, None if divisors is None else _read_floats(files[divisors[0]], divisors[1]))
     few_bits = {
         name.removesuffix(".weight"): one["form"] for name, one in placed.items() if one["form"] not in DENSE_FORMS
@@ -142,17 +146,27 @@ def _contents(files: list[Path]) -> dict[str, Any]:
     }
 
 
-def _name_of(tensor: GgufTensor, path: Path) -> str:
-    """In Hugging Face's names."""
+def _parts_of(tensor: GgufTensor, experts: Experts | None, path: Path) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Its names in Hugging Face's checkpoints, where in the file it begins, and its shape: of one with all of a layer's
+    experts those of each."""
     stem, _, end = tensor.name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem)
-    name = f"model.layers.{int(layer[1])}.{LAYER_NAMES.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
+    layer, shape = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem), tensor.shape
+    if experts and layer and layer[2] in EXPERT_NAMES and end == "weight":
+        if len(shape) != 3 or shape[0] != experts.count:
+            raise ModelError(f"{path} has {tensor.name} of the shape {shape}; it is of {experts.count} experts")
+        name = getattr(experts.names, EXPERT_NAMES[layer[2]])
+        for expert in range(experts.count):
+            offset = tensor.offset + expert * form_bytes(tensor.form, shape[1:])
+            yield f"model.layers.{int(layer[1])}.{name.format(expert)}.weight", offset, shape[1:]
+        return
+    names = LAYER_NAMES | ({"ffn_gate_inp": experts.names.router} if experts else {})
+    name = f"model.layers.{int(layer[1])}.{names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
     if end not in ("weight", "bias") or not name or name.endswith("."):
         raise ModelError(
             f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which the models that are computed here do "
             "not have"
         )
-    return f"{name}.{end}"
+    yield f"{name}.{end}", tensor.offset, shape
 
 
 def _read_floats(path: Path, tensor: GgufTensor) -> np.ndarray:
@@ -172,8 +186,19 @@ class _Configuration:
                 f"{path} has the architecture {self._architecture[:80]!r}, which is not supported; supported: "
                 f"{', '.join(ARCHITECTURES)}"
             )
+        self._family = ARCHITECTURES[self._architecture]
+        if self._architecture == "llama" and "llama.expert_count" in keys:
+            self._family = "MixtralForCausalLM"
+        self.experts = self._experts()
         self._heads = self._whole("attention.head_count")
         self._kv_heads = self._whole("attention.head_count_kv", self._heads)
+
+    def _experts(self) -> Experts | None:
+        """Its mixtures of experts. llama.cpp always has the weights of a row's experts sum to 1."""
+        names = FAMILIES[self._family].experts
+        if names is None:
+            return None
+        return Experts(self._whole("expert_count"), self._whole("expert_used_count"), True, names)
 
     def interleaved_heads(self, name: str) -> int:
         """Of queries or keys whose rows are in the order of pairs; 0: rows are as in Hugging Face's checkpoints."""
@@ -198,14 +223,25 @@ class _Configuration:
         embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise ModelError(f"{self._path} lacks the tensor token_embd.weight")
-        forms = {one["form"] for one in tensors.values() if len(one["shape"]) > 1}
-        base = self._float("rope.freq_base", 10000.0)
+        experts, router = self.experts, f"{self.experts.names.router}.weight" if self.experts else ""
+        forms = {
+            one["form"]
+            for name, one in tensors.items()
+            if len(one["shape"]) > 1 and not (experts and name.endswith(router))
+        }
+        base, width = self._float("rope.freq_base", 10000.0), self._whole("feed_forward_length")
+        of_experts: dict[str, Any] = {}
+        if experts:
+            key = "expert_feed_forward_length"
+            of_experts = {experts.names.count[0]: experts.count, "num_experts_per_tok": experts.used}
+            of_experts |= {"moe_intermediate_size": self._whole(key, width), "norm_topk_prob": experts.normalised}
         return {
-            "architectures": [ARCHITECTURES[self._architecture]],
+            "architectures": [self._family],
             "model_type": self._architecture,
             "vocab_size": embedding["shape"][0],
             "hidden_size": hidden,
-            "intermediate_size": self._whole("feed_forward_length"),
+            "intermediate_size": width,
+            **of_experts,
             "num_hidden_layers": layers,
             "num_attention_heads": self._heads,
             "num_key_value_heads": self._kv_heads,

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from recorder import PROMPT, Recorder, recorded_engine
-from tiny import random_tokens
+from tiny import random_tokens, save_family
 from tiny_caches import append, full_cache
 from triforce.kernels.selection import use_kernels
 from triforce.offload import Request, Sampling
 from triforce.offload.caches.full import FullCache
 from triforce.offload.graphs.passes import Graphs, JoinedPasses, Passes
-from triforce.offload.graphs.pieces import PIECES_ROWS
+from triforce.offload.graphs.pieces import MOST_SIZES, PIECES_ROWS
 from triforce.tp.decoder import Decoder
 
 GREEDY = Sampling(temperature=0.0)
@@ -102,6 +102,61 @@ def test_what_was_captured_is_held_until_it_is_dropped(decoder):
     assert recorder.captures == 1
 
 
+@pytest.mark.parametrize("num_logits", [0, 5])
+def test_more_logits_than_tokens_and_none_are_those_of_a_pass_as_it_comes(decoder, num_logits):
+    recorder = Recorder()
+    passes, plain = Passes(decoder, filled(decoder, 30), Graphs(recorder)), Passes(decoder, filled(decoder, 30))
+    for tokens in torch.tensor(random_tokens(8)).split(2):
+        assert torch.equal(passes.forward(tokens, num_logits), plain.forward(tokens, num_logits))
+    assert recorder.captures == 0
+
+
+def test_no_more_than_some_sizes_are_captured(decoder):
+    recorder = Recorder()
+    passes, plain = Passes(decoder, full_cache(decoder), Graphs(recorder)), Passes(decoder, full_cache(decoder))
+    for n in range(1, MOST_SIZES + 3):
+        for seed in (1, 2):
+            tokens = torch.tensor(random_tokens(n, seed=seed))
+            assert torch.equal(passes.forward(tokens, n), plain.forward(tokens, n))
+    assert recorder.captures == MOST_SIZES
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "qwen3", "qwen3-bias", "llama-bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padded", [False, True])
+def test_families_have_the_bits_of_passes_as_they_come(tmp_path, family, dtype, padded):
+    save_family(tmp_path, family, seed=1)
+    decoder, graphs = Decoder.load(tmp_path, dtype=dtype, device=torch.device("cpu")), Graphs(Recorder())
+    where = {"dtype": dtype, "device": decoder.device, "capacity": 300, "chunk_size": 4}
+    caches = [FullCache.on_device(decoder.config, decoder.rope, **where) for _ in range(2)]
+    for cache in caches:
+        append(decoder, cache, random_tokens(80, seed=2))
+    captured, plain = Passes(decoder, caches[0], graphs, padded=padded), Passes(decoder, caches[1], padded=padded)
+    for tokens in torch.tensor(random_tokens(25, seed=3)).split(5):
+        assert torch.equal(captured.forward(tokens, 5), plain.forward(tokens, 5))
+
+
+def test_a_pass_that_is_broken_off_between_two_pieces_can_be_made_again(decoder, monkeypatch):
+    graphs, attend = Graphs(Recorder()), FullCache.attend_rotated
+    ours, others = filled(decoder, 30), filled(decoder, 30)
+    passes, plain = Passes(decoder, ours, graphs), Passes(decoder, others)
+    for token in torch.tensor(random_tokens(3)).split(1):
+        assert torch.equal(passes.forward(token), plain.forward(token))
+
+    def failing(self, layer, q):
+        if layer == 0:
+            raise MemoryError
+        return attend(self, layer, q)
+
+    token = torch.tensor(random_tokens(1, seed=5))
+    with monkeypatch.context() as patched:
+        patched.setattr(FullCache, "attend_rotated", failing)
+        with pytest.raises(MemoryError):
+            passes.forward(token)
+    ours.break_off()
+    assert torch.equal(passes.forward(token), plain.forward(token))
+
+
 class Refusing(Recorder):
     """Fails to capture what is in pieces."""
 
@@ -118,7 +173,7 @@ def test_a_capture_that_fails_leaves_the_pass_and_a_warning(decoder):
     passes, plain = Passes(decoder, ours, graphs), Passes(decoder, others)
     for token in torch.tensor(random_tokens(4)).split(1):
         assert torch.equal(passes.forward(token), plain.forward(token))
-    assert graphs.warnings == ["drafting goes without captured passes, and slower: no capture within a capture"]
+    assert graphs.warnings == ["verifications go without captured passes, and slower: no capture within a capture"]
 
 
 @pytest.mark.parametrize("tiers", [1, 3])

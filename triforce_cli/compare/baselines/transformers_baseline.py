@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from ....tp.errors import ModelError
 from ....tp.matrices import ModelMatrices, layer_prefix
 from ....tp.model.config import ModelConfig
+from ....tp.model.families import Experts
 from ....tp.weights.checkpoint import Checkpoint
 from ....tp.weights.weight_files import gguf_index
 from .protocol import Job, Timed
@@ -161,7 +162,7 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     of_layers = [
         (layer_prefix(layer), one)
         for layer in range(config.num_layers)
-        for matrix in (matrices.qkv, matrices.o, matrices.gate_up, matrices.down)
+        for matrix in matrices.of_layer
         for one in matrix.projections
     ]
     ends = [("", one) for matrix in (matrices.embedding, matrices.head) if matrix for one in matrix.projections]
@@ -169,6 +170,8 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
         found = one.read(checkpoint, prefix, config.quantisation)
         read[f"{prefix}{one.name}.weight"] = found if isinstance(found, Tensor) else found.expand(dtype)
     read |= {name: checkpoint.read(name, *checkpoint.shape(name)) for name in checkpoint.unread()}
+    if config.experts:
+        _stack_experts(read, config.experts, config.num_layers)
     theirs: Any = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if hasattr(theirs, "quantization_config"):
         del theirs.quantization_config
@@ -180,6 +183,21 @@ def _load_expanded(directory: Path, config: ModelConfig, job: Job) -> Any:
     model.tie_weights()
     without_defaults(model)
     return model.to(job.device).eval()
+
+
+def _stack_experts(read: dict[str, Tensor], experts: Experts, num_layers: int) -> None:
+    """Renames the weights of experts, by their names in files, to those of transformers' modules, which have all of a
+    layer's in one tensor."""
+    names = experts.names
+    for prefix in map(layer_prefix, range(num_layers)):
+        gates, ups, downs = (
+            [read.pop(f"{prefix}{name.format(i)}.weight") for i in range(experts.count)]
+            for name in (names.gate, names.up, names.down)
+        )
+        both = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        read[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(both)
+        read[f"{prefix}mlp.experts.down_proj"] = torch.stack(downs)
+        read[f"{prefix}mlp.gate.weight"] = read.pop(f"{prefix}{names.router}.weight")
 
 
 def without_defaults(model: Any) -> None:
