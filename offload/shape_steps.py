@@ -115,7 +115,7 @@ class ShapeSteps:
     ) -> None:
         """Args:
         context: the longest that will be measured.
-        make_capture: makes what captures the steps that draft; `None` where they are to run as they come.
+        make_capture: makes what captures steps; `None` where they are to run as they come.
 
         Raises:
             CapacityError: weights or the longest cache do not fit.

@@ -35,9 +35,10 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         ModelError: see `weight_files`.
     """
     described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
-    if config.quantisation is None:
-        del described["quantisation"]  # or texts that were saved before there was one would not be found
-    else:
+    for name in ("quantisation", "experts"):
+        if described[name] is None:
+            del described[name]  # or texts that were saved before there was such a thing would not be found
+    if config.quantisation is not None:
         described["quantisation"] |= {"kind": type(config.quantisation).__name__}
     described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store, disk)}
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())

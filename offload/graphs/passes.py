@@ -82,9 +82,13 @@ class Graphs:
     @property
     def warnings(self) -> list[str]:
         """What runs without captured passes, and why."""
-        of_pieces = next((pieces.failure for pieces in self._pieces.values() if pieces.failure), None)
-        found = [("drafting goes", self.failure), ("verifications go", of_pieces)]
-        return [f"{what} without captured passes, and slower: {why}" for what, why in found if why is not None]
+        found = []
+        if self.failure is not None:
+            found.append(f"drafting goes without captured passes, and slower: {self.failure}")
+        for pieces in self._pieces.values():
+            if pieces.failure is not None:
+                found.append(f"verifications go without captured passes, and slower: {pieces.failure}")
+        return found
 
     @property
     def capture(self) -> Capture | None:

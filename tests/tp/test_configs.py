@@ -228,7 +228,7 @@ def test_published_configs_describe_the_models_they_should(tmp_path, name):
         (
             {"architectures": ["GemmaForCausalLM"]},
             "GemmaForCausalLM, which is not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
-            "Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},

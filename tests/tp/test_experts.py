@@ -43,7 +43,7 @@ def alone(of: ExpertMlps, row: torch.Tensor, norm: torch.Tensor) -> torch.Tensor
     whole = sum(float(shares[expert]) for expert in best) if of.normalised else 1.0
     total = torch.zeros(HIDDEN, dtype=torch.float64)
     for expert in sorted(best):
-        gate_up, down = (weight.matrix.double() for weight in of.experts[expert].weights)
+        gate_up, down = (next(weight.tensors()).double() for weight in of.experts[expert].weights)
         gate, up = (x @ gate_up.T).chunk(2)
         total += float(shares[expert]) / whole * ((F.silu(gate) * up) @ down.T)
     return total

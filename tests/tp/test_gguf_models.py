@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def all_in(form: Form):
 )
 def test_greedy_text_is_that_of_transformers_with_the_numbers(tmp_path, family, form_of):
     """Of one to three tiers, in memory and streamed."""
-    wide = {"moe_intermediate_size": 256} if family == "qwen3-moe" else {}
+    wide: dict[str, Any] = {"moe_intermediate_size": 256} if family == "qwen3-moe" else {}
     model = save_gguf(tmp_path / "target", family, form_of, seed=1, **wide)
     save_llama(tmp_path / "draft", seed=9, num_hidden_layers=1, hidden_size=32, vocab_size=300)
     want = greedy_oracle(model, PROMPT, 30)
