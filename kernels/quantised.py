@@ -34,6 +34,18 @@ _BLOCKS = 16
 """`BLOCKS` of cpu.h."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which of the matrices whose outputs follow one another in a larger one each row is multiplied by."""
+
+    ids: Tensor
+    """Int64 `[n * each]`: those of the first row, those of the second, ..."""
+    each: int
+    """How many a row is multiplied by."""
+    outputs: int
+    """Of one of them."""
+
+
 class QuantisedMatrix(ABC):
     """`[outputs, inputs]` whose numbers are the formula of a format."""
 
@@ -94,8 +106,9 @@ class QuantisedMatrix(ABC):
         return out
 
     @abstractmethod
-    def sums_triton(self, x: Tensor) -> Tensor:
-        """Sums of `x` `[n, inputs]`, contiguous, times it over parts of the inputs: `[parts, n, outputs]`, float32."""
+    def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
+        """Sums of `x` `[n, inputs]`, contiguous, times it over parts of the inputs: `[parts, n, outputs]`, float32; or
+        times what is chosen of it: `[parts, n * each, outputs]`."""
 
     @abstractmethod
     def _of(self, part: slice | Tensor) -> Self:
@@ -186,10 +199,10 @@ class GroupedMatrix(QuantisedMatrix):
         group_of = None if self.group_of is None else self.group_of.data_ptr()
         return scales, zeros, self.values.data_ptr(), self.kind, scales.data_ptr(), zeros.data_ptr(), group_of
 
-    def sums_triton(self, x: Tensor) -> Tensor:
+    def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
         from .triton.groups import group_sums  # not imported where it is not used
 
-        return group_sums(x, self)
+        return group_sums(x, self, choice)
 
     def _expand_triton(self, out: Tensor) -> None:
         from .triton.groups import expand_groups_triton  # not imported where it is not used
@@ -323,10 +336,10 @@ class BlockMatrix(QuantisedMatrix):
             *(*sizes, 0, is_bf16, threads()),
         )
 
-    def sums_triton(self, x: Tensor) -> Tensor:
+    def sums_triton(self, x: Tensor, choice: Choice | None = None) -> Tensor:
         from .triton.blocks import block_sums  # not imported where it is not used
 
-        return block_sums(x, self)
+        return block_sums(x, self, choice)
 
     def _expand_triton(self, out: Tensor) -> None:
         from .triton.blocks import expand_blocks_triton  # not imported where it is not used
@@ -412,6 +425,19 @@ def quantised_linear(
         part, of_part = matrix.outputs(some), None if bias is None else bias[some]
         product[:, some] = linear(x, part.expand_to(room[: part.shape[0]]), of_part, norm=norm, eps=eps)
     return product if onto is None else onto.add_(product)
+
+
+def takes_chosen(device: torch.device) -> bool:
+    """Whether `chosen_products` can be called with matrices on `device`."""
+    return "triton" in usable_packages(device)
+
+
+def chosen_products(x: Tensor, matrix: QuantisedMatrix, choice: Choice) -> Tensor:
+    """Products of each row of `x` `[n, inputs]` with the matrices that are chosen for it, in `x`'s dtype:
+    `[n * each, outputs]`. The host does not wait to know which these are, and a row's bits are its own."""
+    from .triton.quantised import chosen_triton  # not imported where it is not used
+
+    return chosen_triton(x.contiguous(), matrix, choice)
 
 
 def expansion_bytes(numbers: int, dtype: torch.dtype, *, is_step: bool) -> int:

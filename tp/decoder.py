@@ -276,6 +276,11 @@ class Decoder:
         attention = rows_are_independent(self.device, self.dtype, self.part.head_dim)
         return attention and all(weight.rows_are_independent(self.dtype) for weight in weights)
 
+    @property
+    def waits_in_steps(self) -> bool:
+        """Whether the host waits for the device within a step, which then cannot be captured."""
+        return any(isinstance(layer.mlp, ExpertMlps) and layer.mlp.waits for layer in self._layers)
+
     def mean_over_copies(self, values: list[Tensor]) -> list[Tensor]:
         """`values`, each `[num_kv_heads of this rank, m]`, averaged over the ranks that hold the same KV head."""
         whole = self.config.num_kv_heads
@@ -393,4 +398,4 @@ def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoi
         raise ModelError(f"the experts of {prefix.removesuffix('.')} are not all stored alike, which is not supported")
     experts, hidden = config.experts, config.hidden_size
     router = checkpoint.read(f"{prefix}{experts.names.router}.weight", experts.count, hidden).float()
-    return ExpertMlps(router, tuple(mlps), experts.used, experts.normalised)
+    return ExpertMlps.of_experts(router, mlps, experts.used, normalised=experts.normalised)

@@ -8,7 +8,7 @@ are in the dtype that is computed in, or those of a matrix are in four to eight 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -20,12 +20,15 @@ from torch import Tensor
 from ..kernels.layers import gated_mlp, linear, products_are_independent
 from ..kernels.packages import usable_packages
 from ..kernels.quantised import (
+    Choice,
     QuantisedMatrix,
+    chosen_products,
     expansion_bytes,
     joined,
     quantised_linear,
+    takes_chosen,
 )
-from ..kernels.selection import on_cpu
+from ..kernels.selection import STEP_ROWS, on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.families import Experts
@@ -267,6 +270,27 @@ class ExpertMlps:
     """Of a row: those of the highest probability; of equal ones the first."""
     normalised: bool
     """Whether the weights of a row's experts sum to 1."""
+    stacked: tuple[QuantisedMatrix, QuantisedMatrix] | None = None
+    """Those of all experts in one, gate and up, and down, where products are with what is chosen of it."""
+
+    @classmethod
+    def of_experts(cls, router: Tensor, experts: Sequence[GatedMlp], used: int, *, normalised: bool) -> ExpertMlps:
+        """With what experts hold in one piece, where that can be used."""
+        gate_up, down = (_stacked([one.weights[i] for one in experts]) for i in range(2))
+        if gate_up is None or down is None:
+            return cls(router, tuple(experts), used, normalised)
+
+        def part(matrix: QuantisedMatrix, expert: int) -> Weight:
+            size = matrix.shape[0] // len(experts)
+            return QuantisedWeight((matrix.outputs(slice(expert * size, (expert + 1) * size)),))
+
+        parts = tuple(GatedMlp(part(gate_up, i), part(down, i)) for i in range(len(experts)))
+        return cls(router, parts, used, normalised, (gate_up, down))
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits in a step for which experts rows have."""
+        return self.stacked is None or not takes_chosen(self.router.device)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -276,6 +300,26 @@ class ExpertMlps:
         """See `GatedMlp.of`."""
         rows = F.rms_norm(rows, norm.shape, norm, eps)
         shares, of_experts = self._chosen(rows)
+        sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
+        total = sums(rows, shares, of_experts).to(rows.dtype)
+        return total if onto is None else onto.add_(total)
+
+    def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
+        """The sums of few rows' experts, `[n, hidden]` float32, for which the host does not wait."""
+        assert self.stacked is not None
+        (gate_up, down), count = self.stacked, len(self.experts)
+        of_experts, order = of_experts.sort(dim=1)
+        shares, ids = shares.gather(1, order), of_experts.flatten()
+        gate, up = chosen_products(rows, gate_up, Choice(ids, self.used, gate_up.shape[0] // count)).chunk(2, dim=-1)
+        results = chosen_products(F.silu(gate).mul_(up), down, Choice(ids, 1, down.shape[0] // count))
+        results = results.float().view(len(rows), self.used, -1).mul_(shares.unsqueeze(-1))
+        total = results[:, 0].clone()
+        for i in range(1, self.used):
+            total += results[:, i]
+        return total
+
+    def _one_by_one(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
+        """The same of any number of rows, an expert after the other."""
         order = of_experts.flatten().argsort(stable=True)  # by expert, then by row
         counts = of_experts.flatten().bincount(minlength=len(self.experts)).tolist()
         of_rows, shares = order // self.used, shares.flatten()[order].unsqueeze(1)
@@ -284,7 +328,7 @@ class ExpertMlps:
         for expert, (its_rows, its_shares) in zip(self.experts, both, strict=True):
             if len(its_rows):
                 total.index_add_(0, its_rows, expert.of_normed(rows[its_rows]).float().mul_(its_shares))
-        return total.to(rows.dtype) if onto is None else onto.add_(total.to(rows.dtype))
+        return total
 
     def _chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The shares and numbers of each row's experts, `[n, used]`."""
@@ -428,6 +472,17 @@ def layer_prefix(index: int) -> str:
 def num_parameters(config: ModelConfig) -> int:
     """Number of a model's weights; a tied output head is not counted again."""
     return ModelMatrices.of(config).numbers
+
+
+def _stacked(weights: list[Weight]) -> QuantisedMatrix | None:
+    """All of them in one matrix, if they are stored alike; not where a CPU computes, whose products have no use for it
+    and which takes longer for the memory of a copy than for these."""
+    matrices = [weight.parts[0] for weight in weights if isinstance(weight, QuantisedWeight) and len(weight.parts) == 1]
+    few_bits = [matrix for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
+    if len(few_bits) < len(weights) or on_cpu(next(few_bits[0].tensors()).device):
+        return None
+    found = joined(few_bits)
+    return found[0] if len(found) == 1 else None
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

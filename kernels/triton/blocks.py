@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .attention import ceil_div
 from .launch import launch
-from .quantised import TILE_ROWS, TYPES, loaded, rounded, sums_of
+from .quantised import TILE_ROWS, TYPES, first_output, loaded, rounded, rows_of_program, sums_of
 
 if TYPE_CHECKING:
-    from ..quantised import BlockForm, BlockMatrix
+    from ..quantised import BlockForm, BlockMatrix, Choice
 
 OUTPUTS = 64
 """Of a program."""
@@ -37,27 +37,29 @@ _SCALES = {"Q5_0": 0, "Q6_K": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 3, "Q5_K": 3}
 one and a least number; 3 both times six bits of each run."""
 
 
-def block_sums(x: Tensor, matrix: BlockMatrix) -> Tensor:
+def block_sums(x: Tensor, matrix: BlockMatrix, choice: Choice | None = None) -> Tensor:
     """See `QuantisedMatrix.sums_triton`."""
-    given, constants = _described(matrix)
-    sums, part, grid = sums_of(x, matrix.shape, OUTPUTS)
+    given, constants = _described(matrix, choice.outputs if choice else matrix.shape[0])
+    sums, part, grid = sums_of(x, matrix.shape, OUTPUTS, choice)
     launch(
-        _product_kernel, grid, *given, x, sums, len(x), x.stride(0),
-        ROWS=TILE_ROWS, PART=part, DTYPE=TYPES[x.dtype], **constants, **options_of(matrix.form),
+        _product_kernel, grid, *given, x, sums, choice.ids if choice else sums, len(x), x.stride(0),
+        ROWS=TILE_ROWS, PART=part, DTYPE=TYPES[x.dtype], EACH=choice.each if choice else 0, **constants,
+        **options_of(matrix.form),
     )  # fmt: skip
     return sums
 
 
 def expand_blocks_triton(matrix: BlockMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
-    given, constants = _described(matrix)
+    given, constants = _described(matrix, matrix.shape[0])
     grid = ceil_div(matrix.shape[0], OUTPUTS), ceil_div(matrix.shape[1], EXPANDED_INPUTS)
     launch(_expand_kernel, grid, *given, out, PART=EXPANDED_INPUTS, **constants, **options_of(matrix.form))
 
 
-def _described(matrix: BlockMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
-    (outputs, inputs), held = matrix.shape, matrix.blocks
+def _described(matrix: BlockMatrix, outputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both kernels are told of a matrix, or of those with so many `outputs` that it consists of: the first
+    arguments, and what they are compiled for."""
+    inputs, held = matrix.shape[1], matrix.blocks
     wide = held.view(torch.float16 if _SCALES[matrix.form] < _SIX_BITS_AND_LEAST.value else torch.int32)
     constants = constants_of(matrix.form, matrix.layout, whole=outputs % OUTPUTS == 0)
     return (held, wide, inputs, outputs, held.stride(0)), constants
@@ -145,12 +147,14 @@ def _product_kernel(
     outputs,
     bytes_stride,
     x,  # [n, inputs]
-    sums,  # [parts, n, outputs]
+    sums,  # [parts, n, outputs], or [parts, n * EACH, outputs]
+    ids,  # [n * EACH], if there are any
     n,
     row_stride,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
     DTYPE: tl.constexpr,
+    EACH: tl.constexpr,
     IN_BLOCK: tl.constexpr,
     BYTES: tl.constexpr,
     RUN: tl.constexpr,
@@ -165,27 +169,28 @@ def _product_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
-    blocks += first * bytes_stride
-    wide += first * bytes_stride // (wide.dtype.element_ty.primitive_bitwidth // 8)
+    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)
+    blocks += held_first * bytes_stride
+    wide += held_first * bytes_stride // (wide.dtype.element_ty.primitive_bitwidth // 8)
     output = tl.arange(0, OUTPUTS)
     there = output < (outputs - first).to(tl.int32)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    result, row, is_row = rows_of_program(n, ROWS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     begin = tl.program_id(2) * PART
     for start in range(begin, tl.minimum(begin + PART, inputs), IN_BLOCK):
         place = output * bytes_stride + start // IN_BLOCK * BYTES
         for input in tl.static_range(0, IN_BLOCK, INPUTS):  # pyright: ignore[reportGeneralTypeIssues]
             of_rows = row[None, :] * row_stride + (start + input + tl.arange(0, INPUTS))[:, None]
-            taken = tl.load(x + of_rows, mask=(row < n)[None, :], other=0)
+            taken = tl.load(x + of_rows, mask=is_row[None, :], other=0)
             numbers = _numbers(
                 blocks, wide, place, there, input, RUN, SCALES, ZERO, LOW_START, LOW_RUN, HIGH_START, HIGH_BITS,
                 HIGH_RUN, WHOLE, INPUTS,
             )  # fmt: skip
             total = tl.dot(rounded(numbers, DTYPE), taken, total, input_precision="ieee")
-    sums += tl.program_id(2).to(tl.int64) * n * outputs + first
-    known = there[:, None] & (row < n)[None, :]
-    tl.store(sums + row.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
+    results = n if EACH == 0 else n * EACH
+    sums += tl.program_id(2).to(tl.int64) * results * outputs + first
+    known = there[:, None] & is_row[None, :]
+    tl.store(sums + result.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
 
 
 @triton.jit

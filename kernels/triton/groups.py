@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .attention import ceil_div
 from .launch import launch
-from .quantised import TILE_ROWS, TYPES, loaded, rounded, sums_of
+from .quantised import TILE_ROWS, TYPES, first_output, loaded, rounded, rows_of_program, sums_of
 
 if TYPE_CHECKING:
-    from ..quantised import GroupedMatrix
+    from ..quantised import Choice, GroupedMatrix
 
 TILE_OUTPUTS, TILE_BYTES = 128, 64
 """Of a program, at a time: outputs, and bytes of inputs."""
@@ -34,14 +34,14 @@ _FLOAT8: tl.constexpr = tl.constexpr(3)
 """Of `GroupedMatrix.kind` those that are not a number from 0 to 255 in each byte."""
 
 
-def group_sums(x: Tensor, matrix: GroupedMatrix) -> Tensor:
+def group_sums(x: Tensor, matrix: GroupedMatrix, choice: Choice | None = None) -> Tensor:
     """See `QuantisedMatrix.sums_triton`."""
-    given, constants = _described(matrix)
-    sums, part, grid = sums_of(x, matrix.shape, constants["OUTPUTS"])
+    given, constants = _described(matrix, choice.outputs if choice else matrix.shape[0])
+    sums, part, grid = sums_of(x, matrix.shape, constants["OUTPUTS"], choice)
     pairs = x.view(torch.int32 if x.element_size() == 2 else torch.int64) if matrix.bits == 4 else x
     launch(
-        _product_kernel, grid, *given, pairs, sums, len(x), pairs.stride(0),
-        ROWS=TILE_ROWS, PART=part, DTYPE=TYPES[x.dtype], **constants,
+        _product_kernel, grid, *given, pairs, sums, choice.ids if choice else sums, len(x), pairs.stride(0),
+        ROWS=TILE_ROWS, PART=part, DTYPE=TYPES[x.dtype], EACH=choice.each if choice else 0, **constants,
     )  # fmt: skip
     return sums
 
@@ -49,14 +49,15 @@ def group_sums(x: Tensor, matrix: GroupedMatrix) -> Tensor:
 def expand_groups_triton(matrix: GroupedMatrix, out: Tensor) -> None:
     """Writes the numbers of a matrix to `out` `[outputs, inputs]`, contiguous."""
     outputs, inputs = matrix.shape
-    given, constants = _described(matrix)
+    given, constants = _described(matrix, outputs)
     tiles = ceil_div(outputs, constants["OUTPUTS"]), ceil_div(inputs, constants["INPUTS"])
     launch(_expand_kernel, tiles, *given, out, **constants)
 
 
-def _described(matrix: GroupedMatrix) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels are told of a matrix: the first arguments, and what they are compiled for."""
-    (outputs, inputs), groups = matrix.shape, matrix.scales.shape[1]
+def _described(matrix: GroupedMatrix, outputs: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both kernels are told of a matrix, or of those with so many `outputs` that it consists of: the first
+    arguments, and what they are compiled for."""
+    inputs, groups = matrix.shape[1], matrix.scales.shape[1]
     values = matrix.values.view(torch.uint8) if matrix.values.dtype == torch.float8_e4m3fn else matrix.values
     zeros, group_of, scales, size = matrix.zeros, matrix.group_of, matrix.scales, inputs // groups
     same, ordered = isinstance(zeros, int), group_of is not None
@@ -142,7 +143,8 @@ def _product_kernel(
     size,
     value_stride,
     x,  # [n, inputs] in DTYPE, or where values are two in a byte [n, inputs / 2], two in an integer
-    sums,  # [parts, n, outputs]
+    sums,  # [parts, n, outputs], or [parts, n * EACH, outputs]
+    ids,  # [n * EACH], if there are any
     n,
     row_stride,
     KIND: tl.constexpr,
@@ -154,15 +156,16 @@ def _product_kernel(
     INPUTS: tl.constexpr,
     PART: tl.constexpr,
     DTYPE: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
-    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)  # what lies within the tile is counted from there, in 32 bits
-    values += first * value_stride
-    scales += first * groups
-    zeros += first * groups
+    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)
+    values += held_first * value_stride
+    scales += held_first * groups
+    zeros += held_first * groups
     output = tl.arange(0, OUTPUTS)
     outputs_left = (outputs - first).to(tl.int32)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    result, row, is_row = rows_of_program(n, ROWS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     begin = tl.program_id(2) * PART
     for start in range(begin, tl.minimum(begin + PART, inputs), INPUTS):
@@ -170,7 +173,7 @@ def _product_kernel(
         inside = byte * IN_A_BYTE < inputs
         there = (output < outputs_left)[:, None] & inside[None, :]
         held = loaded(values + output[:, None] * value_stride + byte[None, :], there, WHOLE)
-        of_rows = (row < n)[None, :] if WHOLE else inside[:, None] & (row < n)[None, :]
+        of_rows = is_row[None, :] if WHOLE else inside[:, None] & is_row[None, :]
         taken = tl.load(x + row[None, :] * row_stride + byte[:, None], mask=of_rows, other=0)
         for odd in tl.static_range(IN_A_BYTE):  # pyright: ignore[reportGeneralTypeIssues]
             numbers = _numbers(
@@ -179,9 +182,10 @@ def _product_kernel(
             )  # fmt: skip
             of_them = _half_of(taken, odd == 1, DTYPE) if KIND == _NIBBLES else taken
             total = tl.dot(rounded(numbers, DTYPE), of_them, total, input_precision="ieee")
-    sums += tl.program_id(2).to(tl.int64) * n * outputs + first
-    known = (output < outputs_left)[:, None] & (row < n)[None, :]
-    tl.store(sums + row.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
+    results = n if EACH == 0 else n * EACH
+    sums += tl.program_id(2).to(tl.int64) * results * outputs + first
+    known = (output < outputs_left)[:, None] & is_row[None, :]
+    tl.store(sums + result.to(tl.int64)[None, :] * outputs + output[:, None], total, mask=known)
 
 
 @triton.jit(do_not_specialize=["zero"])

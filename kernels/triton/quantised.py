@@ -9,6 +9,7 @@ CUDA graph.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from .attention import ceil_div
 from .launch import launch
 
 if TYPE_CHECKING:
-    from ..quantised import QuantisedMatrix
+    from ..quantised import Choice, QuantisedMatrix
 
 TILE_ROWS = 16
 
@@ -28,8 +29,11 @@ PROGRAMS, LEAST_INPUTS = 640, 512
 """The inputs are cut into parts until a product has so many programs, which keeps all multiprocessors of a GPU busy; a
 part has at least so many inputs."""
 
+CHOSEN = 8
+"""Matrices that are chosen for a row, by which the programs of these are reckoned."""
+
 ROWS_AT_ONCE = 32
-"""Whose sums of parts are in memory together."""
+"""Whose sums of parts are in memory together: of rows, or of products with what is chosen."""
 
 TILE_SUMS = 1024
 """Outputs of a program that adds up parts."""
@@ -47,24 +51,43 @@ def product_triton(
     if len(x) == 0:
         return out
     for some, out_of_some in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
-        sums = matrix.sums_triton(some)
-        parts, n, outputs = sums.shape
-        launch(
-            _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
-            sums, sums if bias is None else bias, out_of_some, outputs, n * outputs, out.stride(0), parts,
-            BIAS=bias is not None, ADD=onto is not None, OUTPUTS=TILE_SUMS,
-        )  # fmt: skip
+        _finish(matrix.sums_triton(some), bias, out_of_some, add=onto is not None)
     return out
 
 
-def sums_of(x: Tensor, shape: tuple[int, int], of_program: int) -> tuple[Tensor, int, tuple[int, int, int]]:
-    """Memory for the sums of `x` `[n, inputs]` times a matrix `[outputs, inputs]`, float32 `[parts, n, outputs]`; the
-    inputs of a part; and how many programs with so many outputs there are."""
-    outputs, inputs = shape
+def chosen_triton(x: Tensor, matrix: QuantisedMatrix, choice: Choice) -> Tensor:
+    """See `kernels.quantised.chosen_products`; `x` is contiguous."""
+    out = x.new_empty(len(choice.ids), choice.outputs)
+    if len(x):
+        rows = max(1, ROWS_AT_ONCE // choice.each)
+        pieces = zip(x.split(rows), choice.ids.split(rows * choice.each), out.split(rows * choice.each), strict=True)
+        for some, ids, out_of_some in pieces:
+            _finish(matrix.sums_triton(some, replace(choice, ids=ids)), None, out_of_some, add=False)
+    return out
+
+
+def _finish(sums: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+    """Writes sums of parts `[parts, n, outputs]`, added up, to `out` `[n, outputs]`, or adds them to it."""
+    parts, n, outputs = sums.shape
+    launch(
+        _finish_kernel, (ceil_div(outputs, TILE_SUMS), n),
+        sums, sums if bias is None else bias, out, outputs, n * outputs, out.stride(0), parts,
+        BIAS=bias is not None, ADD=add, OUTPUTS=TILE_SUMS,
+    )  # fmt: skip
+
+
+def sums_of(
+    x: Tensor, shape: tuple[int, int], of_program: int, choice: Choice | None
+) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """Memory for the sums of `x` `[n, inputs]` times a matrix `[outputs, inputs]`, or what is chosen of it, float32
+    `[parts, n, outputs]`; the inputs of a part; and how many programs with so many outputs there are."""
+    (outputs, inputs), n, programs = shape, len(x), PROGRAMS
+    if choice:  # there are programs for each chosen one
+        outputs, n, programs = choice.outputs, len(choice.ids), ceil_div(PROGRAMS, CHOSEN)
     tiles = ceil_div(outputs, of_program)
-    part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
-    sums = torch.empty(ceil_div(inputs, part), len(x), outputs, dtype=torch.float32, device=x.device)
-    return sums, part, (tiles, ceil_div(len(x), TILE_ROWS), len(sums))
+    part = ceil_div(ceil_div(inputs, ceil_div(programs, tiles)), LEAST_INPUTS) * LEAST_INPUTS
+    sums = torch.empty(ceil_div(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
+    return sums, part, (tiles, n if choice else ceil_div(n, TILE_ROWS), len(sums))
 
 
 @triton.jit
@@ -85,6 +108,33 @@ def loaded(pointers, there, WHOLE: tl.constexpr):
     else:
         found = tl.load(pointers, mask=there, other=0)
     return found
+
+
+@triton.jit
+def rows_of_program(n, ROWS: tl.constexpr, EACH: tl.constexpr):
+    """Of a product's program: which results `[ROWS]` it has, which rows of `x` these are of, and whether they are
+    there. With EACH matrices chosen for a row it has one result."""
+    place = tl.arange(0, ROWS)
+    if EACH == 0:
+        result = tl.program_id(1) * ROWS + place
+        of_row = result
+        there = result < n
+    else:
+        result = tl.program_id(1) + place
+        of_row = result // EACH
+        there = place < 1
+    return result, of_row, there
+
+
+@triton.jit
+def first_output(ids, outputs, OUTPUTS: tl.constexpr, EACH: tl.constexpr):
+    """The first output of a program, within its matrix and within the larger one that holds it, in 64 bits: what lies
+    within the tile is counted from there, in 32."""
+    first = (tl.program_id(0) * OUTPUTS).to(tl.int64)
+    held = first
+    if EACH > 0:
+        held += tl.load(ids + tl.program_id(1)) * outputs
+    return first, held
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -17,7 +17,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -181,6 +181,7 @@ def product_variants(dtype: torch.dtype) -> list[Variant]:
             "ROWS": triton_quantised.TILE_ROWS,
             "PART": triton_quantised.LEAST_INPUTS,
             "DTYPE": triton_quantised.TYPES[dtype],
+            "EACH": 0,
         }
         of_rows = types | {"x": POINTERS[dtype] if kind else pairs}
         options = {"num_stages": of.NUM_STAGES} | ({} if whole else {"maxnreg": of.SMALL_REGISTERS})
@@ -204,7 +205,8 @@ def block_variants(dtype: torch.dtype) -> Iterator[tuple[str, Variant]]:
         places = types | {"wide": "*i32" if form in ("Q4_K", "Q5_K") else "*fp16"}
         of_product = constants | {"ROWS": rows.TILE_ROWS, "PART": rows.LEAST_INPUTS, "DTYPE": rows.TYPES[dtype]}
         of_rows = places | {"x": POINTERS[dtype]}
-        yield "products of blocks", Variant(of._product_kernel, of_product, of_rows, warps, options)
+        for name, each, ids in (("products of blocks", 0, {}), ("products of experts", 8, {"ids": "*i64"})):
+            yield name, Variant(of._product_kernel, of_product | {"EACH": each}, of_rows | ids, warps, options)
         of_numbers, numbers = constants | {"PART": of.EXPANDED_INPUTS}, places | {"out": POINTERS[dtype]}
         yield "numbers of blocks", Variant(of._expand_kernel, of_numbers, numbers, warps, options)
 
@@ -225,6 +227,12 @@ def usual_variants(dtypes: list[torch.dtype], head_dims: list[int], groups: list
         for variant in product_variants(dtype):
             of_sums = variant.kernel is triton_quantised._finish_kernel
             yield f"products of quantised matrices{': sums' if of_sums else ''}", variant
+            if variant.kernel is triton_groups._product_kernel and not variant.constants["ORDERED"]:
+                of_experts = variant.constants | {"EACH": 8}
+                yield (
+                    "products of experts",
+                    replace(variant, constants=of_experts, types=variant.types | {"ids": "*i64"}),
+                )
         yield from block_variants(dtype)
     for head_dim in head_dims:
         yield "merge", merge_variant(head_dim, running=False)

@@ -146,7 +146,7 @@ class Recorder:
             tape.operations.clear()
 
     def takes(self, decoder) -> bool:
-        return True
+        return not decoder.waits_in_steps
 
     def pool(self) -> None:
         return None

@@ -19,6 +19,7 @@ from triforce.tp.parallel.split import Split
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, COUNT, USED = 24, 40, 7, 3
 EPS = 1e-5
+PROMPT = random_tokens(120, seed=4)
 
 
 def experts_of(dtype: torch.dtype, *, normalised: bool = True, seed: int = 0) -> ExpertMlps:
@@ -143,8 +144,7 @@ def test_experts_that_are_stored_in_different_ways_are_refused(tmp_path):
 
 
 def test_shares_that_do_not_sum_to_one_are_left_so(tmp_path):
-    prompt = random_tokens(120, seed=4)
     for normalised in (True, False):
         model = save_family(tmp_path / str(normalised), "qwen3-moe", seed=2, norm_topk_prob=normalised)
         engine = Engine.load(tmp_path / str(normalised), device="cpu", dtype="float32", tiers=2, budget=64)
-        assert engine.generate(prompt, Sampling(0.0), 30).token_ids == greedy_oracle(model, prompt, 30)
+        assert engine.generate(PROMPT, Sampling(0.0), 30).token_ids == greedy_oracle(model, PROMPT, 30)
