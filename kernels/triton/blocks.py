@@ -169,12 +169,12 @@ def _product_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)
+    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
     blocks += held_first * bytes_stride
     wide += held_first * bytes_stride // (wide.dtype.element_ty.primitive_bitwidth // 8)
     output = tl.arange(0, OUTPUTS)
     there = output < (outputs - first).to(tl.int32)
-    result, row, is_row = rows_of_program(n, ROWS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
+    result, row, is_row = rows_of_program(n, ROWS, EACH)
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     begin = tl.program_id(2) * PART
     for start in range(begin, tl.minimum(begin + PART, inputs), IN_BLOCK):

@@ -159,13 +159,13 @@ def _product_kernel(
     EACH: tl.constexpr,
 ):
     IN_A_BYTE: tl.constexpr = 2 if KIND == _NIBBLES else 1  # pyright: ignore[reportAssignmentType]
-    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)
+    first, held_first = first_output(ids, outputs, OUTPUTS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
     values += held_first * value_stride
     scales += held_first * groups
     zeros += held_first * groups
     output = tl.arange(0, OUTPUTS)
     outputs_left = (outputs - first).to(tl.int32)
-    result, row, is_row = rows_of_program(n, ROWS, EACH)  # pyright: ignore[reportGeneralTypeIssues]
+    result, row, is_row = rows_of_program(n, ROWS, EACH)
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     begin = tl.program_id(2) * PART
     for start in range(begin, tl.minimum(begin + PART, inputs), INPUTS):
