@@ -39,11 +39,11 @@ class Choice:
     """Which of the matrices whose outputs follow one another in a larger one each row is multiplied by."""
 
     ids: Tensor
-    """Int64 `[n * each]`: those of the first row, those of the second, ..."""
+    """Int64 `[n * each]`: the numbers of the first row's, of the second's, ..."""
     each: int
     """How many a row is multiplied by."""
     outputs: int
-    """Of one of them."""
+    """Of one of them; there are as many as the larger matrix has times these."""
 
 
 class QuantisedMatrix(ABC):
@@ -378,15 +378,18 @@ def joined(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
         return list(matrices)
     if len(blocks) == len(matrices) and len({one.form for one in blocks}) == 1:
         return [BlockMatrix(torch.cat([one.blocks for one in blocks]), blocks[0].form)]
-    ways = {
-        (one.kind, one.scales.shape[1], one.scales.dtype, one.zeros if isinstance(one.zeros, int) else one.zeros.dtype)
-        for one in grouped
-    }
+    ways = {(one.kind, one.scales.shape[1], one.scales.dtype) for one in grouped}
+    zeros_of = {one.zeros.dtype for one in grouped if isinstance(one.zeros, Tensor)}
+    ways |= set() if len(zeros_of) < 2 else zeros_of
     if len(grouped) < len(matrices) or len(ways) > 1:
         return list(matrices)
     zeros = grouped[0].zeros
-    if isinstance(zeros, Tensor):
-        zeros = torch.cat([one.zeros for one in grouped if isinstance(one.zeros, Tensor)])
+    if not isinstance(zeros, int) or any(one.zeros != zeros for one in grouped):
+        zeros = torch.cat([
+            torch.full(one.scales.shape, one.zeros, dtype=torch.uint8, device=one.scales.device)
+            if isinstance(one.zeros, int) else one.zeros
+            for one in grouped
+        ])  # fmt: skip
     values, scales = torch.cat([one.values for one in grouped]), torch.cat([one.scales for one in grouped])
     return [replace(grouped[0], values=values, scales=scales, zeros=zeros)]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels.layers import rows_are_independent
 from ..kernels.selection import STEP_ROWS
 from .errors import ModelError
-from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, Weight, layer_prefix, num_parameters
+from .matrices import ExpertMlps, GatedMlp, Matrix, Mlp, ModelMatrices, Weight, layer_prefix
 from .model.config import ModelConfig
 from .parallel.ranks import ALONE, Ranks
 from .parallel.split import Split
@@ -344,7 +344,7 @@ class Decoder:
 def forward_work(config: ModelConfig, start: int, n: int) -> float:
     """Multiplications of a forward of `n` tokens after `start` others, attention included."""
     attention = 2 * config.num_heads * config.head_dim * (start + n / 2)
-    return n * (num_parameters(config) + config.num_layers * attention)
+    return n * (ModelMatrices.of(config).numbers_of_a_row + config.num_layers * attention)
 
 
 class _Progress:
@@ -394,8 +394,10 @@ def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoi
     ]
     if config.experts is None:
         return mlps[0]
-    if len({sum(tensor.nbytes for weight in one.weights for tensor in weight.tensors()) for one in mlps}) > 1:
+    in_few_bits = config.quantisation
+    sizes = {tuple(one.num_bytes(torch.float32, in_few_bits, prefix) for one in both) for both in matrices.mlps}
+    if len(sizes) > 1:
         raise ModelError(f"the experts of {prefix.removesuffix('.')} are not all stored alike, which is not supported")
     experts, hidden = config.experts, config.hidden_size
-    router = checkpoint.read(f"{prefix}{experts.names.router}.weight", experts.count, hidden).float()
+    router = checkpoint.read(f"{prefix}{experts.names.router}.weight", experts.count, hidden, dtype=torch.float32)
     return ExpertMlps.of_experts(router, mlps, experts.used, normalised=experts.normalised)

@@ -9,7 +9,7 @@ are in the dtype that is computed in, or those of a matrix are in four to eight 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from ..kernels.quantised import (
     quantised_linear,
     takes_chosen,
 )
-from ..kernels.selection import STEP_ROWS, on_cpu
+from ..kernels.selection import on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.families import Experts
@@ -83,6 +83,10 @@ class Matrix:
     @property
     def numbers(self) -> int:
         return prod(self.shape) + self.bias * self.shape[0]
+
+    def of_expert(self, number: int) -> Matrix:
+        """Of one of the experts that its names are of; itself, of an MLP."""
+        return replace(self, projections=tuple(replace(one, name=one.name.format(number)) for one in self.projections))
 
     def num_bytes(self, dtype: torch.dtype, quantisation: Quantisation | None, prefix: str) -> int:
         """What it takes in a layer whose names begin with `prefix`."""
@@ -255,6 +259,10 @@ class GatedMlp:
         return self.down.times(F.silu(gate).mul_(up))
 
 
+TOGETHER_ROWS = 32
+"""Rows whose experts are found on the device, at most: further ones share so many that reading each once is faster."""
+
+
 @dataclass(frozen=True)
 class ExpertMlps:
     """A mixture of experts in the place of a layer's MLP, or a rank's part of each expert.
@@ -300,7 +308,7 @@ class ExpertMlps:
         """See `GatedMlp.of`."""
         rows = F.rms_norm(rows, norm.shape, norm, eps)
         shares, of_experts = self._chosen(rows)
-        sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
+        sums = self._one_by_one if self.waits or len(rows) > TOGETHER_ROWS else self._together
         total = sums(rows, shares, of_experts).to(rows.dtype)
         return total if onto is None else onto.add_(total)
 
@@ -324,10 +332,12 @@ class ExpertMlps:
         counts = of_experts.flatten().bincount(minlength=len(self.experts)).tolist()
         of_rows, shares = order // self.used, shares.flatten()[order].unsqueeze(1)
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        both = zip(of_rows.split(counts), shares.split(counts), strict=True)
-        for expert, (its_rows, its_shares) in zip(self.experts, both, strict=True):
-            if len(its_rows):
-                total.index_add_(0, its_rows, expert.of_normed(rows[its_rows]).float().mul_(its_shares))
+        stop = 0
+        for expert, count in enumerate(counts):
+            if count:
+                start, stop = stop, stop + count
+                its_rows, its_shares = of_rows[start:stop], shares[start:stop]
+                total.index_add_(0, its_rows, self.experts[expert].of_normed(rows[its_rows]).float().mul_(its_shares))
         return total
 
     def _chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,8 +357,8 @@ class ModelMatrices:
     qkv: Matrix
     """Of each layer, as are the next three; the names are those within a layer."""
     o: Matrix
-    mlps: tuple[tuple[Matrix, Matrix], ...]
-    """Gate and up, and down, of the MLP or of each expert."""
+    mlp: tuple[Matrix, Matrix]
+    """Gate and up, and down; of each expert, whose number is in the place of `{}` in names."""
     router: Matrix | None
     """What experts are chosen by, in float32."""
     embedding: Matrix
@@ -371,22 +381,15 @@ class ModelMatrices:
         num_queries, num_keys = config.num_heads * size, config.num_kv_heads * size
         queries, keys = (slice(part.start * size, part.stop * size) for part in (split.heads, split.kv_heads))
         of_keys = (Projection(f"self_attn.{name}_proj", num_keys, hidden, keys) for name in "kv")
-        names, experts = [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")], config.experts
+        gate, up, down, experts = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", config.experts
         if experts:
-            of = experts.names
-            names = [(of.gate.format(i), of.up.format(i), of.down.format(i)) for i in range(experts.count)]
-        mlps = tuple(
-            (
-                Matrix(tuple(Projection(name, intermediate, hidden, split.mlp) for name in (gate, up))),
-                Matrix((Projection(down, hidden, intermediate, columns=split.mlp),)),
-            )
-            for gate, up, down in names
-        )
+            gate, up, down = experts.names.gate, experts.names.up, experts.names.down
+        gate_up = Matrix(tuple(Projection(name, intermediate, hidden, split.mlp) for name in (gate, up)))
         head = Projection("lm_head", config.vocab_size, hidden, split.vocabulary)
         return cls(
             qkv=Matrix((Projection("self_attn.q_proj", num_queries, hidden, queries), *of_keys), bias=config.qkv_bias),
             o=Matrix((Projection("self_attn.o_proj", hidden, num_queries, columns=queries),)),
-            mlps=mlps,
+            mlp=(gate_up, Matrix((Projection(down, hidden, intermediate, columns=split.mlp),))),
             router=Matrix((Projection(experts.names.router, experts.count, hidden),)) if experts else None,
             experts=experts,
             embedding=Matrix((Projection("model.embed_tokens", config.vocab_size, hidden),)),
@@ -398,10 +401,21 @@ class ModelMatrices:
         )
 
     @property
+    def mlps(self) -> tuple[tuple[Matrix, Matrix], ...]:
+        """The MLP's, or each expert's."""
+        gate_up, down = self.mlp
+        return tuple((gate_up.of_expert(i), down.of_expert(i)) for i in range(self._num_mlps))
+
+    @property
+    def _num_mlps(self) -> int:
+        return self.experts.count if self.experts else 1
+
+    @property
     def numbers(self) -> int:
         """All of them; of the output head as many rows as the rank with the most has."""
         hidden, router = self.embedding.shape[1], self.router.numbers if self.router else 0
-        layers = self.num_layers * (sum(matrix.numbers for matrix in self.of_layer) + router + self.vectors)
+        of_mlps = self._num_mlps * sum(matrix.numbers for matrix in self.mlp)
+        layers = self.num_layers * (self.qkv.numbers + self.o.numbers + of_mlps + router + self.vectors)
         return layers + self.embedding.numbers + (self.head is not None) * self.head_rows * hidden + hidden
 
     @property
@@ -410,7 +424,7 @@ class ModelMatrices:
         that are not the row's."""
         whole = self.numbers - self.embedding.numbers
         if self.experts:
-            of_expert = sum(matrix.numbers for matrix in self.mlps[0])
+            of_expert = sum(matrix.numbers for matrix in self.mlp)
             whole -= self.num_layers * (self.experts.count - self.experts.used) * of_expert
         return whole if self.head else whole + self.head_rows * self.embedding.shape[1]
 
@@ -442,8 +456,9 @@ class ModelMatrices:
         for prefix in prefixes:
             of_attention = (matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in (self.qkv, self.o))
             # All experts of a layer are stored alike.
-            of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in self.mlps[0])
-            whole = sum(of_attention) + int(share * len(self.mlps) * of_mlp)
+            first = (matrix.of_expert(0) for matrix in self.mlp)
+            of_mlp = sum(matrix.num_bytes(dtype, self.quantisation, prefix) for matrix in first)
+            whole = sum(of_attention) + int(share * self._num_mlps * of_mlp)
             found += whole if self.quantisation else self.num_layers * whole
         return found
 
@@ -460,7 +475,7 @@ class ModelMatrices:
             return 0
         head = self.head or self.embedding
         of_head = [head] if self.quantisation.covers(head.projections[0].name) else []
-        largest = max(prod(matrix.shape) for matrix in (self.qkv, self.o, *self.mlps[0], *of_head))
+        largest = max(prod(matrix.shape) for matrix in (self.qkv, self.o, *self.mlp, *of_head))
         return expansion_bytes(largest, dtype, is_step=is_step)
 
 

@@ -29,9 +29,6 @@ PROGRAMS, LEAST_INPUTS = 640, 512
 """The inputs are cut into parts until a product has so many programs, which keeps all multiprocessors of a GPU busy; a
 part has at least so many inputs."""
 
-CHOSEN = 8
-"""Matrices that are chosen for a row, by which the programs of these are reckoned."""
-
 ROWS_AT_ONCE = 32
 """Whose sums of parts are in memory together: of rows, or of products with what is chosen."""
 
@@ -81,11 +78,11 @@ def sums_of(
 ) -> tuple[Tensor, int, tuple[int, int, int]]:
     """Memory for the sums of `x` `[n, inputs]` times a matrix `[outputs, inputs]`, or what is chosen of it, float32
     `[parts, n, outputs]`; the inputs of a part; and how many programs with so many outputs there are."""
-    (outputs, inputs), n, programs = shape, len(x), PROGRAMS
-    if choice:  # there are programs for each chosen one
-        outputs, n, programs = choice.outputs, len(choice.ids), ceil_div(PROGRAMS, CHOSEN)
+    (outputs, inputs), n = shape, len(x)
+    if choice:  # parts are those of a product with the matrix alone: so are the bits
+        outputs, n = choice.outputs, len(choice.ids)
     tiles = ceil_div(outputs, of_program)
-    part = ceil_div(ceil_div(inputs, ceil_div(programs, tiles)), LEAST_INPUTS) * LEAST_INPUTS
+    part = ceil_div(ceil_div(inputs, ceil_div(PROGRAMS, tiles)), LEAST_INPUTS) * LEAST_INPUTS
     sums = torch.empty(ceil_div(inputs, part), n, outputs, dtype=torch.float32, device=x.device)
     return sums, part, (tiles, n if choice else ceil_div(n, TILE_ROWS), len(sums))
 

@@ -35,6 +35,8 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         ModelError: see `weight_files`.
     """
     described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
+    if config.experts is not None:
+        described["experts"] = [config.experts.count, config.experts.used, config.experts.normalised]
     for name in ("quantisation", "experts"):
         if described[name] is None:
             del described[name]  # or texts that were saved before there was such a thing would not be found

@@ -6,15 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quantised import FORMATS, save_quantised
+from safetensors.torch import load_file, save_file
+from spmd import run_jobs
 from tiny import greedy_oracle, random_tokens, save_family
-from triforce.kernels.selection import padded_rows
+from transformers import MixtralConfig, Qwen3MoeConfig
+from triforce.kernels.selection import padded_rows, use_kernels
 from triforce.offload import Engine, Sampling
 from triforce.tp.decoder import Decoder
 from triforce.tp.errors import ModelError
-from triforce.tp.matrices import DenseWeight, ExpertMlps, GatedMlp, ModelMatrices
+from triforce.tp.matrices import DenseWeight, ExpertMlps, GatedMlp, ModelMatrices, layer_prefix
 from triforce.tp.model.config import ModelConfig
 from triforce.tp.parallel.ranks import Ranks
 from triforce.tp.parallel.split import Split
+from triforce.tp.weights.checkpoint import Checkpoint, _SafetensorsFile
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, COUNT, USED = 24, 40, 7, 3
@@ -94,10 +98,15 @@ def test_a_decoder_holds_what_its_plan_counts(tmp_path, family, dtype, form):
     decoder = Decoder.load(tmp_path, dtype=dtype, device=CPU)
     held = sum(tensor.nbytes for part, tensor in decoder.held() if part == "weights")
     assert held == decoder.matrices.num_bytes(dtype)
-    if form is None:
-        parts = [ModelMatrices.of(config, Split.of(config, Ranks(rank, 2, 2))) for rank in range(2)]
-        mlps = [sum(matrix.numbers for mlp in part.mlps for matrix in mlp) for part in parts]
-        assert sum(mlps) == sum(matrix.numbers for mlp in decoder.matrices.mlps for matrix in mlp)
+    for rank in range(2):
+        matrices, checkpoint = (
+            ModelMatrices.of(config, Split.of(config, Ranks(rank, 2, 2))),
+            Checkpoint(tmp_path, dtype, CPU),
+        )
+        for matrix in matrices.of_layer:
+            weight = matrix.read(checkpoint, layer_prefix(1), config.quantisation)
+            of_it = sum(tensor.nbytes for tensor in weight.tensors())
+            assert of_it == matrix.num_bytes(dtype, config.quantisation, layer_prefix(1))
 
 
 def test_a_pass_reads_the_experts_that_its_rows_have(tmp_path):
@@ -141,6 +150,70 @@ def test_experts_that_are_stored_in_different_ways_are_refused(tmp_path):
     path.write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.3\."):
         Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3-moe", None), ("mixtral", "gptq"), ("qwen3-moe", "fp8")])
+def test_two_ranks_write_what_transformers_does(tmp_path, family, form):
+    if form is None:
+        model = save_family(tmp_path, family, seed=1)
+    else:
+        model = save_quantised(tmp_path, FORMATS[form], family, seed=1)
+    job = {"model": str(tmp_path), "draft": None, "device": "cpu", "dtype": "float32", "prompt": PROMPT}
+    job |= {"new_tokens": 20, "temperature": 0.0, "seed": 1, "settings": {"tiers": 2, "budget": 64}}
+    (reports,) = run_jobs([job], 2)
+    assert all(report["token_ids"] == greedy_oracle(model, PROMPT, 20) for report in reports)
+
+
+def test_a_router_is_read_in_float32(tmp_path):
+    """Whatever is computed in."""
+    model = save_family(tmp_path, "qwen3-moe", seed=1)
+    decoder = Decoder.load(tmp_path, dtype=torch.bfloat16, device=CPU)
+    mlp = decoder._layers[1].mlp
+    assert isinstance(mlp, ExpertMlps)
+    assert torch.equal(mlp.router, model.get_parameter("model.layers.1.mlp.gate.weight"))
+
+
+def test_what_a_config_leaves_out_is_as_for_transformers(tmp_path):
+    for kind, family in ((MixtralConfig, "MixtralForCausalLM"), (Qwen3MoeConfig, "Qwen3MoeForCausalLM")):
+        theirs, rest = kind(), {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32}
+        rest |= {"architectures": [family], "vocab_size": 100, "head_dim": 128}
+        ours = ModelConfig.from_json(rest, tmp_path)
+        experts = ours.experts
+        assert experts is not None and experts.used == theirs.num_experts_per_tok
+        assert experts.count == getattr(theirs, "num_local_experts", None) or theirs.num_experts
+        assert ours.intermediate_size == getattr(theirs, "moe_intermediate_size", None) or theirs.intermediate_size
+        assert (
+            ours.rms_norm_eps == theirs.rms_norm_eps and ours.max_position_embeddings == theirs.max_position_embeddings
+        )
+
+
+def test_an_expert_whose_zeros_are_all_the_same_is_one_of_them(tmp_path):
+    """Which are held as one number, those of others one by one."""
+    model = save_quantised(tmp_path, FORMATS["awq"], "qwen3-moe", seed=3)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.experts.2.down_proj.qzeros"
+    tensors[name] = torch.full_like(tensors[name], 0x77777777)
+    save_file(tensors, path)
+    with use_kernels(as_gpu=()):
+        decoder = Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    mlp = decoder._layers[0].mlp
+    assert isinstance(mlp, ExpertMlps) and mlp.stacked is not None and model is not None
+    numbers = next(mlp.experts[2].down.tensors())
+    assert numbers.shape[0] == decoder.config.hidden_size
+
+
+def test_a_large_file_is_not_opened_for_each_tensor(tmp_path, monkeypatch):
+    save_family(tmp_path, "qwen3-moe")
+    opened, make = [], _SafetensorsFile.__init__
+
+    def noted(self, file):
+        opened.append(file)
+        make(self, file)
+
+    monkeypatch.setattr(_SafetensorsFile, "__init__", noted)
+    Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+    assert len(opened) <= 2
 
 
 def test_shares_that_do_not_sum_to_one_are_left_so(tmp_path):

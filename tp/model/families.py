@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ class ExpertNames:
     """What a family calls its mixtures of experts."""
 
     count: tuple[str, ...]
-    """Keys of `config.json`, each with what it is called too, for how many experts a layer has."""
+    """Keys of `config.json` for how many experts a layer has, the usual one first."""
     width: str
     """The key for the width of an expert."""
     router: str
@@ -49,8 +50,8 @@ class Family:
     """Which layers have a sliding window; `all or none`: all if `use_sliding_window` is true; `some`: those given by
     `layer_types` or `max_window_layers`, if it is."""
     experts: ExpertNames | None = None
-    """Of families whose layers have mixtures of experts."""
-    defaults: dict[str, int] = field(default_factory=dict)
+    """What it calls them, where layers have mixtures of experts in the place of MLPs."""
+    defaults: Mapping[str, int | float] = field(default_factory=dict)
     """Values of keys that are absent from `config.json`, as in `transformers`."""
 
 
@@ -87,7 +88,11 @@ FAMILIES = {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "eos_token_id": 2,
+            "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "intermediate_size": 14336,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
         },
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some", defaults=_QWEN_DEFAULTS),
@@ -110,7 +115,9 @@ FAMILIES = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
+            "num_experts": 128,
             "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
         },
     ),
 }
@@ -126,7 +133,7 @@ def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
     names = family.experts
     if names is None:
         return None
-    count = int(raw[next((key for key in names.count if key in raw), names.count[0])])
+    count = int(raw[next((key for key in reversed(names.count) if key in raw), names.count[0])])
     used = int(raw["num_experts_per_tok"])
     if not 1 <= used <= count:
         raise ValueError(f"num_experts_per_tok {used} of {count} experts")

@@ -28,6 +28,9 @@ _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".inp
 """Ends of the names of what quantised activations would be computed with."""
 
 
+_MAPPED_BYTES = 64 * 2**20
+
+
 @dataclass(frozen=True)
 class _Stored:
     """A tensor in a file: shape and dtype from the header, and a function that reads a part of it."""
@@ -42,11 +45,11 @@ class _Stored:
 class Checkpoint:
     """The tensors of a model directory by name; every read checks name, shape and number format.
 
-    Tensors are copied. Pages of a file that is mapped into memory count as resident once they were read, so safetensors
-    are mapped only while one of their tensors is read, and of a `.bin`, whose pickle would have to be read again, the
-    pages of a tensor are given back. So memory holds the parts that were read, and during a read at most one tensor
-    more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in memory as a whole until another is
-    read.) Replacing a file later has no effect on what was read.
+    Tensors are copied. Pages of a file that is mapped into memory count as resident once they were read, so a
+    safetensors file is mapped anew after `_MAPPED_BYTES` were read of it, and of a `.bin`, whose pickle would have to
+    be read again, the pages of a tensor are given back. So memory holds the parts that were read, and during a read at
+    most one tensor and as many bytes more. (A `.bin` written before PyTorch 1.6 cannot be mapped: such a file is in
+    memory as a whole until another is read.) Replacing a file later has no effect on what was read.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,6 +61,7 @@ class Checkpoint:
         self.device = device
         self._directory, self._dtype = directory, dtype
         self._bin: tuple[Path, dict[str, Tensor]] | None = None  # the one that was read last
+        self._safe: tuple[Path, _SafetensorsFile] | None = None  # the same
         self._gguf = _gguf_tensors(directory)
         self._paths: dict[str, Path] = {}
         for path in weight_files(directory):
@@ -65,9 +69,17 @@ class Checkpoint:
                 self._paths.update(dict.fromkeys(stored, path))
         self._unread = set(self._paths)
 
-    def read(self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        *shape: int,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """The tensor `name`, which must have the shape `shape` in the file; or only `rows` of its first dimension and
-        `columns` of its second, in which case nothing else of the file is read. The result is contiguous.
+        `columns` of its second, in which case nothing else of the file is read. The result is contiguous, and in
+        another `dtype` than the checkpoint's if that is given.
 
         Raises:
             ModelError: it is missing, has another shape, or is not in a 16-bit or wider floating-point format.
@@ -83,7 +95,9 @@ class Checkpoint:
                     "config.json does not describe them"
                 )
             wanted = (rows or slice(None), columns or slice(None))[: len(shape)]
-            tensor = stored.part(wanted).to(self.device, self._dtype, copy=True, memory_format=torch.contiguous_format)
+            tensor = stored.part(wanted).to(
+                self.device, dtype or self._dtype, copy=True, memory_format=torch.contiguous_format
+            )
         self._unread.discard(name)
         return tensor
 
@@ -154,8 +168,10 @@ class Checkpoint:
             yield self._gguf[path]
         elif path.suffix == ".safetensors":
             try:
-                with safe_open(str(path), framework="pt") as file:
-                    yield _SafetensorsFile(file)
+                if self._safe is None or self._safe[0] != path or self._safe[1].bytes_read > _MAPPED_BYTES:
+                    self._safe = None  # before another one is mapped
+                    self._safe = path, _SafetensorsFile(safe_open(str(path), framework="pt"))
+                yield self._safe[1]
             except (OSError, SafetensorError) as error:
                 raise ModelError(
                     f"{path} is damaged or is not a safetensors file ({error}); download it again"
@@ -196,17 +212,24 @@ class Checkpoint:
 
 class _SafetensorsFile(Mapping[str, _Stored]):
     def __init__(self, file: safe_open) -> None:
-        self._file, self._names = file, list(file.keys())
+        self._file = file
+        self.bytes_read = 0
 
     def __getitem__(self, name: str) -> _Stored:
-        part = self._file.get_slice(name)
-        return _Stored(tuple(part.get_shape()), part.get_dtype(), part.__getitem__)
+        stored = self._file.get_slice(name)
+
+        def part(wanted: tuple[slice, ...]) -> Tensor:
+            found = stored[wanted]
+            self.bytes_read += found.nbytes
+            return found
+
+        return _Stored(tuple(stored.get_shape()), stored.get_dtype(), part)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._file.keys())
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._file.keys())
 
 
 def _gguf_tensors(directory: Path) -> dict[Path, dict[str, _Stored]]:

@@ -52,6 +52,9 @@ LAYER_NAMES = {
 }
 """Within a layer, those of Hugging Face by those of GGUF."""
 
+_MODEL_TYPES = {"MixtralForCausalLM": "mixtral", "Qwen3MoeForCausalLM": "qwen3_moe"}
+"""Of `config.json`, where they are not GGUF's architectures."""
+
 EXPERT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
 """Tensors `[experts, outputs, inputs]`, and what `ExpertNames` calls the projections."""
 
@@ -61,7 +64,7 @@ _CONTROL = 3
 """Of `tokenizer.ggml.token_type`."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 _FILES = "config.json", GGUF_INDEX, "tokenizer.json", "tokenizer_config.json"
-_FORMAT = 1
+_FORMAT = 2
 """Of the directories: those of another one, or of another version of this package, are made anew."""
 
 
@@ -161,6 +164,10 @@ def _parts_of(tensor: GgufTensor, experts: Experts | None, path: Path) -> Iterat
         return
     names = LAYER_NAMES | ({"ffn_gate_inp": experts.names.router} if experts else {})
     name = f"model.layers.{int(layer[1])}.{names.get(layer[2], '')}" if layer else _NAMES.get(stem, "")
+    if experts and re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)\.\d+", stem):
+        raise ModelError(
+            f"{path} has a tensor for each expert ({tensor.name}), as files before 2024-04 do; use a newer one"
+        )
     if end not in ("weight", "bias") or not name or name.endswith("."):
         raise ModelError(
             f"{path} has the tensor {tensor.name[:80]!r} ({tensor.form}), which the models that are computed here do "
@@ -187,7 +194,7 @@ class _Configuration:
                 f"{', '.join(ARCHITECTURES)}"
             )
         self._family = ARCHITECTURES[self._architecture]
-        if self._architecture == "llama" and "llama.expert_count" in keys:
+        if self._architecture == "llama" and keys.get("llama.expert_count"):
             self._family = "MixtralForCausalLM"
         self.experts = self._experts()
         self._heads = self._whole("attention.head_count")
@@ -237,7 +244,7 @@ class _Configuration:
             of_experts |= {"moe_intermediate_size": self._whole(key, width), "norm_topk_prob": experts.normalised}
         return {
             "architectures": [self._family],
-            "model_type": self._architecture,
+            "model_type": _MODEL_TYPES.get(self._family, self._architecture),
             "vocab_size": embedding["shape"][0],
             "hidden_size": hidden,
             "intermediate_size": width,

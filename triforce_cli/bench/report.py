@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def floor_of(at: ContextRuns, head: dict[str, Any]) -> dict[str, Any] | None:
-    """See `derived_floor`. The bytes are those that passes of the first run read, whose number of rows does not matter;
-    `None` without such a run.
+    """See `derived_floor`. The bytes are those that passes of the first run read, of mixtures of experts the ones that
+    a single row reads; `None` without such a run.
     """
     run = next((run for run in (*at.runs, at.warm_up) if run.passes["verify"]), None)
     if run is None:
