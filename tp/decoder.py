@@ -365,8 +365,8 @@ class _Progress:
 
 
 def _read_layer(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoint, index: int) -> _Layer:
-    def read(name: str, *shape: int, **part: slice | None) -> Tensor:
-        return checkpoint.read(f"{prefix}{name}", *shape, **part)
+    def read(name: str, *shape: int) -> Tensor:
+        return checkpoint.read(f"{prefix}{name}", *shape)
 
     def weight(matrix: Matrix) -> Weight:
         return matrix.read(checkpoint, prefix, config.quantisation)
