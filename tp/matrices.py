@@ -302,6 +302,8 @@ class ExpertMlps:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
+        if self.stacked:
+            return DenseWeight(self.router), *(QuantisedWeight((matrix,)) for matrix in self.stacked)
         return DenseWeight(self.router), *(weight for one in self.experts for weight in one.weights)
 
     def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
