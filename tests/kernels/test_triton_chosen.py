@@ -32,6 +32,7 @@ def stack_of(kind, outputs, inputs) -> tuple[Any, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("outputs", "inputs", "each"), [(64, 768, 2), (40, 256, 3), (128, 256, 1)])
 @pytest.mark.parametrize("kind", ["awq", "int8", "float8", "gptq-symmetric", "Q4_K", "Q6_K", "Q5_0"])
+@pytest.mark.slow(keep=10)
 def test_each_product_is_with_what_was_chosen(device, kind, outputs, inputs, each, dtype):
     """Of full tiles and others, of one part of the inputs and several; and a row's bits are its own."""
     dtype, _ = DTYPES[dtype]
