@@ -119,6 +119,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = 0
+        self.pieces = 0
+        """Of all captures: one, or several, each."""
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @property
@@ -168,6 +170,7 @@ class Recorder:
             cut()
             result = run(cut)
         self._tapes.update(tapes)
+        self.pieces += len(tapes)
         for tape in tapes:
             tape.is_piece = len(tapes) > 1
         with torch.inference_mode():

@@ -49,11 +49,11 @@ def test_close_leaves_no_captured_pass_alive_whoever_holds_the_run(pairs, kind):
 def test_another_run_leaves_no_captured_pass_of_the_one_before(pairs):
     engine, recorder = recorded_engine(pairs["llama"])
     runs = [started(engine)]
-    before = recorder.captures
+    before = recorder.pieces
     runs.append(started(engine))
     gc.collect()
-    assert recorder.captures > before
-    assert len(recorder._tapes) <= recorder.captures - before
+    assert recorder.pieces > before
+    assert len(recorder._tapes) <= recorder.pieces - before
 
 
 def test_passes_run_as_they_come_once_they_are_cleared(decoder):
