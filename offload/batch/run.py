@@ -203,7 +203,8 @@ class Run(Iterator[Event]):
         return self._setup.kv_memory_bytes
 
     def held(self) -> Held:
-        """See `offload.held`: of the sequences that have not ended."""
+        """See `offload.held`: of the sequences that have not ended, and what captured passes of any have."""
+        yield from self._graphs.held()
         for sequence in self.live:
             if sequence.active_or_none:
                 yield from sequence.active_or_none.held()

@@ -102,10 +102,10 @@ class Graphs:
             self.register(self._pieces[decoder])
         return self._pieces[decoder]
 
-    def held(self, decoder: Decoder) -> Held:
-        """See `Passes`: of the pieces of its passes."""
-        if decoder in self._pieces:
-            yield from self._pieces[decoder].held()
+    def held(self) -> Held:
+        """See `offload.held`: what pieces of passes have, whichever sequences run."""
+        for pieces in self._pieces.values():
+            yield from pieces.held()
 
     def register(self, passes: _Captures | Pieces) -> None:
         """Says that `passes` will hold captured ones."""
@@ -155,7 +155,7 @@ class Passes:
     def held(self) -> Held:
         """See `offload.held`: what was captured, without the cache."""
         yield from self._captures.held()
-        yield from self.graphs.held(self.decoder)
+        yield from self.graphs.held()
 
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some
