@@ -379,9 +379,8 @@ def joined(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
     if len(blocks) == len(matrices) and len({one.form for one in blocks}) == 1:
         return [BlockMatrix(torch.cat([one.blocks for one in blocks]), blocks[0].form)]
     ways = {(one.kind, one.scales.shape[1], one.scales.dtype) for one in grouped}
-    zeros_of = {one.zeros.dtype for one in grouped if isinstance(one.zeros, Tensor)}
-    ways |= set() if len(zeros_of) < 2 else zeros_of
-    if len(grouped) < len(matrices) or len(ways) > 1:
+    of_zeros = {one.zeros.dtype for one in grouped if isinstance(one.zeros, Tensor)}
+    if len(grouped) < len(matrices) or len(ways) > 1 or len(of_zeros) > 1:
         return list(matrices)
     zeros = grouped[0].zeros
     if not isinstance(zeros, int) or any(one.zeros != zeros for one in grouped):

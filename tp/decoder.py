@@ -389,15 +389,13 @@ def _read_mlp(config: ModelConfig, matrices: ModelMatrices, checkpoint: Checkpoi
     """Raises:
     ModelError: see `Checkpoint`; or experts are not all stored alike.
     """
-    mlps = [
-        GatedMlp(*(matrix.read(checkpoint, prefix, config.quantisation) for matrix in both)) for both in matrices.mlps
-    ]
-    if config.experts is None:
+    of_mlps, in_few_bits = matrices.mlps, config.quantisation
+    mlps = [GatedMlp(*(matrix.read(checkpoint, prefix, in_few_bits) for matrix in both)) for both in of_mlps]
+    if config.experts is None or matrices.router is None:
         return mlps[0]
-    in_few_bits = config.quantisation
-    sizes = {tuple(one.num_bytes(torch.float32, in_few_bits, prefix) for one in both) for both in matrices.mlps}
+    sizes = {tuple(one.num_bytes(torch.float32, in_few_bits, prefix) for one in both) for both in of_mlps}
     if len(sizes) > 1:
         raise ModelError(f"the experts of {prefix.removesuffix('.')} are not all stored alike, which is not supported")
-    experts, hidden = config.experts, config.hidden_size
-    router = checkpoint.read(f"{prefix}{experts.names.router}.weight", experts.count, hidden, dtype=torch.float32)
-    return ExpertMlps.of_experts(router, mlps, experts.used, normalised=experts.normalised)
+    (router,) = matrices.router.projections
+    chooses = checkpoint.read(f"{prefix}{router.name}.weight", *router.held, dtype=torch.float32)
+    return ExpertMlps.of_experts(chooses, mlps, config.experts.used, normalised=config.experts.normalised)

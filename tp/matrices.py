@@ -28,7 +28,7 @@ from ..kernels.quantised import (
     quantised_linear,
     takes_chosen,
 )
-from ..kernels.selection import on_cpu
+from ..kernels.selection import STEP_ROWS, on_cpu
 from .errors import ModelError
 from .model.config import ModelConfig
 from .model.families import Experts
@@ -246,21 +246,12 @@ class GatedMlp:
     def weights(self) -> tuple[Weight, ...]:
         return self.gate_up, self.down
 
-    def of(self, rows: Tensor, *, norm: Tensor, eps: float, onto: Tensor | None = None) -> Tensor:
-        """What it gives for `rows` `[n, hidden]`, with the norm before it; see `kernels.gated_mlp`."""
-        if isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
+    def of(self, rows: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, onto: Tensor | None = None) -> Tensor:
+        """What it gives for `rows` `[n, hidden]`, with the norm before it, if one is given; see `kernels.gated_mlp`."""
+        if norm is not None and isinstance(self.gate_up, DenseWeight) and isinstance(self.down, DenseWeight):
             return gated_mlp(rows, norm, eps, self.gate_up.matrix, self.down.matrix, onto=onto)
         gate, up = self.gate_up.times(rows, norm=norm, eps=eps).chunk(2, dim=-1)
         return self.down.times(F.silu(gate).mul_(up), onto=onto)
-
-    def of_normed(self, rows: Tensor) -> Tensor:
-        """The same without the norm."""
-        gate, up = self.gate_up.times(rows).chunk(2, dim=-1)
-        return self.down.times(F.silu(gate).mul_(up))
-
-
-TOGETHER_ROWS = 32
-"""Rows whose experts are found on the device, at most: further ones share so many that reading each once is faster."""
 
 
 @dataclass(frozen=True)
@@ -310,12 +301,12 @@ class ExpertMlps:
         """See `GatedMlp.of`."""
         rows = F.rms_norm(rows, norm.shape, norm, eps)
         shares, of_experts = self._chosen(rows)
-        sums = self._one_by_one if self.waits or len(rows) > TOGETHER_ROWS else self._together
+        sums = self._one_by_one if self.waits or len(rows) > STEP_ROWS else self._together
         total = sums(rows, shares, of_experts).to(rows.dtype)
         return total if onto is None else onto.add_(total)
 
     def _together(self, rows: Tensor, shares: Tensor, of_experts: Tensor) -> Tensor:
-        """The sums of few rows' experts, `[n, hidden]` float32, for which the host does not wait."""
+        """The sums of the experts of a step's rows, `[n, hidden]` float32, for which the host does not wait."""
         assert self.stacked is not None
         (gate_up, down), count = self.stacked, len(self.experts)
         of_experts, order = of_experts.sort(dim=1)
@@ -339,7 +330,7 @@ class ExpertMlps:
             if count:
                 start, stop = stop, stop + count
                 its_rows, its_shares = of_rows[start:stop], shares[start:stop]
-                total.index_add_(0, its_rows, self.experts[expert].of_normed(rows[its_rows]).float().mul_(its_shares))
+                total.index_add_(0, its_rows, self.experts[expert].of(rows[its_rows]).float().mul_(its_shares))
         return total
 
     def _chosen(self, rows: Tensor) -> tuple[Tensor, Tensor]:

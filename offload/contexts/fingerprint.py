@@ -35,13 +35,13 @@ def fingerprint(directory: Path, config: ModelConfig, dtype: torch.dtype, store:
         ModelError: see `weight_files`.
     """
     described = {name: value for name, value in asdict(config).items() if name not in _NOT_IN_KV}
-    if config.experts is not None:
-        described["experts"] = [config.experts.count, config.experts.used, config.experts.normalised]
     for name in ("quantisation", "experts"):
         if described[name] is None:
             del described[name]  # or texts that were saved before there was such a thing would not be found
     if config.quantisation is not None:
         described["quantisation"] |= {"kind": type(config.quantisation).__name__}
+    if config.experts is not None:
+        del described["experts"]["names"]
     described |= {"dtype": str(dtype), "weights": _weight_hashes(weight_files(directory), store, disk)}
     return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
 

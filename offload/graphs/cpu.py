@@ -48,9 +48,9 @@ class CpuCapture:
 
     def takes(self, decoder: Decoder) -> bool:
         # Others' passes take hardly less time when they are replayed, and need memory that grows with the cache; or, of
-        # quantised weights, memory for all their numbers. With experts the host reads how many rows each has.
+        # quantised weights, memory for all their numbers.
         compiled = steps_are_compiled(decoder.device, decoder.dtype, decoder.config.head_dim)
-        return compiled and decoder.config.quantisation is None and decoder.config.experts is None
+        return compiled and decoder.config.quantisation is None and not decoder.waits_in_steps
 
     def pool(self) -> Any:
         return None

@@ -153,9 +153,8 @@ class Passes:
         self._captures = _Captures(decoder, [cache], self.graphs)
 
     def held(self) -> Held:
-        """See `offload.held`: what was captured, without the cache."""
-        yield from self._captures.held()
-        yield from self.graphs.held()
+        """See `offload.held`: what was captured of this sequence alone, without the cache."""
+        return self._captures.held()
 
     def was_steady(self) -> bool:
         """Whether passes since the last call did nothing more than a pass: a GPU's first compiles kernels, and some

@@ -181,10 +181,8 @@ def pass_work(request: RunRequest, rows: float, kv_tokens: float, kv_read: float
     """Bytes read and operations multiplied on each rank by one pass of the target over `rows` rows that see `kv_tokens`
     tokens of keys and values each; in all `kv_read` tokens of them are read, which is as many unless it is given."""
     part, matrices = request.part, request.matrices
-    read = (
-        matrices.bytes_of_a_pass(request.dtype, rows)
-        + (kv_tokens if kv_read is None else kv_read) * request.token_bytes
-    )
+    read_tokens = kv_tokens if kv_read is None else kv_read
+    read = matrices.bytes_of_a_pass(request.dtype, rows) + read_tokens * request.token_bytes
     multiplied = (
         2 * rows * matrices.numbers_of_a_row + 4 * rows * kv_tokens * part.num_layers * part.num_heads * part.head_dim
     )

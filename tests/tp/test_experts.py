@@ -130,6 +130,7 @@ def test_a_pass_reads_the_experts_that_its_rows_have(tmp_path):
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ({"num_local_experts": 10**9}, "num_experts_per_tok 3 of 1000000000 experts"),
         ({"num_experts_per_tok": "many"}, "wrong kind"),
         ({"moe_intermediate_size": None}, "wrong kind"),
     ],
@@ -149,6 +150,23 @@ def test_experts_that_are_stored_in_different_ways_are_refused(tmp_path):
     raw["quantization_config"]["modules_to_not_convert"] = ["model.layers.0.mlp.experts.3", "lm_head"]
     path.write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts\.3\."):
+        Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
+
+
+def test_an_expert_that_is_stored_as_usual_beside_others_in_few_bits_is_refused(tmp_path):
+    model = save_quantised(tmp_path, FORMATS["awq"], "qwen3-moe")
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.3"
+    tensors = {key: tensor for key, tensor in load_file(path).items() if not key.startswith(f"{name}.")}
+    gate, up = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")[3].chunk(2)
+    down = model.get_parameter("model.layers.0.mlp.experts.down_proj")[3]
+    for part, matrix in (("gate", gate), ("up", up), ("down", down)):
+        tensors[f"{name}.{part}_proj.weight"] = matrix.detach().contiguous()
+    save_file(tensors, path)
+    config = tmp_path / "config.json"
+    raw = json.loads(config.read_text())
+    raw["quantization_config"]["modules_to_not_convert"] += [name]
+    config.write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"the experts of model\.layers\.0 are not all stored alike"):
         Decoder.load(tmp_path, dtype=torch.float32, device=CPU)
 
 

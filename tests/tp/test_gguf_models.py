@@ -165,6 +165,14 @@ def test_a_home_that_cannot_be_written_is_said(tmp_path, monkeypatch):
         find_model(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(("count", "used"), [(10**9, 3), (8, 9)])
+def test_a_number_of_experts_that_no_model_has_is_refused(tmp_path, count, used):
+    keys = {"{arch}.expert_count": count, "{arch}.expert_used_count": used}
+    save_gguf(tmp_path / "m", "qwen3-moe", mixed, keys=keys, moe_intermediate_size=256)
+    with pytest.raises(ModelError, match=r"gives qwen3moe\.expert_used_count as .*, which is no number of experts"):
+        find_model(tmp_path / "m.gguf")
+
+
 def test_projections_of_one_format_are_one_matrix_on_gpus(tmp_path):
     save_gguf(tmp_path / "m", "llama", mixed)
     directory = find_model(tmp_path / "m.gguf")

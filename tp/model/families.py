@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MOST_EXPERTS = 4096
+"""Of a layer: more are in no model, and a file that claims them would take memory for each."""
+
 
 @dataclass(frozen=True)
 class ExpertNames:
     """What a family calls its mixtures of experts."""
 
-    count: tuple[str, ...]
-    """Keys of `config.json` for how many experts a layer has, the usual one first."""
+    count: tuple[str, str]
+    """Keys of `config.json` for how many experts a layer has: the usual one, and another that transformers writes."""
     width: str
     """The key for the width of an expert."""
     router: str
@@ -34,6 +37,13 @@ class Experts:
     normalised: bool
     """Whether the weights of those that are used sum to 1."""
     names: ExpertNames
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: there are too few of them, or more than a model has.
+        """
+        if not 1 <= self.used <= self.count <= MOST_EXPERTS:
+            raise ValueError(f"num_experts_per_tok {self.used} of {self.count} experts")
 
 
 @dataclass(frozen=True)
@@ -133,11 +143,9 @@ def experts_of(family: Family, raw: dict[str, Any]) -> Experts | None:
     names = family.experts
     if names is None:
         return None
-    count = int(raw[next((key for key in reversed(names.count) if key in raw), names.count[0])])
-    used = int(raw["num_experts_per_tok"])
-    if not 1 <= used <= count:
-        raise ValueError(f"num_experts_per_tok {used} of {count} experts")
-    return Experts(count, used, names.normalised or bool(raw.get("norm_topk_prob", False)), names)
+    usual, other = names.count
+    count, normalised = raw[other if other in raw else usual], raw.get("norm_topk_prob", False)
+    return Experts(int(count), int(raw["num_experts_per_tok"]), names.normalised or bool(normalised), names)
 
 
 def sliding_windows(family: Family, raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:

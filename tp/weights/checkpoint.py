@@ -29,6 +29,7 @@ _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".inp
 
 
 _MAPPED_BYTES = 64 * 2**20
+"""That are read of a safetensors file before it is mapped anew: opening one takes longer the more tensors it has."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Checkpoint:
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Mapping[str, _Stored]]:
-        """The tensors in a file, which is open and mapped only within the context."""
+        """The tensors in a file, for use within the context."""
         if path in self._gguf:
             yield self._gguf[path]
         elif path.suffix == ".safetensors":

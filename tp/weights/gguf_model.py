@@ -205,7 +205,11 @@ class _Configuration:
         names = FAMILIES[self._family].experts
         if names is None:
             return None
-        return Experts(self._whole("expert_count"), self._whole("expert_used_count"), True, names)
+        count, used = self._whole("expert_count"), self._whole("expert_used_count")
+        try:
+            return Experts(count, used, True, names)
+        except ValueError:
+            raise self._odd("expert_used_count", f"{used:,} of {count:,}, which is no number of experts") from None
 
     def interleaved_heads(self, name: str) -> int:
         """Of queries or keys whose rows are in the order of pairs; 0: rows are as in Hugging Face's checkpoints."""

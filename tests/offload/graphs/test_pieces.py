@@ -94,10 +94,10 @@ def test_what_was_captured_is_held_until_it_is_dropped(decoder):
         passes.forward(token)
         steady.append(passes.was_steady())
     assert steady == [False, False, True, True]  # as it comes, captured, replayed
-    parts = [part for part, _ in passes.held()]
+    parts = [part for part, _ in graphs.held()]
     assert parts and set(parts) == {"captured"} and recorder.alive == decoder.config.num_layers + 1
     graphs.clear()
-    assert list(passes.held()) == [] and recorder.alive == 0
+    assert list(graphs.held()) == [] and recorder.alive == 0
     passes.forward(torch.tensor(random_tokens(1)))
     assert recorder.captures == 1
 
