@@ -4,6 +4,7 @@ rank holds."""
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import pickle
 import re
@@ -28,8 +29,9 @@ _NOT_COMPUTED = (".input_scale", ".input_zero_point", ".activation_scale", ".inp
 """Ends of the names of what quantised activations would be computed with."""
 
 
-_MAPPED_BYTES = 64 * 2**20
-"""That are read of a safetensors file before it is mapped anew: opening one takes longer the more tensors it has."""
+_MAPPED_BYTES = 16 * 2**20
+"""Of the tensors that are read of a safetensors file before it is mapped anew: opening one takes longer the more
+tensors it has."""
 
 
 @dataclass(frozen=True)
@@ -219,12 +221,14 @@ class _SafetensorsFile(Mapping[str, _Stored]):
     def __getitem__(self, name: str) -> _Stored:
         stored = self._file.get_slice(name)
 
+        shape = tuple(stored.get_shape())
+
         def part(wanted: tuple[slice, ...]) -> Tensor:
             found = stored[wanted]
-            self.bytes_read += found.nbytes
+            self.bytes_read += math.prod(shape) * found.itemsize  # some columns are on as many pages as all
             return found
 
-        return _Stored(tuple(stored.get_shape()), stored.get_dtype(), part)
+        return _Stored(shape, stored.get_dtype(), part)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file.keys())
